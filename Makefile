@@ -1,0 +1,42 @@
+# Every target sets up what it needs in .venv; nothing has to be installed by hand but Python 3.11+ with its headers and make.
+PYTHON ?= python3
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
+BIN := .venv/bin
+
+.PHONY: help setup test test-slow lint format clean
+
+help:
+	@echo "make test       fast tests, under 15 minutes on two cores"
+	@echo "make test-slow  the rest"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make setup      only the environment, in .venv"
+
+.venv/.ready: setup.py constraints-cpu.txt
+	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) has no venv module (Debian: apt-get install python3-venv)"; exit 1; }
+	@echo "installing into .venv (about a minute after downloads)"
+	@$(BIN)/pip install -q $(CONSTRAINTS) $(PIP_FLAGS) -e '.[test]'
+	@touch $@
+
+setup: .venv/.ready
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p megapipe
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,1 @@
+"""Typed, documented configuration and its validation. Imports no torch."""

@@ -1,0 +1,109 @@
+"""What a training run needs beside the model: data, batch, layout, schedule, optimizer, duration."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where tokens come from and how they are cut into samples."""
+
+    prefix: str = ""
+    """Path of a shard without .bin/.idx, as tools/preprocess.py wrote it. Relative paths start at the working folder."""
+    split: str = "949,50,1"
+    """Shares of the documents for training, validation and test."""
+    sequence_length: int = 1024
+    """Tokens per sample."""
+    mask_end_of_document: bool = False
+    """Leave the prediction that follows an end-of-document token out of the loss."""
+
+
+@dataclass(kw_only=True)
+class BatchConfig:
+    """Samples per optimizer step and per forward."""
+
+    global_size: int = 8
+    """Samples per optimizer step, over all data-parallel replicas."""
+    micro_size: int = 1
+    """Samples per micro-batch."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How the ranks are laid out: data x pipeline x tensor, tensor ranks adjacent."""
+
+    tensor: int = 1
+    """Ranks that share every matrix."""
+    pipeline: int = 1
+    """Ranks that hold successive stages."""
+    data: int | None = None
+    """Replicas that share every batch; null takes what the world size leaves."""
+    links: Literal["auto", "gloo", "shared_memory", "nccl"] = "auto"
+    """Transport between stages; auto is nccl on GPUs, shared memory on one host's CPUs, else gloo."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; auto takes a GPU where there is one."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for a silent peer before it names it and ends the job."""
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Order of forwards and backwards in a step."""
+
+    name: str = "1f1b"
+    """Name of a pipeline schedule."""
+    receive_ahead: int = 1
+    """How many compute actions before its use a receive is posted."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW, gradient clipping and the learning rate over time."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; biases and norms are not decayed."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; null turns clipping off."""
+    decay: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd stays at the peak and decays linearly over the last decay_steps."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: int | None = None
+    """linear, cosine: the step at which the floor is reached (null: the last); wsd: length of the final decay
+    (null: a tenth of the run)."""
+    floor: float = 0.1
+    """Final learning rate as a share of the peak."""
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """Duration, precision, reproducibility and output."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    seed: int = 1234
+    """Seeds weights, dropout and the order of the data."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute precision; bf16 keeps fp32 master weights, gradients and moments."""
+    log_every: int = 10
+    """Steps between log lines."""
+    directory: str = "runs/default"
+    """Folder for metrics."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Everything but the model."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)

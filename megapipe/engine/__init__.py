@@ -1,0 +1,1 @@
+"""Runs a Schedule: compute, transfers, reductions, updates."""

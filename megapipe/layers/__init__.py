@@ -1,0 +1,1 @@
+"""Tensor-parallel layers, attention, MLP, norms, rotary positions, and the split backward."""

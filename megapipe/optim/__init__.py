@@ -1,0 +1,1 @@
+"""Optimizers on flat buffers, clipping, learning-rate schedules."""

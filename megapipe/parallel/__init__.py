@@ -1,0 +1,1 @@
+"""Process mesh, groups, links and UnitState (flat buffers, weight versions)."""

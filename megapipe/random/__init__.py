@@ -1,0 +1,1 @@
+"""Counter-based random numbers: initial weights, dropout bits, permutations. Imports no torch."""

@@ -1,0 +1,42 @@
+"""Packaging of megapipe. Tool settings live in pyproject.toml; every dependency stands here with its reason."""
+
+from setuptools import find_packages, setup
+
+RUN_TIME = [
+    "torch>=2.11",  # tensors, autograd, process groups
+    "numpy>=1.26",  # counter-based random numbers, schedules as int32 columns, memory-mapped shards
+    "jsonargparse[signatures]>=4.40",  # typed dataclasses to YAML files, command-line overrides and --help
+    "PyYAML>=6",  # configuration files
+    "tokenizers>=0.20",  # Hugging Face tokenizer.json
+    "sentencepiece>=0.2",  # SentencePiece models
+]
+
+EXTRAS = {
+    "test": [
+        "pytest>=8",  # test runner
+        "hypothesis>=6.100",  # property tests of schedules, shapes and parsers
+        "transformers>=4.50",  # outside oracle for GPT-2, Llama and Qwen2 logits
+        'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards; no wheel from 3.14 on
+        "ruff>=0.8",  # linter and formatter
+        "mypy>=1.13",  # type checker
+        "import-linter>=2.1",  # holds the rooms' import contract
+        "types-PyYAML>=6",  # type stubs for mypy
+    ],
+    "gpu": [
+        "triton>=3.6",  # kernels; ships with CUDA builds of torch, named here for other builds
+    ],
+    "docs": [
+        "matplotlib>=3.8",  # loss curves in the guides
+    ],
+}
+
+setup(
+    name="megapipe",
+    version="0.1.0",
+    description="Pretrains GPT and BERT language models across many devices, with pipeline schedules as data.",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megapipe*"]),
+    install_requires=RUN_TIME,
+    extras_require=EXTRAS,
+)
