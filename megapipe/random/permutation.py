@@ -1,0 +1,93 @@
+"""Keyed permutations: the order of samples as a function of the key, computed position by position.
+
+A permutation of [0, n) is never written down. Position `i` is sent through an alternating Feistel network over
+Z_a x Z_b, a = ceil(sqrt(n)) and b = ceil(n / a), with addition in place of exclusive-or; whatever falls outside [0, n)
+is sent through again until it falls inside (cycle walking), which keeps the map a bijection. Because a * b - n < a,
+a second pass is needed with probability below 1 / sqrt(n).
+Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5.
+
+A Feistel network over a domain of a handful of points visits the permutations unevenly, so small sets are ordered by
+sorting keyed hashes, which is uniform; the table is bounded by a constant.
+
+The values are part of the project's contract: a run resumes on them. Changing them changes every run.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+UnsignedArray = npt.NDArray[np.uint64]
+
+LARGEST_TABLE = 4096
+LARGEST_SIZE = 2**62
+_ROUNDS = 8
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+class KeyedPermutation:
+    """A bijection of [0, size) chosen by a key of integers, in constant time and memory.
+
+    `permutation(positions)` maps an array of any shape, `permutation[i]` one position; both give the same values on
+    every machine. Different keys give independent orders: pass for example (seed, epoch).
+
+    Raises ValueError for a size below 1 or above 2**62, and IndexError for a position outside [0, size).
+    """
+
+    def __init__(self, size: int, *key: int) -> None:
+        if not 1 <= size <= LARGEST_SIZE:
+            raise ValueError(f"a permutation needs between 1 and 2**62 elements, not {size}")
+        self.size = size
+        self._round_keys = _expand_key(key)
+        self._rows = math.isqrt(size - 1) + 1
+        self._columns = -(-size // self._rows)
+        self._table = self._sorted_table() if size <= LARGEST_TABLE else None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, position: int) -> int:
+        return int(self(np.asarray([position]))[0])
+
+    def __call__(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Images of `positions` (integers, any shape), as int64 of the same shape."""
+        requested = np.asarray(positions, dtype=np.int64)
+        if requested.size and (requested.min() < 0 or requested.max() >= self.size):
+            raise IndexError(f"positions {requested.min()} to {requested.max()} reach outside [0, {self.size})")
+        if self._table is not None:
+            return self._table[requested]
+        images = self._network(requested.astype(np.uint64).reshape(-1))
+        outside = np.flatnonzero(images >= self.size)
+        while outside.size:
+            images[outside] = self._network(images[outside])
+            outside = outside[images[outside] >= self.size]
+        return images.astype(np.int64).reshape(requested.shape)
+
+    def _network(self, values: UnsignedArray) -> UnsignedArray:
+        """One pass over Z_rows x Z_columns; [m] -> [m], each value below rows * columns."""
+        rows, columns = np.uint64(self._rows), np.uint64(self._columns)
+        left, right = np.divmod(values, columns)
+        for index in range(0, _ROUNDS, 2):
+            left = (left + _mix(right + self._round_keys[index]) % rows) % rows
+            right = (right + _mix(left + self._round_keys[index + 1]) % columns) % columns
+        return left * columns + right
+
+    def _sorted_table(self) -> npt.NDArray[np.int64]:
+        counters = np.arange(self.size, dtype=np.uint64) * _GOLDEN_GAMMA
+        # Both steps are bijections of 64 bits, so no two hashes are equal and the order is never a tie.
+        hashes = _mix(_mix(counters + self._round_keys[0]) ^ self._round_keys[1])
+        return np.argsort(hashes).astype(np.int64)
+
+
+def _expand_key(key: tuple[int, ...]) -> UnsignedArray:
+    """[_ROUNDS] independent 64-bit words from integers of any sign and size."""
+    digest = hashlib.blake2b(",".join(str(int(part)) for part in key).encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _mix(words: UnsignedArray) -> UnsignedArray:
+    """The finaliser of SplitMix64, a bijection of 64 bits (Steele, Lea and Flood, OOPSLA 2014, figure 16)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
