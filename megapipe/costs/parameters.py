@@ -1,4 +1,4 @@
-"""ParameterSpec: the one declaration of a parameter, read by layers, initialisation, segment tables and checkpoints."""
+"""ParameterSpec: the one declaration of a parameter, for layers, initialisation, segment tables and checkpoints."""
 
 import math
 from dataclasses import dataclass
