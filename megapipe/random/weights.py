@@ -1,0 +1,132 @@
+"""Initial weights as a function of the seed, the global name and the global index, of nothing else.
+
+Whatever part of a tensor a rank owns, it holds the values that the whole tensor has there, bit for bit, on every
+machine. Random words: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megapipe.random.normal import Words, normals
+
+WORDS_PER_COUNTER = 4
+COUNTERS = 1 << 256
+BLOCK = 1 << 15
+"""Elements computed at a time: the temporaries stay in the processor's cache."""
+
+
+class Box(Protocol):
+    """A rectangular part of a global tensor: `starts[i] <= index[i] < stops[i]`."""
+
+    @property
+    def starts(self) -> tuple[int, ...]: ...
+    @property
+    def stops(self) -> tuple[int, ...]: ...
+
+
+class Init(Protocol):
+    """`kind` is normal (with standard deviation `std`), zeros or ones."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def std(self) -> float: ...
+
+
+def fill_box(
+    name: str, shape: tuple[int, ...], box: Box, init: Init, seed: int, dtype: DTypeLike = np.float32
+) -> NDArray[Any]:
+    """The initial values of one box of the tensor `name` of global `shape`; an array of the box's shape.
+
+    The element of flat (row-major) global index i is normal number i of the stream that the seed and the name key,
+    times `init.std`, rounded from float64 to `dtype` once. Words 4k to 4k + 3 of the stream are Philox of counter
+    k + 1, as numpy counts. Needs about 2 MB beside the result.
+
+    Raises ValueError for a box that leaves the tensor, an unknown kind, or a seed outside 0 .. 2**64 - 1.
+    """
+    _check(name, shape, box, seed)
+    box_shape = tuple(stop - start for start, stop in zip(box.starts, box.stops, strict=True))
+    if init.kind == "zeros":
+        return np.zeros(box_shape, dtype)
+    if init.kind == "ones":
+        return np.ones(box_shape, dtype)
+    if init.kind != "normal":
+        raise ValueError(f"{name}: init kind {init.kind!r} is unknown; use normal, zeros or ones")
+    values = np.empty(math.prod(box_shape), dtype)
+    if values.size:
+        _fill_normal(values, _runs(shape, box), _key(name, seed), init.std)
+    return values.reshape(box_shape)
+
+
+def _check(name: str, shape: tuple[int, ...], box: Box, seed: int) -> None:
+    inside = len(box.starts) == len(box.stops) == len(shape) and all(
+        0 <= start <= stop <= length for start, stop, length in zip(box.starts, box.stops, shape, strict=True)
+    )
+    if not inside:
+        raise ValueError(f"{name}: box {box.starts} to {box.stops} is not inside shape {shape}")
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed is {seed}; it must be at least 0 and below 2**64")
+
+
+def _key(name: str, seed: int) -> Words:
+    """Two words: the seed, and a hash of the name that no Python version or process changes."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """The box's flat index ranges (start, stop) in order, each contiguous and at most BLOCK long."""
+    lengths = list(zip(box.starts, box.stops, shape, strict=True))
+    cut = max((axis for axis, (start, stop, length) in enumerate(lengths) if stop - start != length), default=0)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if not shape:
+        yield 0, 1
+        return
+    first, last = box.starts[cut] * strides[cut], box.stops[cut] * strides[cut]
+    outer = [range(start, stop) for start, stop, _ in lengths[:cut]]
+    for index in itertools.product(*outer):
+        base = sum(i * stride for i, stride in zip(index, strides, strict=False))
+        for start in range(base + first, base + last, BLOCK):
+            yield start, min(start + BLOCK, base + last)
+
+
+def _fill_normal(values: NDArray[Any], runs: Iterator[tuple[int, int]], key: Words, std: float) -> None:
+    """Write the normal numbers of the runs, one after the other.
+
+    The words of several short runs are gathered first and transformed together: numpy is slow on small arrays.
+    """
+    generator = np.random.Philox(key=key, counter=0)
+    counter = position = gathered = 0
+    words: list[Words] = []
+    spans: list[tuple[int, int]] = []  # of each run within the gathered words
+    for start, stop in runs:
+        first, last = start // WORDS_PER_COUNTER, -(-stop // WORDS_PER_COUNTER)
+        generator.advance((first - counter) % COUNTERS)
+        words.append(generator.random_raw(WORDS_PER_COUNTER * (last - first)))
+        counter = last
+        begin = gathered + start - WORDS_PER_COUNTER * first
+        spans.append((begin, begin + stop - start))
+        gathered += len(words[-1])
+        if gathered >= BLOCK:
+            position = _write(values, position, words, spans, std)
+            gathered = 0
+    _write(values, position, words, spans, std)
+
+
+def _write(values: NDArray[Any], position: int, words: list[Words], spans: list[tuple[int, int]], std: float) -> int:
+    """Transform the gathered words, write their spans from `position` on, empty both lists; the next position."""
+    if words:
+        numbers = normals(words[0] if len(words) == 1 else np.concatenate(words))
+        numbers *= std
+        for start, stop in spans:
+            values[position : position + stop - start] = numbers[start:stop]
+            position += stop - start
+    words.clear()
+    spans.clear()
+    return position
