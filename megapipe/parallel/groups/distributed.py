@@ -1,0 +1,83 @@
+"""A group of processes over torch.distributed: gloo on the CPU, NCCL on a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.parallel.errors import CommunicationError
+from megapipe.parallel.groups.group import Group, ReduceOperation, Work
+
+_REDUCE_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# torch 2.13 renamed these two; the old names still work there but warn at each call.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class DistributedGroup(Group):
+    """The members of one `torch.distributed.ProcessGroup`, in its order."""
+
+    def __init__(self, name: str, process_group: dist.ProcessGroup) -> None:
+        super().__init__(name, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
+        self.process_group = process_group
+
+    @contextmanager
+    def errors_named(self, operation: str) -> Iterator[None]:
+        """Name this rank, the group and `operation` in what torch raises: its own messages know addresses alone."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for rank in self.ranks if rank != self.global_rank)
+            raise CommunicationError(
+                f"rank {self.global_rank}: {operation} in the {self.name} group with rank {others} failed: {error}"
+            ) from error
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        with self.errors_named("all_reduce"):
+            handle = dist.all_reduce(tensor.detach(), _REDUCE_OPERATIONS[op], self.process_group, async_op=True)
+        work = _DistributedWork(self, handle, "all_reduce")
+        if not async_op:
+            work.wait()
+        return work
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        with self.errors_named("all_gather"):
+            _all_gather_single(gathered.view(-1), tensor.detach().reshape(-1), self.process_group)
+        return gathered
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        reduced = tensor.new_empty(tensor.shape[1:])
+        with self.errors_named("reduce_scatter"):
+            _reduce_scatter_single(reduced.view(-1), tensor.detach().reshape(-1), group=self.process_group)
+        return reduced
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        with self.errors_named("broadcast"):
+            dist.broadcast(tensor.detach(), group=self.process_group, group_src=source)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self.errors_named("all_gather_object"):
+            dist.all_gather_object(values, value, self.process_group)
+        return values
+
+    def barrier(self) -> None:
+        with self.errors_named("barrier"):
+            dist.barrier(self.process_group)
+
+
+class _DistributedWork(Work):
+    def __init__(self, group: DistributedGroup, handle: dist.Work | None, operation: str) -> None:
+        self._group = group
+        self._handle = handle
+        self._operation = operation
+
+    def wait(self) -> None:
+        if self._handle is None:
+            return
+        with self._group.errors_named(self._operation):
+            self._handle.wait()
+        self._handle = None

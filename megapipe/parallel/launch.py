@@ -1,0 +1,160 @@
+"""From the launcher's environment to a mesh, and back: one process, or the processes that torchrun started."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.groups import DistributedGroup, Group
+from megapipe.parallel.mesh import DIMENSIONS, Mesh, MeshShape, Partition
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What torchrun tells a process. One process without a launcher is rank 0 of 1."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> "LaunchEnvironment":
+        """Read the variables that torchrun sets.
+
+        Raises:
+            LaunchError: some are set and some are missing, or one has a value that cannot be.
+        """
+        found = [name for name in _VARIABLES if name in environment]
+        missing = [name for name in _VARIABLES if name not in environment]
+        if not found:
+            return cls()
+        if missing:
+            raise LaunchError(
+                f"{', '.join(missing)} not set although {', '.join(found)} is: start with torchrun, which sets all of "
+                f"them, or unset {', '.join(found)} to run as one process"
+            )
+        rank, world_size, local_rank, port = (
+            _integer(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        )
+        for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, world_size)):
+            if not 0 <= value < limit:
+                raise LaunchError(f"{name}={value} is outside 0..WORLD_SIZE-1 (WORLD_SIZE={world_size})")
+        if not 0 < port < 65536:
+            raise LaunchError(f"MASTER_PORT={port} is not a port: ports are 1..65535")
+        return cls(rank, world_size, local_rank)
+
+
+def initialize(sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout: float = 600.0) -> Mesh:
+    """Join the world that torchrun started, or run alone, and lay the mesh over it.
+
+    A world of one process needs no torch.distributed and creates none. Larger ones speak gloo on the CPU and NCCL on
+    GPUs, one process per GPU.
+
+    Args:
+        sizes: ranks along each dimension of `mesh.DIMENSIONS`; one that is left out has size 1.
+        device: "auto" takes GPUs where there are any.
+        timeout: seconds that a collective waits for its peers.
+
+    Raises:
+        LaunchError: the environment is incomplete or wrong, the layout does not fit the world, or there is no such
+            device.
+    """
+    environment = LaunchEnvironment.read(os.environ)
+    shape = MeshShape(sizes)
+    if shape.world_size != environment.world_size:
+        raise LaunchError(
+            f"the layout {shape} needs {shape.world_size} processes but {environment.world_size} were started: start "
+            f"with torchrun and {shape.world_size} processes in all, or change the parallel sizes"
+        )
+    place = _device(device, environment.local_rank)
+    if environment.world_size > 1:
+        dist.init_process_group(
+            "nccl" if place.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout),
+            device_id=place if place.type == "cuda" else None,
+        )
+    return connected_mesh(shape, place)
+
+
+def shutdown() -> None:
+    """Leave the world: destroy every group. Nothing to do for one process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def connected_mesh(shape: MeshShape, device: torch.device) -> Mesh:
+    """The mesh over the torch.distributed world that this process is in, or over this process alone."""
+    if not dist.is_initialized():
+        return Mesh(shape, 0, device, _no_group)
+    larger = [name for name in DIMENSIONS if shape.sizes[name] > 1]
+    device_mesh = None
+    if larger:
+        device_mesh = init_device_mesh(
+            device.type, tuple(shape.sizes[name] for name in larger), mesh_dim_names=tuple(larger)
+        )
+    return Mesh(shape, dist.get_rank(), device, _DistributedFactory(device_mesh), device_mesh)
+
+
+class _DistributedFactory:
+    """Groups of processes: the device mesh's where it has them, else new ones, made by all ranks together."""
+
+    def __init__(self, device_mesh: DeviceMesh | None) -> None:
+        self._device_mesh = device_mesh
+
+    def __call__(self, name: str, partition: Partition) -> Group | None:
+        if len(partition) == 1 and len(partition[0]) == dist.get_world_size():
+            world = dist.group.WORLD
+            assert world is not None  # the caller has seen that torch.distributed is initialised
+            return DistributedGroup(name, world)
+        if self._device_mesh is not None and name in (self._device_mesh.mesh_dim_names or ()):
+            return DistributedGroup(name, self._device_mesh.get_group(name))
+        mine = self._split(partition) if _can_split() else self._create_each(partition)
+        return None if mine is None else DistributedGroup(name, mine)
+
+    def _split(self, partition: Partition) -> dist.ProcessGroup | None:
+        """All groups in one call, out of the world's communicator."""
+        return dist.split_group(split_ranks=[list(ranks) for ranks in partition])
+
+    def _create_each(self, partition: Partition) -> dist.ProcessGroup | None:
+        """Every rank takes part in the creation of every group, also of those that it is not in."""
+        groups = [dist.new_group(list(ranks)) for ranks in partition]
+        rank = dist.get_rank()
+        return next((group for group, ranks in zip(groups, partition, strict=True) if rank in ranks), None)
+
+
+def _can_split() -> bool:
+    return dist.get_backend() == "nccl"
+
+
+def _no_group(name: str, partition: Partition) -> Group | None:
+    raise LaunchError(f"the {name} group of ranks {partition[0]} needs more than one process")
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise LaunchError(f"{name}={environment[name]!r} is not an integer: torchrun sets it") from None
+
+
+def _device(choice: DeviceChoice, local_rank: int) -> torch.device:
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count:
+        raise LaunchError(
+            f"LOCAL_RANK={local_rank} needs GPU {local_rank} but this host has {count}: start at most one process per "
+            "GPU, or run with device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,178 @@
+"""The process mesh: where this rank stands in each parallel dimension, and the groups it speaks in.
+
+Ranks are numbered with tensor fastest, then context, pipeline and data, so that the ranks that talk most are nearest
+(Narayanan et al. 2021, arXiv 2104.04473, section 3.2). A `Mesh` is passed to whoever needs it; there is no global one.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megapipe.parallel.groups import Group, SoloGroup
+
+DIMENSIONS = ("data", "pipeline", "context", "tensor")
+"""Dimension names, slowest first."""
+
+COMBINATIONS = (("data", "context"), ("pipeline", "tensor"))
+"""Pairs of dimensions that have a group of their own: replicas of one weight, and holders of one model replica."""
+
+Partition = tuple[tuple[int, ...], ...]
+GroupFactory = Callable[[str, Partition], Group | None]
+"""Makes the group of this rank out of disjoint lists of global ranks, or None where this rank is in none of them. A
+collective call: every rank makes the same calls in the same order."""
+
+
+class MeshShape:
+    """The sizes of the dimensions, and the arithmetic between global ranks and coordinates.
+
+    Args:
+        sizes: ranks along each dimension of `DIMENSIONS`; one that is left out has size 1.
+
+    Raises:
+        ValueError: an unknown dimension or a size below 1.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            if name not in DIMENSIONS:
+                raise ValueError(f"unknown mesh dimension {name!r}: the dimensions are {', '.join(DIMENSIONS)}")
+            if size < 1:
+                raise ValueError(f"mesh dimension {name} has size {size}, but sizes are 1 or more")
+        self.sizes = MappingProxyType({name: sizes.get(name, 1) for name in DIMENSIONS})
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinates of a global rank, by dimension."""
+        coordinates = {}
+        for name in reversed(DIMENSIONS):
+            rank, coordinates[name] = divmod(rank, self.sizes[name])
+        return coordinates
+
+    def rank_of(self, coordinates: Mapping[str, int]) -> int:
+        """The global rank at full coordinates; the inverse of `coordinates`."""
+        rank = 0
+        for name in DIMENSIONS:
+            rank = rank * self.sizes[name] + coordinates[name]
+        return rank
+
+    def partition(self, *names: str) -> Partition:
+        """The world cut into the lists of ranks that differ only in the dimensions `names`."""
+        fixed = [name for name in DIMENSIONS if name not in names]
+        free = [name for name in DIMENSIONS if name in names]
+        return tuple(
+            tuple(self.rank_of(dict(outer) | dict(inner)) for inner in self._walk(free)) for outer in self._walk(fixed)
+        )
+
+    def pipeline_partition(self, stages: tuple[int, ...]) -> Partition:
+        """For each pipeline of the world, its ranks at the pipeline coordinates `stages`."""
+        return tuple(tuple(pipeline[stage] for stage in stages) for pipeline in self.partition("pipeline"))
+
+    def _walk(self, names: list[str]) -> list[tuple[tuple[str, int], ...]]:
+        return list(itertools.product(*[[(name, index) for index in range(self.sizes[name])] for name in names]))
+
+
+class Mesh:
+    """One rank's view of the mesh. Made by `launch.initialize` or `in_process.in_process_meshes`.
+
+    Attributes:
+        shape: the sizes of all dimensions.
+        rank: this process's global rank.
+        device: where this rank's tensors live.
+        world: the group of all ranks.
+        device_mesh: torch's mesh of the dimensions larger than 1, for its own tools (DTensor, checkpoints); None
+            where there is no torch.distributed world.
+    """
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        rank: int,
+        device: torch.device,
+        create_group: GroupFactory,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.shape = shape
+        self.rank = rank
+        self.device = device
+        self.device_mesh = device_mesh
+        self._create_group = create_group
+        self._coordinates = shape.coordinates(rank)
+        self._pipeline_subgroups: dict[tuple[int, ...], Group | None] = {}
+        self.world = self._create("world", shape.partition(*DIMENSIONS))
+        self._groups: dict[tuple[str, ...], Group] = {
+            (name,): self._create(name, shape.partition(name)) for name in DIMENSIONS
+        }
+        for names in COMBINATIONS:
+            self._groups[names] = self._combined(names)
+
+    @property
+    def world_size(self) -> int:
+        return self.shape.world_size
+
+    def size(self, dimension: str) -> int:
+        """Number of ranks along `dimension`."""
+        return self.shape.sizes[dimension]
+
+    def coordinate(self, dimension: str) -> int:
+        """This rank's place along `dimension`."""
+        return self._coordinates[dimension]
+
+    def group(self, *dimensions: str) -> Group:
+        """The group of ranks that differ from this one only in `dimensions`: one of them, or a pair of `COMBINATIONS`.
+
+        Raises:
+            ValueError: these dimensions have no group.
+        """
+        names = tuple(name for name in DIMENSIONS if name in dimensions)
+        if names not in self._groups or len(names) != len(dimensions):
+            known = "; ".join(", ".join(names) for names in self._groups)
+            raise ValueError(f"the mesh has no group over {dimensions}: it has groups over {known}, and `world`")
+        return self._groups[names]
+
+    def pipeline_subgroup(self, stages: tuple[int, ...]) -> Group | None:
+        """The group of this rank's pipeline at the pipeline coordinates `stages`, None where this rank is not at one.
+
+        For a weight that several stages share. A collective call, also for ranks that get None: every rank asks for
+        the same coordinates in the same order. Asking twice gives the same group.
+
+        Raises:
+            ValueError: coordinates outside the pipeline, or not ascending.
+        """
+        if list(stages) != sorted(set(stages)) or not stages or stages[0] < 0 or stages[-1] >= self.size("pipeline"):
+            raise ValueError(
+                f"pipeline coordinates {stages} must ascend within 0..{self.size('pipeline') - 1} (pipeline size "
+                f"{self.size('pipeline')})"
+            )
+        if stages not in self._pipeline_subgroups:
+            name = f"pipeline {'+'.join(str(stage) for stage in stages)}"
+            self._pipeline_subgroups[stages] = self._create_any(name, self.shape.pipeline_partition(stages))
+        return self._pipeline_subgroups[stages]
+
+    def _combined(self, names: tuple[str, ...]) -> Group:
+        """The group over several dimensions; a new one only where it is none of those that already exist."""
+        larger = [name for name in names if self.size(name) > 1]
+        if len(larger) <= 1:
+            return self._groups[(larger[0] if larger else names[0],)]
+        if math.prod(self.size(name) for name in larger) == self.world_size:
+            return self.world
+        return self._create("+".join(names), self.shape.partition(*names))
+
+    def _create(self, name: str, partition: Partition) -> Group:
+        group = self._create_any(name, partition)
+        assert group is not None  # a partition over dimensions covers the world
+        return group
+
+    def _create_any(self, name: str, partition: Partition) -> Group | None:
+        if len(partition[0]) == 1:
+            return SoloGroup(name, self.rank) if any(self.rank in ranks for ranks in partition) else None
+        return self._create_group(name, partition)

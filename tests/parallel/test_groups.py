@@ -1,0 +1,171 @@
+"""Every kind of group gives what one process would compute."""
+
+import time
+
+import pytest
+import torch
+
+from megapipe.parallel.errors import CommunicationError
+from megapipe.parallel.groups import Group, SoloGroup
+from megapipe.parallel.in_process import in_process_meshes, run_in_process
+from megapipe.parallel.mesh import Mesh
+from tests.support.meshes import Backend, run_mesh
+from tests.support.ranks import run_ranks
+
+BACKENDS = ["processes", "threads"]
+
+
+def contribution(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64).mul(8).to(dtype)
+
+
+def all_collectives(mesh: Mesh, dtype: torch.dtype) -> dict[str, object]:
+    group = mesh.group("data")
+    mine = contribution(mesh.rank, dtype)
+    total, largest, late = mine.clone(), mine.clone(), mine.clone()
+    group.all_reduce(total)
+    group.all_reduce(largest, op="max")
+    work = group.all_reduce(late, async_op=True)
+    gathered = group.all_gather(mine)
+    work.wait()
+    scattered = group.reduce_scatter(torch.stack([mine + peer for peer in range(group.size)]))
+    group.broadcast(mine, source=group.size - 1)
+    group.barrier()
+    return {
+        "sum": total,
+        "max": largest,
+        "late": late,
+        "gathered": gathered,
+        "scattered": scattered,
+        "broadcast": mine,
+        "objects": group.all_gather_object({"rank": group.rank}),
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_collectives_equal_one_process(backend: Backend, dtype: torch.dtype, size: int) -> None:
+    parts = torch.stack([contribution(rank, dtype) for rank in range(size)])
+    results = run_mesh({"data": size}, all_collectives, dtype, backend=backend)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    exact = torch.stack([contribution(rank, dtype) for rank in range(size)]).double().sum(0)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result["sum"].double(), exact, rtol=tolerance, atol=8 * tolerance)
+        assert torch.equal(result["sum"], results[0]["sum"])
+        assert torch.equal(result["late"], result["sum"])
+        assert torch.equal(result["max"], parts.amax(0))
+        assert torch.equal(result["gathered"], parts)
+        shifted = (parts + rank).double().sum(0)
+        torch.testing.assert_close(result["scattered"].double(), shifted, rtol=tolerance, atol=8 * tolerance)
+        assert torch.equal(result["broadcast"], parts[-1])
+        assert result["objects"] == [{"rank": peer} for peer in range(size)]
+
+
+def test_thread_sums_are_added_in_rank_order() -> None:
+    parts = [contribution(rank, torch.float32) for rank in range(4)]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    for result in run_mesh({"data": 4}, all_collectives, torch.float32, backend="threads"):
+        assert torch.equal(result["sum"], expected)
+
+
+def start_reduction_then_talk(mesh: Mesh) -> float:
+    """Rank 0 starts a reduction that rank 1 joins only after another collective: asynchronous means that it may."""
+    data, world = mesh.group("data"), mesh.world
+    value = torch.ones(1)
+    if mesh.rank < 2:
+        work = data.all_reduce(value, async_op=True)
+        world.barrier()
+    else:
+        world.barrier()
+        work = data.all_reduce(value, async_op=True)
+    work.wait()
+    return value.item()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_asynchronous_reduction_blocks_nobody_before_wait(backend: Backend) -> None:
+    assert run_mesh({"data": 2, "tensor": 2}, start_reduction_then_talk, backend=backend) == [2.0] * 4
+
+
+def fail_on_rank_one(mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        raise ValueError("bad batch")
+    mesh.group("data").all_reduce(torch.ones(2))
+
+
+def test_failed_thread_breaks_the_wait_and_is_the_one_reported() -> None:
+    with pytest.raises(ValueError, match="bad batch"):
+        run_mesh({"data": 3}, fail_on_rank_one, backend="threads")
+
+
+def wait_for_failed_peer(mesh: Mesh) -> str:
+    if mesh.rank == 1:
+        mesh.threads.fail(1, ValueError("bad batch"))  # type: ignore[attr-defined]
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        mesh.group("data").all_reduce(torch.ones(2))
+    return str(caught.value)
+
+
+def test_thread_error_names_peer_and_operation() -> None:
+    message = run_mesh({"data": 2}, wait_for_failed_peer, backend="threads")[0]
+    assert message == (
+        "rank 0 waited for rank 1 in all_reduce sum of float32 (2,) (collective 0 of the data group), "
+        "but rank 1 failed: ValueError('bad batch')"
+    )
+
+
+def stay_silent(mesh: Mesh) -> str:
+    if mesh.rank == 1:
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        mesh.group("data").barrier()
+    return str(caught.value)
+
+
+def test_silent_thread_is_named_after_the_timeout() -> None:
+    started = time.monotonic()
+    message = run_in_process(in_process_meshes({"data": 2}, timeout=0.2), stay_silent)[0]
+    assert "waited for rank 1 in barrier" in message
+    assert "within 0.2 s" in message
+    assert time.monotonic() - started < 10
+
+
+def disagree(mesh: Mesh) -> None:
+    mesh.group("data").all_reduce(torch.ones(2 + mesh.rank))
+
+
+def test_threads_in_different_collectives_are_told() -> None:
+    with pytest.raises(CommunicationError, match="same collectives in the same order"):
+        run_mesh({"data": 2}, disagree, backend="threads")
+
+
+def die_before_reduction(rank: int) -> str:
+    from megapipe.parallel.launch import connected_mesh
+    from megapipe.parallel.mesh import MeshShape
+
+    mesh = connected_mesh(MeshShape({"data": 2}), torch.device("cpu"))
+    mesh.world.barrier()
+    if rank == 1:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommunicationError) as caught:
+        mesh.group("data").all_reduce(torch.ones(2))
+    return str(caught.value)
+
+
+def test_dead_process_is_told_with_group_and_operation() -> None:
+    message = run_ranks(2, die_before_reduction, may_die=[1])[0]
+    assert message.startswith("rank 0: all_reduce in the data group with rank 1 failed")
+
+
+def test_solo_results_do_not_share_memory_with_the_input() -> None:
+    group: Group = SoloGroup("data")
+    source = torch.zeros(1, 2)
+    group.all_gather(source).add_(1)
+    group.reduce_scatter(source).add_(1)
+    assert torch.equal(source, torch.zeros(1, 2))

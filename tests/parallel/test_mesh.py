@@ -1,0 +1,100 @@
+"""The mesh's arithmetic, and its groups against it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.parallel.mesh import DIMENSIONS, Mesh, MeshShape
+from tests.support.meshes import Backend, run_mesh
+
+SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in DIMENSIONS})
+
+
+@given(SIZES)
+def test_coordinates_equal_numpy_row_major_order(sizes: dict[str, int]) -> None:
+    shape = MeshShape(sizes)
+    extents = tuple(sizes[name] for name in DIMENSIONS)
+    for rank in range(shape.world_size):
+        expected = dict(zip(DIMENSIONS, map(int, np.unravel_index(rank, extents)), strict=True))
+        assert shape.coordinates(rank) == expected
+        assert shape.rank_of(expected) == rank
+
+
+@given(SIZES, st.sets(st.sampled_from(DIMENSIONS)))
+def test_partition_covers_the_world_once_along_its_dimensions(sizes: dict[str, int], names: set[str]) -> None:
+    shape = MeshShape(sizes)
+    parts = shape.partition(*names)
+    assert sorted(rank for part in parts for rank in part) == list(range(shape.world_size))
+    for part in parts:
+        assert list(part) == sorted(part)
+        for name in set(DIMENSIONS) - names:
+            assert len({shape.coordinates(rank)[name] for rank in part}) == 1
+
+
+def test_tensor_ranks_are_neighbours_and_data_ranks_are_far() -> None:
+    shape = MeshShape({"tensor": 2, "pipeline": 2, "data": 2})
+    assert shape.partition("tensor")[0] == (0, 1)
+    assert shape.partition("pipeline")[0] == (0, 2)
+    assert shape.partition("data")[0] == (0, 4)
+
+
+def test_unknown_dimension_and_bad_size_are_told() -> None:
+    with pytest.raises(ValueError, match="unknown mesh dimension 'tensors': the dimensions are data, pipeline"):
+        MeshShape({"tensors": 2})
+    with pytest.raises(ValueError, match="pipeline has size 0"):
+        MeshShape({"pipeline": 0})
+
+
+def describe(mesh: Mesh) -> dict[str, object]:
+    """What every group of this rank holds, both as told and as found by gathering the ranks through it."""
+    names = [("data",), ("pipeline",), ("context",), ("tensor",), ("data", "context"), ("pipeline", "tensor")]
+    groups = {"+".join(dimensions): mesh.group(*dimensions) for dimensions in names} | {"world": mesh.world}
+    subgroup = mesh.pipeline_subgroup((0, mesh.size("pipeline") - 1))
+    if subgroup is not None:
+        groups["ends"] = subgroup
+    assert mesh.pipeline_subgroup((0, mesh.size("pipeline") - 1)) is subgroup
+    found = {name: tuple(group.all_gather(torch.tensor(mesh.rank)).tolist()) for name, group in groups.items()}
+    assert found == {name: group.ranks for name, group in groups.items()}
+    assert all(group.ranks[group.rank] == mesh.rank for group in groups.values())
+    return {"groups": found, "coordinates": {name: mesh.coordinate(name) for name in DIMENSIONS}}
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipeline": 3, "tensor": 2},
+        {"data": 2, "pipeline": 2, "tensor": 2},
+        {"data": 2, "pipeline": 2, "context": 2},
+    ],
+    ids=str,
+)
+def test_groups_hold_the_ranks_that_differ_in_their_dimensions(backend: Backend, sizes: dict[str, int]) -> None:
+    shape = MeshShape(sizes)
+    for rank, result in enumerate(run_mesh(sizes, describe, backend=backend)):
+        assert result["coordinates"] == shape.coordinates(rank)
+        for name, ranks in result["groups"].items():
+            if name == "ends":
+                partition = shape.pipeline_partition((0, shape.sizes["pipeline"] - 1))
+            else:
+                partition = shape.partition(*(DIMENSIONS if name == "world" else name.split("+")))
+            assert ranks == next(part for part in partition if rank in part)
+        stage = shape.coordinates(rank)["pipeline"]
+        assert ("ends" in result["groups"]) == (stage in (0, shape.sizes["pipeline"] - 1))
+
+
+def ask_wrongly(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=r"no group over \('data', 'tensor'\)"):
+        mesh.group("data", "tensor")
+    with pytest.raises(ValueError, match="no group over"):
+        mesh.group("replica")
+    with pytest.raises(ValueError, match=r"\(1, 0\) must ascend"):
+        mesh.pipeline_subgroup((1, 0))
+    with pytest.raises(ValueError, match=r"0\.\.1"):
+        mesh.pipeline_subgroup((0, 2))
+
+
+def test_groups_that_do_not_exist_are_told() -> None:
+    run_mesh({"pipeline": 2}, ask_wrongly, backend="threads")
