@@ -1,0 +1,25 @@
+"""Pipeline schedules as data: generate, lower, validate, simulate, read and write, without torch or triton."""
+
+from megapipe.schedules.actions import COLUMNS, Action, Kind, Rows
+from megapipe.schedules.build import build, check_microbatches, order
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.generators.registry import GENERATORS
+from megapipe.schedules.lowering import lower
+from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
+
+__all__ = [
+    "COLUMNS",
+    "GENERATORS",
+    "Action",
+    "Header",
+    "Kind",
+    "Rows",
+    "Schedule",
+    "ScheduleError",
+    "Sections",
+    "StagePlace",
+    "build",
+    "check_microbatches",
+    "lower",
+    "order",
+]

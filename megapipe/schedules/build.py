@@ -1,0 +1,103 @@
+"""Building a named schedule: generate, place, lower."""
+
+from collections.abc import Sequence
+
+from megapipe.schedules.actions import KIND, Kind
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.lowering import lower
+from megapipe.schedules.schedule import Header, Mode, Schedule, Sections
+
+
+def build(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    mode: Mode = "train",
+    units_per_stage: Sequence[int] | None = None,
+    tied_groups: Sequence[Sequence[int]] = (),
+    data_parallel: bool = False,
+    receive_ahead: int = 1,
+) -> Schedule:
+    """The lowered schedule of that name.
+
+    Args:
+        name: a key of ``GENERATORS``.
+        num_ranks: pipeline ranks.
+        num_microbatches: micro-batches of one optimizer step on this pipeline.
+        mode: "train", or "forward" for evaluation: forwards and activation transfers alone.
+        units_per_stage: units of each stage, ascending by stage; one each by default.
+        tied_groups: per tied weight, the stages that hold a use of it.
+        data_parallel: reduce gradients over data-parallel replicas, unit by unit.
+        receive_ahead: compute actions between a receive's posting and its use.
+
+    Raises:
+        ScheduleError: an unknown name, or sizes that the schedule cannot run.
+    """
+    return lower(
+        order(name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
+              data_parallel=data_parallel),
+        receive_ahead=receive_ahead,
+    )  # fmt: skip
+
+
+def order(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    mode: Mode = "train",
+    units_per_stage: Sequence[int] | None = None,
+    tied_groups: Sequence[Sequence[int]] = (),
+    data_parallel: bool = False,
+) -> Schedule:
+    """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
+    check_microbatches(name, num_ranks, num_microbatches)
+    generator = find_generator(name)
+    stages, routes = generator.placement(num_ranks)
+    sections = generator.order(num_ranks, num_microbatches)
+    header = Header(
+        name=name,
+        mode=mode,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages=stages,
+        routes=routes,
+        units_per_stage=_checked_units(units_per_stage, len(stages)),
+        numerical_class=generator.numerical_class,
+        versions_per_stage=(1,) * len(stages),
+        tied_groups=_checked_tied(tied_groups, len(stages)),
+        data_parallel=data_parallel,
+    )
+    schedule = Schedule(header, sections)
+    return _forward_only(schedule) if mode == "forward" else schedule
+
+
+def check_microbatches(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Raise ScheduleError if the named schedule cannot run that many micro-batches on that many ranks."""
+    find_generator(name)
+    for what, value in (("pipeline ranks", num_ranks), ("micro-batches", num_microbatches)):
+        if value < 1:
+            raise ScheduleError(f"{name} needs at least 1 of {what}, got {value}")
+
+
+def _forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of one step in their order, for evaluation."""
+    body = tuple(rows[rows[:, KIND] == Kind.FORWARD] for rows in schedule.expand(1))
+    return Schedule(schedule.header, Sections.flushing(body))
+
+
+def _checked_units(units_per_stage: Sequence[int] | None, num_stages: int) -> tuple[int, ...]:
+    units = (1,) * num_stages if units_per_stage is None else tuple(units_per_stage)
+    if len(units) != num_stages or min(units) < 1:
+        raise ScheduleError(f"units_per_stage {list(units)} must give at least 1 unit to each of {num_stages} stages")
+    return units
+
+
+def _checked_tied(tied_groups: Sequence[Sequence[int]], num_stages: int) -> tuple[tuple[int, ...], ...]:
+    groups = tuple(tuple(group) for group in tied_groups)
+    for group in groups:
+        if not group or any(not 0 <= stage < num_stages for stage in group):
+            raise ScheduleError(f"tied group {list(group)} must name stages from 0 to {num_stages - 1}, at least one")
+    return groups

@@ -1,0 +1,50 @@
+"""Schedules that flush the pipeline every step over one stage a rank."""
+
+import numpy as np
+
+from megapipe.schedules.actions import Kind, Rows, rows_of
+from megapipe.schedules.schedule import Sections
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Sections:
+    """All forwards, then all backwards; every activation is kept (GPipe, arXiv 1811.06965, section 2.3).
+
+    Backwards run in micro-batch order, so that gradients are summed in the order of a one-process run.
+    """
+    microbatches = np.arange(num_microbatches)
+    return Sections.flushing(
+        tuple(
+            np.concatenate([rows_of(Kind.FORWARD, rank, microbatches), rows_of(Kind.BACKWARD, rank, microbatches)])
+            for rank in range(num_ranks)
+        )
+    )
+
+
+def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Sections:
+    """One forward, one backward: at most ``num_ranks - rank`` activations are kept (PipeDream-Flush, arXiv 2006.09503,
+    section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2)."""
+    microbatches = np.arange(num_microbatches)
+    return Sections.flushing(
+        tuple(
+            alternate(
+                rows_of(Kind.FORWARD, rank, microbatches),
+                rows_of(Kind.BACKWARD, rank, microbatches),
+                warmup=num_ranks - 1 - rank,
+            )
+            for rank in range(num_ranks)
+        )
+    )
+
+
+def alternate(forwards: Rows, backwards: Rows, warmup: int) -> Rows:
+    """``warmup`` forwards, then forward and backward in turn, then the backwards that are left.
+
+    Both tables have the same number of rows n; a warm-up above n is all of them.
+    """
+    count = len(forwards)
+    warmup = min(warmup, count)
+    index = np.arange(count)
+    forward_places = np.where(index < warmup, index, 2 * index - warmup)
+    backward_places = np.where(index < count - warmup, warmup + 2 * index + 1, count + index)
+    order = np.argsort(np.concatenate([forward_places, backward_places]))
+    return np.concatenate([forwards, backwards])[order]

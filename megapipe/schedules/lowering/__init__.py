@@ -1,0 +1,9 @@
+"""Lowering: from compute actions in order to everything that a step does.
+
+A chain of pure passes over one table of all ranks: cut chunks into units where reductions want it, add sends and
+receives, add reductions and updates, give receives their slots.
+"""
+
+from megapipe.schedules.lowering.lower import lower
+
+__all__ = ["lower"]

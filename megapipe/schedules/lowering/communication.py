@@ -1,0 +1,141 @@
+"""Adding sends and receives: every hand-over between ranks, receives posted early enough that nothing can hang."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megapipe.schedules.actions import Ints, Kind, rows_of
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.lowering.insertion import Insertion, Place, insert
+from megapipe.schedules.lowering.program import Program
+from megapipe.schedules.progress import Waits, stuck_waits
+
+
+@dataclass(frozen=True)
+class Messages:
+    """One entry a message, ordered by link (pair of ranks), then as sent.
+
+    ``producer`` and ``consumer`` are the compute rows at both ends, ``link`` numbers the pair of ranks.
+    """
+
+    gradient: Ints
+    microbatch: Ints
+    producer: Ints
+    consumer: Ints
+    link: Ints
+
+    @classmethod
+    def of(cls, program: Program) -> "Messages":
+        """The messages that a program of compute rows needs: forwards to the next stage, gradients to the previous."""
+        following = _neighbours(program, program.header.following_stages)
+        preceding = _neighbours(program, program.header.preceding_stages)
+        opens, closes = program.opens_chunk(), program.closes_chunk()
+        forward = program.is_kind(Kind.FORWARD)
+        backward = program.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        parts = [
+            _match(program, np.flatnonzero(forward & closes & (following >= 0)),
+                   np.flatnonzero(forward & opens & (preceding >= 0)), following),
+            _match(program, np.flatnonzero(backward & closes & (preceding >= 0)),
+                   np.flatnonzero(backward & opens & (following >= 0)), preceding),
+        ]  # fmt: skip
+        producer = np.concatenate([producers for producers, _ in parts])
+        consumer = np.concatenate([consumers for _, consumers in parts])
+        gradient = np.repeat(np.arange(2), [len(producers) for producers, _ in parts])
+        link = program.rank[producer] * program.header.num_ranks + program.rank[consumer]
+        order = np.lexsort((producer, link))
+        microbatch = program.microbatch[producer].astype(np.int64)
+        return cls(gradient[order], microbatch[order], producer[order], consumer[order], link[order])
+
+    def receives(self, program: Program, post: Ints) -> Insertion:
+        """Receives, each ahead of the compute row ``post`` on the consumer's rank."""
+        kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
+        rows = rows_of(kind, program.stage[self.consumer], self.microbatch)
+        return Insertion(rows, post, Place.RECEIVE, program.section[self.consumer])
+
+    def sends(self, program: Program) -> Insertion:
+        """Sends, each right behind the compute row that makes the message."""
+        kind = np.where(self.gradient == 1, int(Kind.SEND_GRADIENT), int(Kind.SEND_ACTIVATION))
+        rows = rows_of(kind, program.stage[self.producer], self.microbatch)
+        return Insertion(rows, self.producer, Place.SEND, program.section[self.producer])
+
+
+def _neighbours(program: Program, table: Ints) -> Ints:
+    """The stage next to each row's stage on the micro-batch's route, -1 where there is none or it is on this rank."""
+    neighbour: Ints = table[program.microbatch % len(table), program.stage]
+    local = program.header.stage_ranks[neighbour] == program.rank
+    return np.where(local, -1, neighbour)
+
+
+def _match(program: Program, producers: Ints, consumers: Ints, target: Ints) -> tuple[Ints, Ints]:
+    """Pair the rows that give a message with the rows that take it, by receiving stage and micro-batch."""
+    num_stages = len(program.header.stages)
+    given = program.microbatch[producers].astype(np.int64) * num_stages + target[producers]
+    taken = program.microbatch[consumers].astype(np.int64) * num_stages + program.stage[consumers]
+    given_order, taken_order = np.argsort(given, kind="stable"), np.argsort(taken, kind="stable")
+    if not np.array_equal(given[given_order], taken[taken_order]):
+        odd = np.setxor1d(given, taken)
+        detail = f"first at stage {odd[0] % num_stages}, micro-batch {odd[0] // num_stages}" if len(odd) else "twice"
+        raise ScheduleError(
+            f"{program.header.name} cannot be lowered: a stage's output has no taker or an input no giver, {detail}; "
+            "every micro-batch must pass every stage of its route exactly once, forward and backward"
+        )
+    return producers[given_order], consumers[taken_order]
+
+
+def place_receives(program: Program, messages: Messages, receive_ahead: int) -> Ints:
+    """The compute row ahead of which each message's receive is posted.
+
+    ``receive_ahead`` compute rows before its use, within its section, and on each link in the order of the sends.
+    Then, as long as sends that wait for their receive would hang, the receives that they hang on are posted where
+    the receiving rank hangs.
+    """
+    section_key = program.rank * program.num_sections + program.section
+    section_start = np.searchsorted(section_key, section_key[messages.consumer])
+    post = np.maximum(messages.consumer - receive_ahead, section_start)
+    post = _in_send_order(messages, post, len(program.rows))
+    while True:
+        earlier = _earlier_posts(program, messages, post)
+        if np.array_equal(earlier, post):
+            break
+        post = _in_send_order(messages, earlier, len(program.rows))
+    if np.any(post < section_start):
+        index = int(np.argmax(post < section_start))
+        raise ScheduleError(
+            f"{program.header.name} cannot be lowered: stage {program.stage[messages.consumer[index]]} would have to "
+            f"post the receive of micro-batch {messages.microbatch[index]} before its section begins"
+        )
+    return post
+
+
+def _in_send_order(messages: Messages, post: Ints, num_rows: int) -> Ints:
+    """Post no receive after one that the same link delivers later: a running minimum from each link's end."""
+    lift = messages.link * (num_rows + 1)  # keeps the minimum of one link below every earlier seen link's
+    ordered: Ints = np.minimum.accumulate((post + lift)[::-1])[::-1] - lift
+    return ordered
+
+
+def _earlier_posts(program: Program, messages: Messages, post: Ints) -> Ints:
+    """Where receives must move so that the ranks that hang now get further; unchanged when none hangs."""
+    table, index = insert(program, [messages.sends(program), messages.receives(program, post)])
+    num_compute, num_messages = len(program.rows), len(messages.producer)
+    send = index[num_compute : num_compute + num_messages]
+    receive = index[num_compute + num_messages :]
+    use = index[messages.consumer]
+    waits = Waits(np.concatenate([send, use]), np.concatenate([receive, send]))
+    offsets = np.searchsorted(table.rank, np.arange(program.header.num_ranks + 1))
+    stuck = stuck_waits(waits, offsets)
+    if len(stuck) == 0:
+        return post
+    blocked_sends = stuck[stuck < num_messages]
+    # The compute row that each hanging rank has come to: what stands behind it cannot be posted in time.
+    frontier = np.full(program.header.num_ranks, np.iinfo(np.int64).max, dtype=np.int64)
+    at = np.concatenate([messages.producer, messages.consumer])[stuck]
+    frontier[program.rank[at]] = at
+    earlier = post.copy()
+    earlier[blocked_sends] = np.minimum(post[blocked_sends], frontier[program.rank[messages.consumer[blocked_sends]]])
+    if np.array_equal(earlier, post):
+        raise ScheduleError(
+            f"{program.header.name} deadlocks: its compute actions wait for one another in a circle, first on rank "
+            f"{program.rank[at[0]]} at stage {program.stage[at[0]]}, micro-batch {program.microbatch[at[0]]}"
+        )
+    return earlier

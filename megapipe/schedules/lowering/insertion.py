@@ -1,0 +1,50 @@
+"""Where lowering puts the rows that it adds around the compute rows of a program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+from megapipe.schedules.actions import Ints, Rows
+from megapipe.schedules.lowering.program import Program
+
+
+class Place(IntEnum):
+    """Order of what stands around one compute row: before it, then the row itself, then after it."""
+
+    REDUCE_COUNTS = 0
+    RECEIVE = 1
+    COMPUTE = 2
+    SEND = 3
+    REDUCE_GRADIENTS = 4
+    REDUCE_TIED = 5
+    REDUCE_SCALARS = 6
+    UPDATE = 7
+
+
+PLACES: Final = 8
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Rows to add, each at a place around an anchor row of the program; equal places keep the order given here."""
+
+    rows: Rows
+    anchor: Ints
+    place: Place
+    section: Ints
+
+
+def insert(program: Program, insertions: Sequence[Insertion]) -> tuple[Program, Ints]:
+    """The program with the rows added, and each compute row's new index."""
+    compute = np.arange(len(program.rows), dtype=np.int64)
+    keys = np.concatenate([compute * PLACES + Place.COMPUTE, *(i.anchor * PLACES + i.place for i in insertions)])
+    order = np.argsort(keys, kind="stable")
+    rows = np.concatenate([program.rows, *(i.rows for i in insertions)])[order]
+    rank = np.concatenate([program.rank, *(program.rank[i.anchor] for i in insertions)])[order]
+    section = np.concatenate([program.section, *(i.section for i in insertions)])[order]
+    new_index = np.empty(len(order), dtype=np.int64)
+    new_index[order] = np.arange(len(order))
+    return replace(program, rows=rows, rank=rank, section=section), new_index

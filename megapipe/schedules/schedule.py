@@ -1,0 +1,203 @@
+"""A schedule as data: header, three sections of int32 rows per rank, and the questions that readers ask of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from megapipe.schedules.actions import MICROBATCH, VERSION, Action, Ints, Kind, Rows, empty_rows
+from megapipe.schedules.errors import ScheduleError
+
+FORMAT_VERSION: Final = 1
+
+Mode = Literal["train", "forward"]
+NumericalClass = Literal["A", "B", "C"]
+SectionName = Literal["prologue", "body", "epilogue"]
+SECTIONS: Final[tuple[SectionName, ...]] = ("prologue", "body", "epilogue")
+
+
+class StagePlace(NamedTuple):
+    """Where a stage lives: the part of the model it runs, which copy of that part it is, and its pipeline rank."""
+
+    part: int
+    replica: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Actions per rank: ``prologue`` once, ``body`` once per optimizer step, ``epilogue`` once.
+
+    A schedule that flushes every step has a body alone.
+    """
+
+    prologue: tuple[Rows, ...]
+    body: tuple[Rows, ...]
+    epilogue: tuple[Rows, ...]
+
+    @classmethod
+    def flushing(cls, body: tuple[Rows, ...]) -> "Sections":
+        """Sections of a schedule that ends every step with an empty pipeline."""
+        empty = tuple(empty_rows() for _ in body)
+        return cls(empty, body, empty)
+
+    def __getitem__(self, name: SectionName) -> tuple[Rows, ...]:
+        return {"prologue": self.prologue, "body": self.body, "epilogue": self.epilogue}[name]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a schedule says of itself besides its actions.
+
+    ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. ``tied_groups`` lists, per tied
+    weight, the stages that hold a use of it; group g is state unit ``units_per_stage[s] + g`` of each. Micro-batches
+    and versions count from the body's step: step t adds ``t * num_microbatches`` and ``t * updates_per_step``. A
+    micro-batch of update k reads version k; update k writes version ``k + versions_per_stage[s]`` over it, so a stage
+    keeps that many copies and its gradients are ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers
+    per stage; ``gradient_buffers`` is how many updates' gradients may be alive at once.
+    """
+
+    name: str
+    mode: Mode
+    num_ranks: int
+    num_microbatches: int
+    stages: tuple[StagePlace, ...]
+    routes: tuple[tuple[int, ...], ...]
+    units_per_stage: tuple[int, ...]
+    numerical_class: NumericalClass
+    versions_per_stage: tuple[int, ...]
+    tied_groups: tuple[tuple[int, ...], ...] = ()
+    data_parallel: bool = False
+    updates_per_step: int = 1
+    gradient_buffers: int = 1
+    activation_slots: tuple[int, ...] = ()
+    gradient_slots: tuple[int, ...] = ()
+    lowered: bool = False
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_versions(self) -> int:
+        """The most weight versions that any stage keeps."""
+        return max(self.versions_per_stage)
+
+    @property
+    def microbatches_per_update(self) -> int:
+        return self.num_microbatches // self.updates_per_step
+
+    @cached_property
+    def stage_ranks(self) -> Ints:
+        """Pipeline rank of every stage, shape [stages]."""
+        return np.array([place.rank for place in self.stages], dtype=np.int64)
+
+    @cached_property
+    def following_stages(self) -> Ints:
+        """The stage after each stage on each route, -1 at the end and off the route; shape [routes, stages]."""
+        following = np.full((len(self.routes), len(self.stages)), -1, dtype=np.int64)
+        for index, route in enumerate(self.routes):
+            following[index, list(route[:-1])] = route[1:]
+        return following
+
+    @cached_property
+    def preceding_stages(self) -> Ints:
+        """The stage before each stage on each route, -1 at the start and off the route; shape [routes, stages]."""
+        preceding = np.full((len(self.routes), len(self.stages)), -1, dtype=np.int64)
+        for index, route in enumerate(self.routes):
+            preceding[index, list(route[1:])] = route[:-1]
+        return preceding
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Stages that live on a pipeline rank, ascending."""
+        return tuple(stage for stage, place in enumerate(self.stages) if place.rank == rank)
+
+    def tied_owners(self, group: int) -> tuple[int, ...]:
+        """Per rank that holds a use of the group, the earliest of its stages in it: the stage that carries the
+        group's reduction and update there."""
+        earliest: dict[int, int] = {}
+        for stage in sorted(self.tied_groups[group]):
+            earliest.setdefault(self.stages[stage].rank, stage)
+        return tuple(sorted(earliest.values()))
+
+    def state_units(self, stage: int) -> tuple[int, ...]:
+        """Unit ids that the stage updates: its own units, then the tied groups that it owns on its rank."""
+        units = self.units_per_stage[stage]
+        tied = (units + g for g in range(len(self.tied_groups)) if stage in self.tied_owners(g))
+        return (*range(units), *tied)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A pipeline schedule: the one description of a step that validator, simulator, drawing and engine read."""
+
+    header: Header
+    sections: Sections
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        pairs = [(a, b) for name in SECTIONS for a, b in zip(self.sections[name], other.sections[name], strict=False)]
+        return self.header == other.header and all(np.array_equal(a, b) for a, b in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def flushes(self) -> bool:
+        """Whether every step ends with an empty pipeline: there is a body alone."""
+        return not any(len(rows) for rows in (*self.sections.prologue, *self.sections.epilogue))
+
+    @property
+    def prologue_steps(self) -> int:
+        """Steps that the prologue begins: n bodies between prologue and epilogue make ``prologue_steps + n`` steps."""
+        return 0 if self.flushes else 1
+
+    def actions(self, section: SectionName, rank: int) -> Iterator[Action]:
+        """The actions of a rank in a section, in order."""
+        for kind, *fields in self.sections[section][rank].tolist():
+            yield Action(Kind(kind), *fields)
+
+    def rank_of(self, stage: int) -> int:
+        """Pipeline rank that holds the stage."""
+        return self.header.stages[stage].rank
+
+    def next_stage(self, stage: int, microbatch: int) -> int | None:
+        """The stage that takes the output of ``stage`` on the micro-batch's route, None after the last."""
+        following = int(self.header.following_stages[microbatch % len(self.header.routes), stage])
+        return None if following < 0 else following
+
+    def previous_stage(self, stage: int, microbatch: int) -> int | None:
+        """The stage whose output ``stage`` takes on the micro-batch's route, None before the first."""
+        preceding = int(self.header.preceding_stages[microbatch % len(self.header.routes), stage])
+        return None if preceding < 0 else preceding
+
+    def expand(self, steps: int) -> tuple[Rows, ...]:
+        """One flat table per rank that runs ``steps`` optimizer steps, micro-batches and versions absolute.
+
+        Raises ScheduleError where the schedule cannot run so few steps.
+        """
+        return tuple(np.concatenate(parts) for parts in self.expand_sections(steps))
+
+    def expand_sections(self, steps: int) -> list[list[Rows]]:
+        """Like :meth:`expand`, but each rank's rows still cut into prologue, every body and epilogue."""
+        bodies = steps - self.prologue_steps
+        if bodies < 0:
+            raise ScheduleError(f"{self.header.name} cannot run {steps} steps: its prologue begins one already")
+        return [
+            [prologue, *(self._at_step(body, step) for step in range(bodies)), self._at_step(epilogue, bodies)]
+            for prologue, body, epilogue in zip(
+                self.sections.prologue, self.sections.body, self.sections.epilogue, strict=True
+            )
+        ]
+
+    def _at_step(self, rows: Rows, step: int) -> Rows:
+        return shift_rows(rows, step * self.header.num_microbatches, step * self.header.updates_per_step)
+
+
+def shift_rows(rows: Rows, microbatches: int, versions: int) -> Rows:
+    """The same actions some micro-batches and weight versions later; unused columns stay -1."""
+    if microbatches == 0 and versions == 0:
+        return rows
+    shifted = rows.copy()
+    for column, amount in ((MICROBATCH, microbatches), (VERSION, versions)):
+        shifted[:, column] += np.where(shifted[:, column] >= 0, amount, 0).astype(np.int32)
+    return shifted
