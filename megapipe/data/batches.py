@@ -1,0 +1,92 @@
+"""Micro-batches of a data-parallel rank: which samples they hold, and their arrays."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megapipe.data.errors import DataError
+from megapipe.data.samples import GptSamples
+
+
+class Microbatch(NamedTuple):
+    """b samples of s tokens."""
+
+    tokens: np.ndarray
+    """int64 [b, s], the inputs."""
+    labels: np.ndarray
+    """int64 [b, s], the token that follows each input; meaningless where the mask is 0."""
+    loss_mask: np.ndarray
+    """float32 [b, s], 1 where the prediction counts, else 0."""
+    ordinals: np.ndarray
+    """int64 [b], the samples' numbers in the order of the run: keys of dropout, never of a rank."""
+
+
+def microbatch_ordinals(
+    consumed: int, *, data_rank: int, data_size: int, microbatch: int, micro_size: int, num_microbatches: int
+) -> np.ndarray:
+    """Sample ordinals, int64 [micro_size], of one micro-batch of the step that starts after `consumed` samples.
+
+    The step takes ordinals [consumed, consumed + data_size * num_microbatches * micro_size); each data rank a
+    contiguous slice, each of its micro-batches a contiguous slice of that. Where a run stands is one integer, at
+    whatever data size it goes on.
+    """
+    if not (0 <= data_rank < data_size and 0 <= microbatch < num_microbatches and micro_size >= 1 and consumed >= 0):
+        raise DataError(
+            f"no micro-batch {microbatch} of {num_microbatches} with {micro_size} samples on data rank {data_rank} of "
+            f"{data_size} after {consumed} samples: indices start at 0 and stay below their counts"
+        )
+    start = consumed + (data_rank * num_microbatches + microbatch) * micro_size
+    return np.arange(start, start + micro_size, dtype=np.int64)
+
+
+class MicrobatchSource:
+    """Loads the micro-batches of one data rank. Every rank of a model replica gets the same ones."""
+
+    def __init__(
+        self,
+        samples: GptSamples,
+        *,
+        data_rank: int,
+        data_size: int,
+        micro_size: int,
+        mask_end_of_document: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self.micro_size = micro_size
+        self.mask_end_of_document = mask_end_of_document
+
+    def ordinals(self, consumed: int, microbatch: int, num_microbatches: int) -> np.ndarray:
+        """Sample ordinals, int64 [micro_size]; see `microbatch_ordinals`."""
+        return microbatch_ordinals(
+            consumed,
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+            microbatch=microbatch,
+            micro_size=self.micro_size,
+            num_microbatches=num_microbatches,
+        )
+
+    def microbatch(self, consumed: int, microbatch: int, num_microbatches: int) -> Microbatch:
+        """One micro-batch of the step that starts after `consumed` samples."""
+        ordinals = self.ordinals(consumed, microbatch, num_microbatches)
+        windows = np.stack([self.samples.tokens(int(ordinal)) for ordinal in ordinals])
+        return Microbatch(windows[:, :-1], windows[:, 1:], self.loss_mask(ordinals), ordinals)
+
+    def step(self, consumed: int, num_microbatches: int) -> list[Microbatch]:
+        """All micro-batches of the step that starts after `consumed` samples."""
+        return [self.microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
+
+    def loss_mask(self, ordinals: Sequence[int] | np.ndarray) -> np.ndarray:
+        """float32 [b, s]: 0 for padding and, with mask_end_of_document, for predictions across a document's end.
+
+        Reads no tokens, so that stages without token ids can count what a step will score.
+        """
+        mask = np.zeros((len(ordinals), self.samples.sequence_length), dtype=np.float32)
+        for row, ordinal in zip(mask, ordinals, strict=True):
+            row[: self.samples.num_labels(int(ordinal))] = 1
+            if self.mask_end_of_document:
+                row[self.samples.boundaries(int(ordinal)) - 1] = 0
+        return mask

@@ -1,0 +1,143 @@
+"""GPT samples: windows of consecutive tokens, in an order that is a function of the seed."""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+
+from megapipe.data.errors import DataError
+from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.manifest import ShardManifest, read_manifest
+from megapipe.data.splits import SplitName, split_documents
+from megapipe.data.token_stream import TokenStream
+from megapipe.random.permutation import KeyedPermutation
+
+
+class GptSamples:
+    """Samples of one split of a corpus. A sample is named by its ordinal: how many the run consumed before it.
+
+    Window w holds tokens [w * L, w * L + L] of the split's documents joined in order: L inputs and, shifted by one, L
+    labels, so that windows overlap by one token. Shuffled, ordinal o reads window permutation(o mod n) of epoch
+    o // n, the permutation keyed by (seed, epoch); the last T - 1 - n * L predictions of an epoch are left out.
+    Sequential (`shuffle=False`, for evaluation), ordinal o reads window o, the last window may be shorter, and
+    ordinals past the end are empty samples, so that every prediction is scored exactly once.
+
+    Everything but the token ids comes from the .idx files, so every rank can know it. Safe to use from threads.
+
+    Raises DataError for unusable shards, a shard whose vocabulary exceeds `vocabulary_size`, and a split too small
+    for one sample.
+    """
+
+    def __init__(
+        self,
+        prefixes: str | Path | Sequence[str | Path],
+        *,
+        split: SplitName,
+        shares: str,
+        sequence_length: int,
+        seed: int,
+        shuffle: bool = True,
+        vocabulary_size: int | None = None,
+    ) -> None:
+        if sequence_length < 1:
+            raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
+        paths = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
+        self.shards = _open_shards(paths, vocabulary_size)
+        num_documents = sum(shard.num_documents for shard in self.shards)
+        documents = split_documents(num_documents, shares)[split]
+        self.sequence_length = sequence_length
+        self.shuffle = shuffle
+        self.vocabulary_size = vocabulary_size
+        self._stream = TokenStream(self.shards, documents)
+        self.num_predictions = max(0, self._stream.num_tokens - 1)
+        """Predicted tokens of the split in one epoch: every token but the first."""
+        self._num_samples = self.num_predictions // sequence_length
+        if not shuffle:
+            self._num_samples = -(-self.num_predictions // sequence_length)
+        if self._num_samples == 0:
+            raise DataError(
+                f"the {split} split has {len(documents)} of {num_documents} documents and {self._stream.num_tokens} "
+                f"tokens, too few for one sample of {sequence_length} + 1: give it a larger share than in {shares!r}, "
+                "shorten sequence_length or add documents"
+            )
+
+        # Samples come one at a time, an epoch's permutation is the same for all of them.
+        self._order = lru_cache(maxsize=2)(partial(KeyedPermutation, self._num_samples, seed))
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return self._num_samples
+
+    def windows(self, ordinals: np.ndarray) -> np.ndarray:
+        """Window numbers of sample ordinals, int64 of the same shape; len(self) past the end of a sequential order."""
+        ordinals = np.asarray(ordinals, dtype=np.int64)
+        if ordinals.size and ordinals.min() < 0:
+            raise DataError(f"sample ordinal {ordinals.min()} is negative")
+        if not self.shuffle:
+            return np.asarray(np.minimum(ordinals, len(self)))
+        epochs, positions = np.divmod(ordinals, len(self))
+        windows = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            windows[here] = self._order(int(epoch))(positions[here])
+        return windows
+
+    def num_labels(self, ordinal: int) -> int:
+        """Predictions in a sample: L, less in a sequential order's last sample, 0 past its end. Reads no tokens."""
+        return self._extent(ordinal)[1]
+
+    def tokens(self, ordinal: int) -> np.ndarray:
+        """Token ids int64 [L + 1] of a sample; what lies behind its last label is zero padding.
+
+        Raises DataError for an id outside [0, vocabulary_size), naming shard and document.
+        """
+        start, num_labels = self._extent(ordinal)
+        tokens = np.zeros(self.sequence_length + 1, dtype=np.int64)
+        if num_labels:
+            tokens[: num_labels + 1] = self._stream.read(start, num_labels + 1)
+            self._check_ids(tokens, start)
+        return tokens
+
+    def boundaries(self, ordinal: int) -> np.ndarray:
+        """Places p, 0 < p <= L, in a sample's tokens at which a document begins: int64, ascending. Reads no tokens.
+
+        Token p - 1 ends a document (it is the end-of-document token where those were appended), so the label at p - 1
+        belongs to another document than its input.
+        """
+        start, num_labels = self._extent(ordinal)
+        if num_labels == 0:
+            return np.empty(0, dtype=np.int64)
+        return self._stream.document_starts(start, num_labels + 1)
+
+    def _extent(self, ordinal: int) -> tuple[int, int]:
+        """(first token in the stream, number of labels) of a sample."""
+        start = int(self.windows(np.asarray(ordinal))) * self.sequence_length
+        return start, max(0, min(self.sequence_length, self.num_predictions - start))
+
+    def _check_ids(self, tokens: np.ndarray, start: int) -> None:
+        if self.vocabulary_size is None:
+            return
+        if tokens.max() < self.vocabulary_size and tokens.min() >= 0:
+            return
+        place = int(np.argmax((tokens >= self.vocabulary_size) | (tokens < 0)))
+        shard, position = self._stream.locate(start + place)
+        raise DataError(
+            f"token {position} of {shard.prefix}.bin is {tokens[place]}, outside the model's vocabulary of "
+            f"{self.vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
+        )
+
+
+def _open_shards(prefixes: Sequence[str | Path], vocabulary_size: int | None) -> list[IndexedDataset]:
+    shards = [IndexedDataset(prefix) for prefix in prefixes]
+    manifests: list[ShardManifest] = []
+    for shard in shards:
+        manifest = read_manifest(shard.prefix)
+        if manifest is not None:
+            manifest.check_shard(shard)
+            if vocabulary_size is not None:
+                manifest.check_vocabulary(vocabulary_size)
+            manifests.append(manifest)
+    for manifest in manifests[1:]:
+        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
+    return shards

@@ -1,0 +1,85 @@
+"""The manifest travels with its shard and is checked against model, tokenizer and shard."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.data.errors import DataError
+from megapipe.data.index_writer import ShardWriter
+from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.manifest import ShardManifest, manifest_path, read_manifest
+from megapipe.data.samples import GptSamples
+from tests.data.shards import write_shard
+
+MANIFEST = ShardManifest(
+    tokenizer="bytes",
+    tokenizer_fingerprint="sha256:1234",
+    vocabulary_size=257,
+    end_of_document=256,
+    end_of_document_appended=True,
+    dtype="uint16",
+    num_documents=1,
+    num_tokens=3,
+)
+
+
+def write_described(prefix: Path, manifest: ShardManifest = MANIFEST) -> Path:
+    with ShardWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_document([[1, 2, 256]])
+        writer.commit(manifest)
+    return prefix
+
+
+def open_samples(prefix: Path | list[Path], vocabulary_size: int = 257) -> GptSamples:
+    return GptSamples(prefix, split="train", shares="1", sequence_length=2, seed=0, vocabulary_size=vocabulary_size)
+
+
+def test_round_trip_and_absence(tmp_path: Path) -> None:
+    prefix = write_described(tmp_path / "shard")
+    assert read_manifest(prefix) == MANIFEST
+    write_shard(prefix, [[[1]]])  # a new shard without a manifest does not keep the old one's
+    assert read_manifest(prefix) is None
+
+
+def test_a_vocabulary_too_small_is_refused_before_training(tmp_path: Path) -> None:
+    prefix = write_described(tmp_path / "shard")
+    assert open_samples(prefix, 300).tokens(0).tolist() == [1, 2, 256]
+    with pytest.raises(
+        DataError, match="bytes of 257 ids, but the model's vocabulary_size is 256; set it to at least"
+    ):
+        open_samples(prefix, 256)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    MANIFEST.check_tokenizer("bytes", "sha256:1234")
+    with pytest.raises(DataError, match=r"tokenized with bytes .*not with gpt2.json"):
+        MANIFEST.check_tokenizer("gpt2.json", "sha256:9999")
+    one = write_described(tmp_path / "one")
+    other = write_described(tmp_path / "other", replace(MANIFEST, tokenizer="x", tokenizer_fingerprint="sha256:77"))
+    with pytest.raises(DataError, match="tokenized with x"):
+        open_samples([one, other])
+
+
+def test_a_manifest_of_another_shard_is_refused(tmp_path: Path) -> None:
+    prefix = write_described(tmp_path / "shard", replace(MANIFEST, num_tokens=4))
+    with pytest.raises(DataError, match="describes another shard"):
+        open_samples(prefix)
+    MANIFEST.check_shard(IndexedDataset(prefix))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged.*format_version"),
+        ('{"format_version": 2}', "version 2; this program knows version 1"),
+        ('{"format_version": 1}', "is damaged.*tokenizer"),
+    ],
+)
+def test_damaged_manifests_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    manifest_path(tmp_path / "shard").write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_manifest(tmp_path / "shard")
