@@ -1,0 +1,127 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megapipe.optim.adamw import BLOCK, AdamW, adamw_step
+from megapipe.optim.clipping import clip_coefficient
+
+CPU = torch.device("cpu")
+DEVICES = [
+    pytest.param(CPU, id="cpu"),
+    pytest.param(torch.device("cuda"), id="cuda", marks=pytest.mark.gpu),
+]
+
+
+def update(step: int, weight_decay: float = 0.1) -> AdamW:
+    return AdamW(step=step, learning_rate=3e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=weight_decay)
+
+
+def random_tensors(count: int, device: torch.device, steps: int = 5) -> tuple[Tensor, list[Tensor]]:
+    """A parameter and one gradient per step."""
+    generator = torch.Generator().manual_seed(count)
+    parameter = torch.randn(count, generator=generator)
+    gradients = [torch.randn(count, generator=generator) * 10 ** (step - 2) for step in range(steps)]
+    return parameter.to(device), [gradient.to(device) for gradient in gradients]
+
+
+def train(
+    parameter: Tensor, gradients: list[Tensor], cuts: list[int], scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Parameter and moments after one step per gradient, every buffer cut into pieces of these lengths."""
+    parameter = parameter.clone()
+    first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    for step, gradient in enumerate(gradients, 1):
+        pieces = [list(torch.split(tensor, cuts)) for tensor in (parameter, gradient.clone(), first, second)]
+        adamw_step(*pieces, update(step), gradient_scale=scale)
+    return parameter, first, second
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_equals_torchs_adamw_bit_for_bit(device: torch.device, weight_decay: float) -> None:
+    parameter, gradients = random_tensors(2 * BLOCK + 4099, device)
+    expected = torch.nn.Parameter(parameter.clone())
+    optimizer = torch.optim.AdamW(
+        [expected], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, fused=device.type == "cuda"
+    )
+    first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    for step, gradient in enumerate(gradients, 1):
+        expected.grad = gradient.clone()
+        optimizer.step()
+        adamw_step([parameter], [gradient], [first], [second], update(step, weight_decay))
+        assert torch.equal(parameter, expected.detach())
+    assert torch.equal(first, optimizer.state[expected]["exp_avg"])
+    assert torch.equal(second, optimizer.state[expected]["exp_avg_sq"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
+def test_cutting_anywhere_gives_the_same_bits(cuts: list[int]) -> None:
+    parameter, gradients = random_tensors(sum(cuts), CPU)
+    whole = train(parameter, gradients, [sum(cuts)])
+    pieces = train(parameter, gradients, cuts)
+    for left, right in zip(whole, pieces, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [1, 13, 1000, BLOCK, BLOCK + 7])
+def test_equal_pieces_of_a_long_buffer_give_the_same_bits(device: torch.device, length: int) -> None:
+    count = 3001 if length == 1 else 2 * BLOCK + 77
+    parameter, gradients = random_tensors(count, device, steps=3)
+    scale = torch.tensor(0.37, device=device)
+    cuts = [length] * (count // length) + [count % length] * (count % length > 0)
+    for left, right in zip(
+        train(parameter, gradients, [count], scale), train(parameter, gradients, cuts, scale), strict=True
+    ):
+        assert torch.equal(left, right)
+
+
+def test_clipped_step_equals_torchs_clipping_and_adamw_bit_for_bit() -> None:
+    parameter, gradients = random_tensors(4099, CPU)
+    expected = torch.nn.Parameter(parameter.clone())
+    optimizer = torch.optim.AdamW([expected], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    for step, gradient in enumerate(gradients, 1):
+        expected.grad = gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_([expected], 30.0)
+        optimizer.step()
+        adamw_step(
+            [parameter], [gradient], [first], [second], update(step), gradient_scale=clip_coefficient(norm, 30.0)
+        )
+    assert torch.equal(parameter, expected.detach())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_with_a_bad_gradient_changes_nothing(device: torch.device) -> None:
+    parameter, [gradient] = random_tensors(100, device, steps=1)
+    first, second = torch.rand_like(parameter), torch.rand_like(parameter)
+    before = [tensor.clone() for tensor in (parameter, first, second)]
+    gradient[3] = torch.inf
+    adamw_step(
+        [parameter], [gradient.clone()], [first], [second], update(2), found_inf=torch.tensor(1.0, device=device)
+    )
+    assert all(torch.equal(old, new) for old, new in zip(before, (parameter, first, second), strict=True))
+    gradient[3] = 1.0
+    adamw_step([parameter], [gradient], [first], [second], update(2), found_inf=torch.tensor(0.0, device=device))
+    assert not any(torch.equal(old, new) for old, new in zip(before, (parameter, first, second), strict=True))
+
+
+def test_an_empty_list_and_an_empty_shard_are_fine() -> None:
+    adamw_step([], [], [], [], update(1))
+    empty = torch.empty(0)
+    adamw_step([empty], [empty], [empty], [empty], update(1))
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]])
+def test_a_tensor_that_is_not_flat_fp32_is_refused(wrong: Tensor) -> None:
+    flat = torch.zeros(4)
+    with pytest.raises(ValueError, match="pass flat, contiguous fp32 views"):
+        adamw_step([wrong], [flat], [flat], [flat], update(1))
+
+
+def test_steps_count_from_one() -> None:
+    with pytest.raises(ValueError, match="step is 0"):
+        adamw_step([], [], [], [], update(0))
