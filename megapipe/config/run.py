@@ -1,7 +1,9 @@
-"""What a training run needs beside the model: data, batch, layout, schedule, optimizer, duration."""
+"""What a training run needs: model, data, batch, layout, schedule, optimizer, duration."""
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from megapipe.config.model import ModelConfig
 
 
 @dataclass(kw_only=True)
@@ -80,6 +82,19 @@ class OptimizerConfig:
     floor: float = 0.1
     """Final learning rate as a share of the peak."""
 
+    def problems(self) -> list[str]:
+        """Every rule that single fields break, one message each; optim/learning_rate.py knows those between them."""
+        found = []
+        if self.epsilon <= 0:
+            found.append(f"optimizer.epsilon is {self.epsilon}; it must be above 0, for example 1e-8")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            found.append(f"optimizer.betas is {list(self.betas)}; both must be at least 0 and below 1")
+        if self.weight_decay < 0:
+            found.append(f"optimizer.weight_decay is {self.weight_decay}; it must be at least 0")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            found.append(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
+        return found
+
 
 @dataclass(kw_only=True)
 class TrainingConfig:
@@ -98,12 +113,43 @@ class TrainingConfig:
 
 
 @dataclass(kw_only=True)
-class RunConfig:
-    """Everything but the model."""
+class PretrainConfig:
+    """A whole pretraining run."""
 
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def problems(self) -> list[str]:
+        """Every rule that single fields break, one message each; `megapipe.training.validate` asks the other rooms."""
+        found = []
+        at_least_one = {
+            "data.sequence_length": self.data.sequence_length,
+            "batch.global_size": self.batch.global_size,
+            "batch.micro_size": self.batch.micro_size,
+            "parallel.tensor": self.parallel.tensor,
+            "parallel.pipeline": self.parallel.pipeline,
+            "parallel.data": 1 if self.parallel.data is None else self.parallel.data,
+            "schedule.receive_ahead": self.schedule.receive_ahead,
+            "training.steps": self.training.steps,
+            "training.log_every": self.training.log_every,
+        }
+        found += [f"{name} is {value}; it must be at least 1" for name, value in at_least_one.items() if value < 1]
+        if not self.data.prefix:
+            found.append(
+                "data.prefix is empty; give the path of a shard without .bin/.idx, as tools/preprocess.py wrote it"
+            )
+        if self.data.sequence_length > self.model.max_positions:
+            found.append(
+                f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "
+                f"{self.model.max_positions}; shorten the samples or raise model.max_positions"
+            )
+        if self.parallel.timeout_seconds <= 0:
+            found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
+        if not 0 <= self.training.seed < 2**63:
+            found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
+        return found + self.optimizer.problems()

@@ -1,1 +1,1 @@
-"""The training loop."""
+"""The training loop and the assembly of everything below it."""

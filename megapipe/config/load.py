@@ -1,0 +1,105 @@
+"""From YAML files and command-line overrides to a PretrainConfig.
+
+`--config FILE` reads a whole configuration, `--model FILE` the content of one group, `--parallel.tensor 2` one field; later
+ones win. `--print_config` prints the result as YAML. Hyphens in flags are read as underscores.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
+
+from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.run import PretrainConfig
+
+_UNKNOWN_KEY = re.compile(
+    r"unrecognized arguments: (?P<flag>.+)"
+    r"|Group '(?P<group>[^']+)' does not accept option '(?P<inner>[^']+)'"
+    r"|Option '(?P<key>[^']+)' is not accepted"
+)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML loader that refuses a key written twice, which YAML parsers otherwise resolve silently to the last."""
+
+
+def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            line = key_node.start_mark.line + 1
+            raise yaml.YAMLError(f"key {key!r} stands twice in one mapping (line {line}); keep one of them")
+        seen.add(key)
+    return dict(loader.construct_pairs(node, deep=True))
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+# YAML 1.1 reads 3e-4 as a string; users of every other tool write it.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_StrictLoader)
+
+
+class _Parser(ArgumentParser):
+    """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        match = _UNKNOWN_KEY.search(message)
+        if match is None:
+            raise ConfigError(message.strip()) from ex
+        written = match["flag"] or match["key"] or f"{match['group']}.{match['inner']}"
+        name = written.split()[0].lstrip("-").split("=")[0]
+        known = [action.dest for action in self._actions if action.dest]
+        raise ConfigError(f"unknown configuration key {name!r}{nearest(name, known)} (--help lists every key)") from ex
+
+
+def build_parser(description: str) -> ArgumentParser:
+    """A parser that knows every field of PretrainConfig, with its docstring as help."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
+    parser = _Parser(description=description, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
+    for group in fields(PretrainConfig):
+        parser.add_class_arguments(group.default_factory, group.name)  # type: ignore[arg-type]
+    return parser
+
+
+def underscored(arguments: Sequence[str]) -> list[str]:
+    """Spell flags with underscores: `--model.num-layers=2` becomes `--model.num_layers=2`; values stay."""
+    return [re.sub(r"^--[^=]+", lambda match: "--" + match[0][2:].replace("-", "_"), each) for each in arguments]
+
+
+def parse(arguments: Sequence[str], description: str = "") -> PretrainConfig:
+    """Parse command-line arguments into a PretrainConfig; fields are typed but rules between them are not checked yet.
+
+    Raises ConfigError on unknown keys, wrong types, unreadable files and duplicate keys.
+    """
+    parser = build_parser(description)
+    namespace: Namespace = parser.parse_args(underscored(arguments))
+    groups = parser.instantiate(namespace)
+    return PretrainConfig(**{group.name: groups[group.name] for group in fields(PretrainConfig)})
+
+
+def parse_or_exit(description: str, hint: str) -> PretrainConfig:
+    """Parse sys.argv for a program: no arguments prints `hint`, a wrong one the problem; both exit with status 2."""
+    arguments = sys.argv[1:]
+    if not arguments:
+        print(hint, file=sys.stderr)
+        raise SystemExit(2)
+    try:
+        return parse(arguments, description)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None

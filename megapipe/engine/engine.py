@@ -1,0 +1,81 @@
+"""The engine: a flat loop over a rank's actions, compiled to closures once.
+
+Nothing here knows what a schedule is called. Every action of the lowered Schedule becomes one closure; a step runs
+them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and their kin differ in data alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megapipe.engine.errors import EngineError
+from megapipe.engine.program import Program
+from megapipe.engine.reductions import Reductions
+from megapipe.engine.stage import Stage
+from megapipe.engine.step import StepInput, StepResult, StepState, finished
+from megapipe.engine.transfers import Transfers
+from megapipe.schedules.actions import Action
+from megapipe.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One compiled action and, for messages, the rows it came from."""
+
+    run: Callable[[StepState], None]
+    action: Action
+
+
+class Engine:
+    """Runs one rank's part of a schedule.
+
+    schedule: lowered, mode "train" or "forward". rank: pipeline rank. stages: stage id -> Stage, exactly the stages
+    that the schedule places on this rank.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        transfers: Transfers,
+        reductions: Reductions,
+    ) -> None:
+        """Compile the schedule. Raises EngineError when stages and schedule do not belong together."""
+        expected = set(schedule.header.stages_on(rank))
+        if set(stages) != expected:
+            raise EngineError(
+                f"schedule {schedule.header.name} places stages {sorted(expected)} on pipeline rank {rank}, "
+                f"but stages {sorted(stages)} were given"
+            )
+        if not schedule.flushes:
+            raise EngineError(
+                f"schedule {schedule.header.name} never flushes (it has a prologue); this engine runs schedules that "
+                "flush every step, such as gpipe and 1f1b"
+            )
+        self._name = schedule.header.name
+        self._rank = rank
+        self._transfers = transfers
+        program = Program(schedule, rank, stages, transfers, reductions)
+        self._instructions = [Instruction(run, action) for run, action in program.compile("body")]
+
+    def run(self, step_input: StepInput) -> StepResult:
+        """Run one step (train mode: through the optimizer update) and return what every rank knows of it.
+
+        Raises EngineError naming rank, step and action around whatever went wrong.
+        """
+        state = StepState(step_input)
+        for position, instruction in enumerate(self._instructions):
+            try:
+                instruction.run(state)
+            except Exception as error:
+                raise EngineError(self._place(position, step_input.step) + f": {error}") from error
+        self._transfers.drain()
+        return finished(state)
+
+    def _place(self, position: int, step: int) -> str:
+        action = self._instructions[position].action
+        fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
+        return (
+            f"pipeline rank {self._rank}, step {step}, action {position} of {self._name}: "
+            f"{action.kind.name} {' '.join(fields)}".rstrip()
+        )

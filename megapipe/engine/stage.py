@@ -1,0 +1,45 @@
+"""What the engine knows of a model: stages of units, with tuples of tensors between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megapipe.parallel.unit_state import UnitState
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that crosses a stage boundary: known at build time, so that no handshake is needed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """An uninitialised buffer of this shape and type."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Unit(Protocol):
+    """One version of a unit: tensors and a micro-batch's context in, a tuple of tensors out."""
+
+    def __call__(self, *inputs: Tensor, context: Any) -> tuple[Tensor, ...]: ...
+
+
+@dataclass
+class Stage:
+    """What one rank runs between two transfers.
+
+    units[u][v]: unit u at physical weight version v (a twin per version).
+    states: state unit id -> UnitState; ids from len(units) on are tied weights (see schedules).
+    inputs, outputs: tensors that arrive from the previous stage and leave to the next; empty at the ends.
+    The last stage's only output is the loss summed over the micro-batch's tokens.
+    """
+
+    units: Sequence[Sequence[Unit]]
+    states: dict[int, UnitState]
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()

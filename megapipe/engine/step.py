@@ -1,0 +1,93 @@
+"""What goes into a step and what comes out of it, and the state that lives while it runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.engine.compute import Piece
+from megapipe.parallel.groups import Work
+
+Key = tuple[int, int]
+"""(stage, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One optimizer step as this rank sees it.
+
+    step: number of the step, from 0. contexts: one per micro-batch of this replica, handed to every unit.
+    token_count: loss tokens in this rank's micro-batches if its loss counts (last stage, tensor rank 0), else 0.
+    learning_rate: for this step. stop: this rank asks everyone to stop after the step.
+    """
+
+    step: int
+    contexts: Sequence[Any]
+    token_count: float
+    learning_rate: float = 0.0
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What every rank knows after a step, the same on all of them.
+
+    loss: sum over the global batch's loss tokens divided by their number. gradient_norm: before clipping.
+    skipped: the gradients were not finite, weights stayed. stop: some rank asked to stop.
+    outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
+    """
+
+    loss: float
+    token_count: float
+    gradient_norm: float = 0.0
+    skipped: bool = False
+    stop: bool = False
+    outputs: tuple[tuple[Tensor, ...], ...] = ()
+
+
+@dataclass
+class StepState:
+    """Everything that is alive during one step on one rank."""
+
+    input: StepInput
+    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
+    activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    loss_sums: list[Tensor] = field(default_factory=list)
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    counts: Tensor | None = None
+    counts_work: Work | None = None
+    reductions: list[Work] = field(default_factory=list)
+    loss: float = 0.0
+    gradient_norm: float = 0.0
+
+    def global_counts(self) -> Tensor:
+        """(loss tokens, ranks that want to stop) over the global batch, float64; awaits their reduction."""
+        if self.counts is None:
+            raise RuntimeError("the schedule reads the token count before it reduces it")
+        if self.counts_work is not None:
+            self.counts_work.wait()
+            self.counts_work = None
+        return self.counts
+
+    def loss_gradient(self, loss_sum: Tensor) -> Tensor:
+        """Gradient of the mean loss over the global batch with respect to a micro-batch's loss sum: 1 / count."""
+        count = self.global_counts()[0].clamp(min=1.0)
+        return (1.0 / count).to(device=loss_sum.device, dtype=loss_sum.dtype)
+
+
+def finished(state: StepState) -> StepResult:
+    """Read the result off a step's state. A forward-only step reduces nothing: it has outputs alone."""
+    outputs = tuple(state.outputs[key] for key in sorted(state.outputs))
+    if state.counts is None:
+        return StepResult(loss=0.0, token_count=0.0, outputs=outputs)
+    counts = state.global_counts()
+    return StepResult(
+        loss=state.loss,
+        token_count=float(counts[0]),
+        gradient_norm=state.gradient_norm,
+        skipped=not math.isfinite(state.gradient_norm),
+        stop=bool(counts[1] > 0),
+    )

@@ -1,0 +1,94 @@
+"""Connects a rank's stages to their neighbours: checks that both ends agree on shapes, makes links, allocates slots."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megapipe.engine.errors import EngineError
+from megapipe.engine.stage import Stage, TensorSpec
+from megapipe.engine.transfers import Boundary, ReceiveSlots, Sender, Transfers
+from megapipe.parallel.links import Edge, LinkKind, make_links
+from megapipe.parallel.mesh import Mesh
+from megapipe.schedules.schedule import Schedule
+
+Specs = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Two stages that follow each other on different ranks, and what crosses between them."""
+
+    stage: int
+    next_stage: int
+    specs: Specs
+    activation: Edge
+    gradient: Edge
+
+
+def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], kind: LinkKind, timeout: float) -> Transfers:
+    """Links and receive slots of this rank. A collective call over the pipeline group.
+
+    Raises EngineError when a stage's outputs are not what the next stage takes.
+    """
+    pipeline = mesh.group("pipeline")
+    shapes: dict[int, tuple[Specs, Specs]] = {}
+    for part in pipeline.all_gather_object({s: (stage.inputs, stage.outputs) for s, stage in stages.items()}):
+        shapes.update(part)
+    crossings = _crossings(schedule, shapes)
+    edges = [edge for crossing in crossings for edge in (crossing.activation, crossing.gradient)]
+    if schedule.header.mode == "forward":
+        edges = [crossing.activation for crossing in crossings]
+    links = make_links(mesh, edges, kind, timeout=timeout)
+    header, device = schedule.header, mesh.device
+    training = header.mode == "train"
+    transfers = Transfers({}, {}, {}, {})
+    for crossing in crossings:
+        grads = tuple(spec for spec in crossing.specs if spec.requires_grad)
+        if crossing.stage in stages:
+            transfers.send_activation[crossing.stage] = Sender(links[crossing.activation])
+            if training:
+                boundary = Boundary(links[crossing.gradient], grads)
+                slots = header.gradient_slots[crossing.stage]
+                transfers.receive_gradient[crossing.stage] = ReceiveSlots(boundary, slots, device)
+        if crossing.next_stage in stages:
+            boundary = Boundary(links[crossing.activation], crossing.specs)
+            slots = header.activation_slots[crossing.next_stage]
+            transfers.receive_activation[crossing.next_stage] = ReceiveSlots(boundary, slots, device)
+            if training:
+                transfers.send_gradient[crossing.next_stage] = Sender(links[crossing.gradient])
+    return transfers
+
+
+def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) -> list[Crossing]:
+    """Every boundary between ranks, in one order on all of them; its number tells its links' channels apart."""
+    crossings: dict[tuple[int, int], Crossing] = {}
+    for route in schedule.header.routes:
+        for stage, following in zip(route, route[1:], strict=False):
+            outputs, inputs = shapes[stage][1], shapes[following][0]
+            if outputs != inputs:
+                raise EngineError(
+                    f"stage {stage} gives {_described(outputs)} but stage {following} takes {_described(inputs)}; "
+                    "both ends of a boundary must declare the same tensors"
+                )
+            source, destination = schedule.rank_of(stage), schedule.rank_of(following)
+            if source == destination or (stage, following) in crossings:
+                continue
+            channel = 2 * len(crossings)
+            size = max((_bytes(spec) for spec in outputs), default=0)
+            crossings[stage, following] = Crossing(
+                stage,
+                following,
+                outputs,
+                Edge(source, destination, channel, size),
+                Edge(destination, source, channel + 1, size),
+            )
+    return list(crossings.values())
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+def _described(specs: Specs) -> str:
+    return ", ".join(f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "nothing"

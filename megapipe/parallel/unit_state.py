@@ -1,0 +1,131 @@
+"""UnitState: parameters, gradients and optimizer state of one unit in flat buffers, with weight versions.
+
+A unit is a layer, or a tied weight, which has one gradient accumulator per use. Data-parallel reduction, weight
+versions, the optimizer and the checkpoint are operations on this object (docs/design.md, idea 2).
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.costs.parameters import ParameterSpec
+from megapipe.parallel.groups import Group, Work
+from megapipe.parallel.segments import Segment, SegmentTable
+from megapipe.random.weights import fill_box
+
+
+class UnitState:
+    """Flat buffers of one unit on one rank.
+
+    weights[i]: compute-dtype copies; absolute weight version v lies in copy v modulo their number. Versions
+    0 .. copies-1 start out equal; `newest` is the youngest one.
+    master: fp32 buffer that the optimizer updates. When compute is fp32 (or fp64) there is no separate master: the
+    newest version is it.
+    gradients[u]: fp32 (fp64) accumulator of use u; `gradients[0]` holds the total after `sum_uses`.
+    moments: name -> flat buffer, filled in by the optimizer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        specs: Iterable[ParameterSpec],
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        tensor_rank: int = 0,
+        tensor_size: int = 1,
+        alignment: int = 1,
+        num_versions: int = 1,
+        num_uses: int = 1,
+    ) -> None:
+        """Allocate zeroed buffers. Raises ValueError on a count below one."""
+        if num_versions < 1 or num_uses < 1:
+            raise ValueError(f"unit {name}: {num_versions} versions and {num_uses} uses; both must be at least 1")
+        self.name = name
+        self.table = SegmentTable(specs, tensor_rank=tensor_rank, tensor_size=tensor_size, alignment=alignment)
+        self.accumulate_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        size = self.table.num_elements
+        self.weights = [torch.zeros(size, dtype=compute_dtype, device=device) for _ in range(num_versions)]
+        self.gradients = [torch.zeros(size, dtype=self.accumulate_dtype, device=device) for _ in range(num_uses)]
+        self.moments: dict[str, Tensor] = {}
+        self.newest = num_versions - 1
+        self._master: Tensor | None = None
+        if compute_dtype != self.accumulate_dtype:
+            self._master = torch.zeros(size, dtype=self.accumulate_dtype, device=device)
+
+    @property
+    def master(self) -> Tensor:
+        """The newest weights in the accumulation dtype."""
+        return self.weights[self.newest % len(self.weights)] if self._master is None else self._master
+
+    def initialize(self, seed: int) -> None:
+        """Draw every owned element from (seed, global name, global index) and copy it to all versions."""
+        for segment in self.table:
+            values = fill_box(segment.spec.name, segment.spec.shape, segment.box, segment.spec.init, seed)
+            flat = torch.from_numpy(values).reshape(-1)
+            self.master[segment.start : segment.start + segment.owned].copy_(flat)
+        self.publish()
+        for copy in self.weights:
+            copy.copy_(self.master)
+
+    def publish(self) -> None:
+        """Cast the master into the newest version's working copy; nothing to do where they are the same buffer."""
+        if self._master is not None:
+            self.weights[self.newest % len(self.weights)].copy_(self._master)
+
+    def begin_update(self, version: int) -> Tensor:
+        """The buffer that the optimizer changes in place to make absolute weight version `version`.
+
+        It holds the newest weights on return. Raises ValueError when `version` does not follow the newest one.
+        """
+        if version != self.newest + 1:
+            raise ValueError(
+                f"unit {self.name}: version {version} does not follow version {self.newest}; updates go one by one"
+            )
+        previous = self.master
+        self.newest = version
+        if self._master is None and len(self.weights) > 1:
+            self.master.copy_(previous)
+        return self.master
+
+    def bind(self, module: nn.Module, parameters: Mapping[str, ParameterSpec], *, copy: int = 0, use: int = 0) -> None:
+        """Replace parameters of `module` by views: data in `weights[copy]`, `.grad` in `gradients[use]`.
+
+        parameters: attribute path in the module -> spec; only specs of this unit are bound.
+        """
+        names = {segment.spec.name for segment in self.table}
+        for path, spec in parameters.items():
+            if spec.name not in names:
+                continue
+            segment = self.table[spec.name]
+            parameter = nn.Parameter(self.view(self.weights[copy], segment))
+            # Lets autograd add into the wider accumulator in place where compute is bf16.
+            parameter.grad_dtype = self.accumulate_dtype
+            parameter.grad = self.view(self.gradients[use], segment)
+            owner, _, leaf = path.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, parameter)
+
+    @staticmethod
+    def view(flat: Tensor, segment: Segment) -> Tensor:
+        """One parameter's stored shard as a tensor of its local shape."""
+        return flat[segment.start : segment.stop].view(segment.local_shape)
+
+    @staticmethod
+    def owned_view(flat: Tensor, segment: Segment) -> Tensor:
+        """One parameter's owned elements, shaped as its box: no padding."""
+        return flat[segment.start : segment.start + segment.owned].view(segment.box.shape)
+
+    def sum_uses(self) -> None:
+        """Add every use's gradient into the first accumulator, in order of use."""
+        for other in self.gradients[1:]:
+            self.gradients[0].add_(other)
+
+    def reduce(self, group: Group) -> Work:
+        """Start the sum of the total gradient over data-parallel replicas, in place."""
+        return group.all_reduce(self.gradients[0], async_op=True)
+
+    def zero_gradients(self) -> None:
+        """Clear every accumulator for the next step."""
+        for gradient in self.gradients:
+            gradient.zero_()

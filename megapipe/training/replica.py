@@ -1,0 +1,102 @@
+"""One rank's share of the model, wired to its neighbours: schedule, stages, links, engine, optimizer."""
+
+from functools import partial
+
+import torch
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.parameters import LayerSpec
+from megapipe.engine.engine import Engine
+from megapipe.engine.reductions import Communicators, Reductions
+from megapipe.engine.stage import Stage
+from megapipe.engine.wiring import connect
+from megapipe.optim.clipping import clip_coefficient
+from megapipe.optim.optimizer import FlatAdamW
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules import Schedule, build
+from megapipe.schedules.schedule import Mode
+from megapipe.training.assemble import Assembly, StageLayout, lay_out
+from megapipe.training.validate import num_microbatches
+
+
+class Replica:
+    """This rank's part of one model replica, ready to run steps with `engine`."""
+
+    def __init__(self, config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...]) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._layers = layers
+        self.rank = mesh.coordinate("pipeline")
+        self.layout = lay_out(layers, config.model, config.parallel.pipeline, config.data.sequence_length)
+        self.schedule = build_schedule(config, mesh, self.layout)
+        self.stages: dict[int, Stage] = Assembly(config, mesh, self.layout, self.schedule.header).stages()
+        self.optimizer = FlatAdamW(config.optimizer)
+        self.engine = self._engine(self.schedule)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the stage that reads token ids."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the stage that computes the loss."""
+        return len(self.layout.ranges) - 1 in self.stages
+
+    def states(self) -> list[UnitState]:
+        """This rank's unit states, tied ones once."""
+        unique = {id(state): state for stage in self.stages.values() for state in stage.states.values()}
+        return list(unique.values())
+
+    def forward_engine(self) -> Engine:
+        """An engine over the same stages that runs forwards alone, for evaluation."""
+        return self._engine(build_schedule(self._config, self._mesh, self.layout, mode="forward"))
+
+    def _engine(self, schedule: Schedule) -> Engine:
+        parallel = self._config.parallel
+        transfers = connect(schedule, self._mesh, self.stages, parallel.links, parallel.timeout_seconds)
+        return Engine(schedule, self.rank, self.stages, transfers, self._reductions(schedule))
+
+    def _reductions(self, schedule: Schedule) -> Reductions:
+        names = [spec.name for layer in self._layers for spec in layer.parameters.values()]
+        limit = self._config.optimizer.clip_norm
+        return Reductions(
+            self.states(),
+            names,
+            communicators(self._mesh, schedule, self.is_last),
+            partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
+            self.optimizer,
+            self._mesh.device,
+        )
+
+
+def build_schedule(config: PretrainConfig, mesh: Mesh, layout: StageLayout, mode: Mode = "train") -> Schedule:
+    """The lowered schedule that the configuration names."""
+    return build(
+        config.schedule.name,
+        config.parallel.pipeline,
+        num_microbatches(config, mesh.world_size),
+        mode=mode,
+        units_per_stage=layout.units_per_stage,
+        tied_groups=layout.tied,
+        data_parallel=mesh.size("data") > 1,
+        receive_ahead=config.schedule.receive_ahead,
+    )
+
+
+def communicators(mesh: Mesh, schedule: Schedule, is_last: bool) -> Communicators:
+    """The groups that the engine sums over. A collective call: every rank makes it, in the same order."""
+    tied = {}
+    for group, stages in enumerate(schedule.header.tied_groups):
+        ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
+        members = mesh.pipeline_subgroup(ranks)
+        if members is not None:
+            tied[group] = members
+    return Communicators(
+        world=mesh.world,
+        data=mesh.group("data"),
+        tied=tied,
+        counts_loss=is_last and mesh.coordinate("tensor") == 0,
+        counts_norm=mesh.coordinate("data") == 0,
+    )

@@ -1,0 +1,82 @@
+"""The whole configuration against the world it is to run in, before any process group starts.
+
+config/ checks each field; here every room's own rule is asked. All problems are told at once.
+"""
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import tensor_problems
+from megapipe.optim.learning_rate import learning_rate_problems
+from megapipe.schedules import ScheduleError, check_microbatches
+
+
+def data_parallel_size(config: PretrainConfig, world_size: int) -> int:
+    """Replicas: as asked, or what the world size leaves over pipeline and tensor."""
+    parallel = config.parallel
+    if parallel.data is not None:
+        return parallel.data
+    return max(1, world_size // (parallel.pipeline * parallel.tensor))
+
+
+def num_microbatches(config: PretrainConfig, world_size: int) -> int:
+    """Micro-batches of one replica in one step."""
+    return config.batch.global_size // (config.batch.micro_size * data_parallel_size(config, world_size))
+
+
+def validate(config: PretrainConfig, world_size: int) -> None:
+    """Raise one ConfigError with every problem; return quietly when the configuration can run on `world_size` ranks."""
+    problems = config.model.problems() + config.problems()
+    problems += learning_rate_problems(config.optimizer, config.training.steps)
+    if not problems:
+        problems = _layout_problems(config, world_size) or _batch_problems(config, world_size)
+        problems += tensor_problems(config.model, config.parallel.tensor)
+    if not problems:
+        problems = _schedule_problems(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    parallel = config.parallel
+    model_ranks = parallel.pipeline * parallel.tensor
+    data = parallel.data
+    if data is not None and data * model_ranks != world_size:
+        return [
+            f"parallel.data {data} x parallel.pipeline {parallel.pipeline} x parallel.tensor {parallel.tensor} = "
+            f"{data * model_ranks} ranks, but the world size is {world_size}; start torchrun with --nproc_per_node "
+            f"{data * model_ranks} on one host, or change a parallel size"
+        ]
+    if world_size % model_ranks:
+        return [
+            f"world size {world_size} is not a multiple of parallel.pipeline {parallel.pipeline} x parallel.tensor "
+            f"{parallel.tensor} = {model_ranks}; start torchrun with --nproc_per_node {model_ranks} (or a multiple), or "
+            "change a parallel size"
+        ]
+    layers = config.model.num_layers + 2
+    if parallel.pipeline > layers:
+        return [
+            f"parallel.pipeline {parallel.pipeline} exceeds the {layers} layers of the model (embedding, "
+            f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers}"
+        ]
+    return []
+
+
+def _batch_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    batch, data = config.batch, data_parallel_size(config, world_size)
+    share = batch.micro_size * data
+    if batch.global_size % share:
+        below = batch.global_size // share * share
+        near = " or ".join(str(size) for size in (below, below + share) if size > 0)
+        return [
+            f"batch.global_size {batch.global_size} is not divisible by batch.micro_size {batch.micro_size} x "
+            f"data-parallel size {data}; use for example {near}"
+        ]
+    return []
+
+
+def _schedule_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    try:
+        check_microbatches(config.schedule.name, config.parallel.pipeline, num_microbatches(config, world_size))
+    except ScheduleError as error:
+        return [f"schedule.name: {error}"]
+    return []

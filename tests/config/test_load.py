@@ -1,0 +1,96 @@
+"""Configuration files and overrides: what is read, and what each mistake says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse, underscored
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_later_settings_win(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model:\n  num_layers: 2\n  hidden_size: 64\noptimizer:\n  learning_rate: 3e-3\n"
+    )
+    (tmp_path / "model.yaml").write_text("num_layers: 6\nrope_scaling:\n  kind: linear\n  factor: 2.0\n")
+    config = parse(
+        ["--config", str(tmp_path / "run.yaml"), "--model", str(tmp_path / "model.yaml"), "--parallel.tensor", "2"]
+    )
+    assert config.model.num_layers == 6
+    assert config.model.hidden_size == 64
+    assert config.model.rope_scaling.factor == 2.0
+    assert config.optimizer.learning_rate == 3e-3
+    assert config.parallel.tensor == 2
+
+
+def test_hyphens_are_underscores_in_flags_only() -> None:
+    assert underscored(["--model.num-layers=2", "--data.prefix", "a-b"]) == [
+        "--model.num_layers=2",
+        "--data.prefix",
+        "a-b",
+    ]
+    assert parse(["--model.num-heads", "4", "--data.prefix", "some-shard"]).data.prefix == "some-shard"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model:\n  num_lyers: 2\n", "'model.num_lyers'; did you mean 'model.num_layers'?"),
+        ("modle:\n  num_layers: 2\n", "did you mean 'model"),
+        ("model:\n  num_layers: 2\n  num_layers: 3\n", "'num_layers' stands twice"),
+        ("model:\n  num_layers: two\n", "Got value: two"),
+        ("model:\n  activation: relu\n", "'gelu', 'gelu_tanh', 'swiglu'"),
+    ],
+)
+def test_a_wrong_file_names_value_and_rule(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse(["--config", str(path)])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model.num_layer", "3"], "did you mean 'model.num_layers'?"),
+        (["--config", "no_such_file.yaml"], "no_such_file.yaml"),
+        (["--batch.global_size", "1e3"], "1000.0"),
+    ],
+)
+def test_a_wrong_flag_names_value_and_rule(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments)
+    assert expected in str(caught.value)
+
+
+def test_printed_configuration_reads_back(tmp_path: Path) -> None:
+    program = [sys.executable, "pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml", "--parallel.pipeline", "2"]
+    printed = subprocess.run([*program, "--print_config"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    path = tmp_path / "printed.yaml"
+    path.write_text(printed)
+    expected = parse(["--config", str(ROOT / "examples/gpt_tiny.yaml"), "--parallel.pipeline", "2"])
+    assert parse(["--config", str(path)]) == expected
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['pretrain_gpt.py', '--help']\n"
+        "try: runpy.run_path('pretrain_gpt.py', run_name='__main__')\n"
+        "except SystemExit: assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "--parallel.pipeline" in finished.stdout
+
+
+def test_no_arguments_prints_what_to_try() -> None:
+    finished = subprocess.run(
+        [sys.executable, "pretrain_gpt.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 2
+    assert "three commands to try" in finished.stderr

@@ -1,0 +1,129 @@
+"""The engine against plain autograd, and every layout of a toy model against one rank, bit for bit."""
+
+import pytest
+import torch
+
+from megapipe.engine.errors import EngineError
+from megapipe.engine.step import StepInput
+from megapipe.parallel.in_process import in_process_meshes
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
+from tests.engine.toy import ROWS, Outcome, contexts, merged, reference_gradients, toy, train
+from tests.support.meshes import Backend, run_mesh, run_threads
+
+LAYERS = 4
+SPLITS = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
+
+
+def solo() -> Mesh:
+    return connected_mesh(MeshShape({}), torch.device("cpu"))
+
+
+def one_rank(num_microbatches: int) -> Outcome:
+    return train(solo(), "1f1b", num_microbatches, SPLITS[1])
+
+
+def test_gradients_equal_plain_autograd() -> None:
+    replica = toy(solo(), "gpipe", 4, SPLITS[1])
+    weights = {state.name: state.master.clone() for state in replica.states}
+    replica.engine.run(StepInput(0, contexts(0, 4), float(ROWS * 4), learning_rate=0.01))
+    for name, expected in reference_gradients(0, 4, LAYERS, weights).items():
+        torch.testing.assert_close(replica.gradients[0][name].double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pipeline", "num_microbatches"), [(2, 1), (2, 5), (3, 2), (4, 8)])
+def test_every_pipeline_equals_one_rank_bit_for_bit(
+    backend: Backend, name: str, pipeline: int, num_microbatches: int
+) -> None:
+    outcome = merged(
+        run_mesh({"pipeline": pipeline}, train, name, num_microbatches, SPLITS[pipeline], backend=backend)
+    )
+    expected = one_rank(num_microbatches)
+    assert outcome.losses == expected.losses
+    assert outcome.norms == expected.norms
+    assert outcome.weights.keys() == expected.weights.keys()
+    for step, gradients in enumerate(expected.gradients):
+        for layer, gradient in gradients.items():
+            assert torch.equal(outcome.gradients[step][layer], gradient)
+    for layer, weight in expected.weights.items():
+        assert torch.equal(outcome.weights[layer], weight)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "pipeline": 2}])
+def test_replicas_sum_to_the_same_gradient(sizes: dict[str, int]) -> None:
+    pipeline = sizes.get("pipeline", 1)
+    outcomes = run_mesh(sizes, train, "1f1b", 2, SPLITS[pipeline])
+    expected = one_rank(4)
+    for replica in (outcomes[:pipeline], outcomes[pipeline:]):
+        outcome = merged(replica)
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
+        for layer, weight in expected.weights.items():
+            torch.testing.assert_close(outcome.weights[layer], weight, rtol=1e-5, atol=1e-6)
+
+
+def forward_losses(mesh: Mesh) -> list[float]:
+    replica = toy(mesh, "1f1b", 3, SPLITS[mesh.size("pipeline")], mode="forward")
+    result = replica.engine.run(StepInput(0, contexts(0, 3), 0.0))
+    return [float(outputs[0]) for outputs in result.outputs]
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_forward_mode_gives_each_micro_batch_on_the_last_rank(backend: Backend) -> None:
+    first, second = run_mesh({"pipeline": 2}, forward_losses, backend=backend)
+    assert first == []
+    assert second == forward_losses(solo())
+    assert len(second) == 3
+
+
+def test_gradients_that_are_not_finite_skip_the_update_everywhere() -> None:
+    replica = toy(solo(), "1f1b", 2, SPLITS[1])
+    before = {state.name: state.master.clone() for state in replica.states}
+    poisoned = contexts(0, 2)
+    poisoned[1].targets[0, 0] = float("nan")
+    result = replica.engine.run(StepInput(0, poisoned, float(ROWS * 2), learning_rate=0.01))
+    assert result.skipped
+    for state in replica.states:
+        assert torch.equal(state.master, before[state.name])
+        assert not state.gradients[0].any()
+    result = replica.engine.run(StepInput(1, contexts(1, 2), float(ROWS * 2), learning_rate=0.01))
+    assert not result.skipped
+    assert not torch.equal(replica.states[0].master, before["layers.0"])
+
+
+def wish_to_stop(mesh: Mesh) -> bool:
+    replica = toy(mesh, "1f1b", 2, SPLITS[2])
+    stop = mesh.rank == 1
+    return replica.engine.run(StepInput(0, contexts(0, 2), float(ROWS * 2), 0.01, stop)).stop
+
+
+def test_one_rank_that_wants_to_stop_stops_all() -> None:
+    assert run_threads({"pipeline": 2}, wish_to_stop) == [True, True]
+
+
+def test_a_failing_unit_is_named_with_its_action() -> None:
+    replica = toy(solo(), "1f1b", 2, SPLITS[1])
+    broken = contexts(0, 2)
+    broken[1].inputs = torch.zeros(1)
+    with pytest.raises(
+        EngineError, match=r"pipeline rank 0, step 7, action \d+ of 1f1b: FORWARD stage 0 microbatch 1"
+    ):
+        replica.engine.run(StepInput(7, broken, 1.0))
+
+
+def test_stages_of_another_rank_are_refused() -> None:
+    def build_wrong(mesh: Mesh) -> None:
+        replica = toy(mesh, "1f1b", 2, SPLITS[2])
+        stages = {1 - mesh.rank: object()}
+        type(replica.engine)(replica_schedule(), mesh.rank, stages, None, None)  # type: ignore[arg-type]
+
+    def replica_schedule() -> object:
+        from megapipe.schedules import build
+
+        return build("1f1b", 2, 2)
+
+    mesh = in_process_meshes({"pipeline": 2})
+    assert len(mesh) == 2
+    with pytest.raises(EngineError, match=r"places stages \[\d\] on pipeline rank"):
+        run_threads({"pipeline": 2}, build_wrong, timeout=10.0)

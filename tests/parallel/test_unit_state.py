@@ -1,0 +1,173 @@
+"""UnitState: segments, initial weights, versions, per-use gradients, and the canonical norm."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megapipe.costs.parameters import Init, ParameterSpec
+from megapipe.parallel.norms import BLOCK, add_squared_norms, name_positions, squared_norm
+from megapipe.parallel.segments import SEGMENT_ALIGNMENT, SegmentTable
+from megapipe.parallel.unit_state import UnitState
+
+
+def matrix(name: str = "unit.weight", rows: int = 6, columns: int = 5, axis: int | None = 0) -> ParameterSpec:
+    return ParameterSpec(name, (rows, columns), axis, Init("normal", 0.5), decay=True, matrix=True)
+
+
+def vector(name: str = "unit.bias", size: int = 6) -> ParameterSpec:
+    return ParameterSpec(name, (size,), None, Init("zeros"), decay=False, matrix=False)
+
+
+def table(rows: int = 10, columns: int = 3) -> ParameterSpec:
+    return ParameterSpec("table", (rows, columns), 0, Init("normal", 1.0), decay=True, matrix=False, padded=True)
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 5, device="meta"))
+        self.bias = nn.Parameter(torch.empty(6, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+PARAMETERS = {"weight": matrix(), "bias": vector()}
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 200), st.booleans()), min_size=1, max_size=8),
+    tensor_size=st.integers(1, 4),
+    alignment=st.sampled_from([1, 8, 64]),
+)
+@settings(max_examples=50, deadline=None)
+def test_segments_are_disjoint_aligned_and_grouped(
+    sizes: list[tuple[int, bool]], tensor_size: int, alignment: int
+) -> None:
+    specs = [
+        ParameterSpec(f"p{i}", (rows, 3), 0, Init("ones"), decay=decay, matrix=False, padded=True)
+        for i, (rows, decay) in enumerate(sizes)
+    ]
+    owned = dict.fromkeys((spec.name for spec in specs), 0)
+    for rank in range(tensor_size):
+        segments = SegmentTable(specs, tensor_rank=rank, tensor_size=tensor_size, alignment=alignment)
+        position = 0
+        for segment in segments:
+            assert segment.start >= position
+            assert segment.start % SEGMENT_ALIGNMENT == 0
+            assert segment.owned <= segment.stop - segment.start
+            assert (segment.stop <= segments.decay_stop) == segment.spec.decay
+            position = segment.stop
+            owned[segment.spec.name] += segment.owned
+        assert position <= segments.num_elements
+    assert owned == {spec.name: spec.num_elements for spec in specs}
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])
+def test_shards_of_every_tensor_size_hold_the_same_initial_tensor(tensor_size: int) -> None:
+    whole = UnitState("u", [table()])
+    whole.initialize(seed=7)
+    expected = whole.owned_view(whole.master, whole.table["table"])
+    parts = []
+    for rank in range(tensor_size):
+        state = UnitState("u", [table()], tensor_rank=rank, tensor_size=tensor_size, alignment=4)
+        state.initialize(seed=7)
+        segment = state.table["table"]
+        parts.append(state.owned_view(state.master, segment))
+        padding = state.master[segment.start + segment.owned : segment.stop]
+        assert not padding.any()
+    assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_backward_accumulates_into_the_flat_buffer(dtype: torch.dtype) -> None:
+    state = UnitState("u", PARAMETERS.values(), compute_dtype=dtype)
+    state.initialize(seed=1)
+    module = Linear()
+    state.bind(module, PARAMETERS)
+    inputs = torch.randn(4, 5, dtype=dtype)
+    expected = torch.zeros(6, 5, dtype=state.accumulate_dtype)
+    for _ in range(3):
+        module(inputs).sum().backward()
+        expected += (torch.ones(4, 6, dtype=dtype).t() @ inputs).to(expected.dtype)
+    weight = state.view(state.gradients[0], state.table["unit.weight"])
+    assert module.weight.grad is not None
+    assert module.weight.grad.data_ptr() == weight.data_ptr()
+    assert weight.dtype == state.accumulate_dtype
+    assert torch.equal(weight, expected)
+    assert torch.equal(module.weight.grad, expected)
+
+
+def test_two_versions_back_propagate_each_through_its_own_weights() -> None:
+    state = UnitState("u", PARAMETERS.values(), num_versions=2, compute_dtype=torch.float64)
+    state.initialize(seed=3)
+    twins = [Linear(), Linear()]
+    for copy, twin in enumerate(twins):
+        state.bind(twin, PARAMETERS, copy=copy)
+    state.begin_update(version=2).add_(1.0)
+    state.publish()
+    old, new = (twin.weight.detach().clone() for twin in (twins[1], twins[0]))
+    assert torch.allclose(new, old + 1.0)
+
+    first = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    output_old, output_new = twins[1](first), twins[0](second)
+    output_old.sum().backward()
+    output_new.sum().backward()
+    assert torch.allclose(first.grad, old.sum(0).expand(2, 5))  # type: ignore[arg-type]
+    assert torch.allclose(second.grad, new.sum(0).expand(2, 5))  # type: ignore[arg-type]
+    expected = (first + second).sum(0).expand(6, 5)
+    assert torch.allclose(state.view(state.gradients[0], state.table["unit.weight"]), expected)
+
+
+def test_versions_advance_one_by_one_and_reuse_the_oldest_buffer() -> None:
+    state = UnitState("u", PARAMETERS.values(), num_versions=2)
+    state.initialize(seed=3)
+    for version in (2, 3, 4):
+        before = state.master.clone()
+        state.begin_update(version).add_(1.0)
+        assert state.master is state.weights[version % 2]
+        assert torch.equal(state.master, before + 1.0)
+    with pytest.raises(ValueError, match="version 7 does not follow version 4"):
+        state.begin_update(7)
+
+
+def test_mixed_precision_keeps_one_master_and_casts_on_publish() -> None:
+    state = UnitState("u", PARAMETERS.values(), num_versions=2, compute_dtype=torch.bfloat16)
+    state.initialize(seed=3)
+    master = state.begin_update(2)
+    master.add_(1e-4)
+    state.publish()
+    assert master.dtype == torch.float32
+    assert torch.equal(state.weights[0], master.bfloat16())
+    assert state.master is master
+
+
+def test_uses_of_a_tied_weight_are_summed_in_order() -> None:
+    state = UnitState("u", [table()], num_uses=2)
+    state.gradients[0].fill_(1.0)
+    state.gradients[1].fill_(2.0)
+    state.sum_uses()
+    assert torch.equal(state.gradients[0], torch.full_like(state.gradients[0], 3.0))
+
+
+def test_norm_of_many_elements_is_accurate_where_one_fp32_sum_is_not() -> None:
+    values = torch.from_numpy(np.random.default_rng(0).normal(size=5 * BLOCK + 17)).float() * 1e-3
+    expected = values.double().square().sum()
+    assert abs(squared_norm(values) / expected - 1) < 1e-6
+
+
+def test_replicated_parameters_count_once_over_tensor_ranks() -> None:
+    specs = [matrix(), vector()]
+    positions = name_positions([spec.name for spec in specs])
+    total = torch.zeros(2, dtype=torch.float64)
+    for rank in range(2):
+        state = UnitState("u", specs, tensor_rank=rank, tensor_size=2)
+        for segment in state.table:
+            state.owned_view(state.gradients[0], segment).fill_(1.0)
+        add_squared_norms([state], positions, total)
+    assert float(total[positions["unit.weight"]]) == pytest.approx(30)
+    assert float(total[positions["unit.bias"]]) == pytest.approx(6)

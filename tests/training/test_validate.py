@@ -1,0 +1,66 @@
+"""Every rule between settings is broken once; the message names the value and the way out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.run import PretrainConfig
+from megapipe.training.validate import data_parallel_size, num_microbatches, validate
+
+
+def make(**groups: dict[str, Any]) -> PretrainConfig:
+    config = PretrainConfig(model=ModelConfig(num_layers=2, hidden_size=64, num_heads=4, max_positions=128))
+    config.data = replace(config.data, prefix="shard", sequence_length=128)
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+
+
+def test_a_good_configuration_passes() -> None:
+    config = make(parallel={"pipeline": 2, "tensor": 2}, batch={"global_size": 8, "micro_size": 2})
+    validate(config, world_size=8)
+    assert data_parallel_size(config, 8) == 2
+    assert num_microbatches(config, 8) == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "world_size", "parts"),
+    [
+        ({"model": {"num_heads": 5}}, 1, ["hidden_size 64", "num_heads 5", "head_size"]),
+        ({"model": {"num_heads": 4, "num_kv_heads": 3}}, 1, ["num_heads 4", "num_kv_heads 3"]),
+        ({"model": {"attention": "sdpa", "attention_dropout": 0.1}}, 1, ["'sdpa'", "'unfused'", "attention_dropout"]),
+        ({"model": {"positions": "rotary", "head_size": 7}}, 1, ["head_size is 7", "even"]),
+        ({"model": {"hidden_dropout": 1.0}}, 1, ["hidden_dropout is 1.0", "below 1"]),
+        ({"model": {"norm_epsilon": 0.0}}, 1, ["norm_epsilon is 0.0", "above 0"]),
+        ({"model": {"num_layers": 0}}, 1, ["num_layers is 0", "at least 1"]),
+        ({"model": {"rope_scaling": RopeScaling(kind="linear")}}, 1, ["'linear'", "'learned'", "'rotary'"]),
+        ({"data": {"prefix": ""}}, 1, ["data.prefix is empty", "tools/preprocess.py"]),
+        ({"data": {"sequence_length": 129}}, 1, ["129", "max_positions 128"]),
+        ({"parallel": {"tensor": 3}}, 3, ["num_heads 4", "parallel.tensor 3", "1, 2, 4"]),
+        ({"parallel": {"pipeline": 2}}, 3, ["world size 3", "--nproc_per_node 2"]),
+        ({"parallel": {"data": 2}}, 1, ["parallel.data 2", "world size is 1", "--nproc_per_node 2"]),
+        ({"parallel": {"pipeline": 5}}, 5, ["parallel.pipeline 5", "4 layers", "at most 4"]),
+        ({"batch": {"global_size": 6, "micro_size": 4}}, 1, ["global_size 6", "micro_size 4", "4 or 8"]),
+        ({"batch": {"global_size": 0}}, 1, ["batch.global_size is 0", "at least 1"]),
+        ({"schedule": {"name": "1f2b"}}, 1, ["1f2b", "1f1b"]),
+        ({"optimizer": {"learning_rate": 0.0}}, 1, ["learning_rate is 0.0", "above 0"]),
+        ({"optimizer": {"betas": (0.9, 1.0)}}, 1, ["[0.9, 1.0]", "below 1"]),
+        ({"optimizer": {"warmup_steps": 101}}, 1, ["warmup_steps 101", "100"]),
+        ({"optimizer": {"clip_norm": 0.0}}, 1, ["clip_norm is 0.0", "null"]),
+        ({"training": {"seed": -1}}, 1, ["seed is -1", "at least 0"]),
+    ],
+)
+def test_each_rule_names_value_rule_and_way_out(
+    groups: dict[str, dict[str, Any]], world_size: int, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(make(**groups), world_size)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(make(model={"num_heads": 5}, optimizer={"learning_rate": -1.0}), world_size=1)
+    assert len(caught.value.problems) == 2
