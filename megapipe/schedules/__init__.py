@@ -6,6 +6,8 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS
 from megapipe.schedules.lowering import lower
 from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
+from megapipe.schedules.text import dumps, loads
+from megapipe.schedules.validation import Report, validate
 
 __all__ = [
     "COLUMNS",
@@ -13,6 +15,7 @@ __all__ = [
     "Action",
     "Header",
     "Kind",
+    "Report",
     "Rows",
     "Schedule",
     "ScheduleError",
@@ -20,6 +23,9 @@ __all__ = [
     "StagePlace",
     "build",
     "check_microbatches",
+    "dumps",
+    "loads",
     "lower",
     "order",
+    "validate",
 ]

@@ -7,8 +7,8 @@ import numpy as np
 from megapipe.schedules.actions import Ints, Kind, rows_of
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, Place, insert
-from megapipe.schedules.lowering.program import Program
 from megapipe.schedules.progress import Waits, stuck_waits
+from megapipe.schedules.table import Table
 
 
 @dataclass(frozen=True)
@@ -25,83 +25,87 @@ class Messages:
     link: Ints
 
     @classmethod
-    def of(cls, program: Program) -> "Messages":
+    def of(cls, table: Table) -> "Messages":
         """The messages that a program of compute rows needs: forwards to the next stage, gradients to the previous."""
-        following = _neighbours(program, program.header.following_stages)
-        preceding = _neighbours(program, program.header.preceding_stages)
-        opens, closes = program.opens_chunk(), program.closes_chunk()
-        forward = program.is_kind(Kind.FORWARD)
-        backward = program.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        following = _neighbours(table, table.header.following_stages)
+        preceding = _neighbours(table, table.header.preceding_stages)
+        opens, closes = table.opens_chunk(), table.closes_chunk()
+        forward = table.is_kind(Kind.FORWARD)
+        backward = table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
         parts = [
-            _match(program, np.flatnonzero(forward & closes & (following >= 0)),
+            _match(table, np.flatnonzero(forward & closes & (following >= 0)),
                    np.flatnonzero(forward & opens & (preceding >= 0)), following),
-            _match(program, np.flatnonzero(backward & closes & (preceding >= 0)),
+            _match(table, np.flatnonzero(backward & closes & (preceding >= 0)),
                    np.flatnonzero(backward & opens & (following >= 0)), preceding),
         ]  # fmt: skip
         producer = np.concatenate([producers for producers, _ in parts])
         consumer = np.concatenate([consumers for _, consumers in parts])
         gradient = np.repeat(np.arange(2), [len(producers) for producers, _ in parts])
-        link = program.rank[producer] * program.header.num_ranks + program.rank[consumer]
+        link = table.rank[producer] * table.header.num_ranks + table.rank[consumer]
         order = np.lexsort((producer, link))
-        microbatch = program.microbatch[producer].astype(np.int64)
+        microbatch = table.microbatch[producer].astype(np.int64)
         return cls(gradient[order], microbatch[order], producer[order], consumer[order], link[order])
 
-    def receives(self, program: Program, post: Ints) -> Insertion:
+    def receives(self, table: Table, post: Ints) -> Insertion:
         """Receives, each ahead of the compute row ``post`` on the consumer's rank."""
         kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
-        rows = rows_of(kind, program.stage[self.consumer], self.microbatch)
-        return Insertion(rows, post, Place.RECEIVE, program.section[self.consumer])
+        rows = rows_of(kind, table.stage[self.consumer], self.microbatch)
+        return Insertion(rows, post, Place.RECEIVE, table.section[self.consumer])
 
-    def sends(self, program: Program) -> Insertion:
+    def sends(self, table: Table) -> Insertion:
         """Sends, each right behind the compute row that makes the message."""
         kind = np.where(self.gradient == 1, int(Kind.SEND_GRADIENT), int(Kind.SEND_ACTIVATION))
-        rows = rows_of(kind, program.stage[self.producer], self.microbatch)
-        return Insertion(rows, self.producer, Place.SEND, program.section[self.producer])
+        rows = rows_of(kind, table.stage[self.producer], self.microbatch)
+        return Insertion(rows, self.producer, Place.SEND, table.section[self.producer])
 
 
-def _neighbours(program: Program, table: Ints) -> Ints:
+def _neighbours(table: Table, neighbours: Ints) -> Ints:
     """The stage next to each row's stage on the micro-batch's route, -1 where there is none or it is on this rank."""
-    neighbour: Ints = table[program.microbatch % len(table), program.stage]
-    local = program.header.stage_ranks[neighbour] == program.rank
+    neighbour: Ints = neighbours[table.microbatch % len(neighbours), table.stage]
+    local = table.header.stage_ranks[neighbour] == table.rank
     return np.where(local, -1, neighbour)
 
 
-def _match(program: Program, producers: Ints, consumers: Ints, target: Ints) -> tuple[Ints, Ints]:
+def _match(table: Table, producers: Ints, consumers: Ints, target: Ints) -> tuple[Ints, Ints]:
     """Pair the rows that give a message with the rows that take it, by receiving stage and micro-batch."""
-    num_stages = len(program.header.stages)
-    given = program.microbatch[producers].astype(np.int64) * num_stages + target[producers]
-    taken = program.microbatch[consumers].astype(np.int64) * num_stages + program.stage[consumers]
+    num_microbatches = table.num_microbatches
+    given = target[producers] * num_microbatches + table.microbatch[producers]
+    taken = table.key[consumers]
     given_order, taken_order = np.argsort(given, kind="stable"), np.argsort(taken, kind="stable")
     if not np.array_equal(given[given_order], taken[taken_order]):
         odd = np.setxor1d(given, taken)
-        detail = f"first at stage {odd[0] % num_stages}, micro-batch {odd[0] // num_stages}" if len(odd) else "twice"
+        detail = (
+            f"first at stage {odd[0] // num_microbatches}, micro-batch {odd[0] % num_microbatches}"
+            if len(odd)
+            else "twice"
+        )
         raise ScheduleError(
-            f"{program.header.name} cannot be lowered: a stage's output has no taker or an input no giver, {detail}; "
+            f"{table.header.name} cannot be lowered: a stage's output has no taker or an input no giver, {detail}; "
             "every micro-batch must pass every stage of its route exactly once, forward and backward"
         )
     return producers[given_order], consumers[taken_order]
 
 
-def place_receives(program: Program, messages: Messages, receive_ahead: int) -> Ints:
+def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Ints:
     """The compute row ahead of which each message's receive is posted.
 
     ``receive_ahead`` compute rows before its use, within its section, and on each link in the order of the sends.
     Then, as long as sends that wait for their receive would hang, the receives that they hang on are posted where
     the receiving rank hangs.
     """
-    section_key = program.rank * program.num_sections + program.section
+    section_key = table.rank * table.num_sections + table.section
     section_start = np.searchsorted(section_key, section_key[messages.consumer])
     post = np.maximum(messages.consumer - receive_ahead, section_start)
-    post = _in_send_order(messages, post, len(program.rows))
+    post = _in_send_order(messages, post, len(table.rows))
     while True:
-        earlier = _earlier_posts(program, messages, post)
+        earlier = _earlier_posts(table, messages, post)
         if np.array_equal(earlier, post):
             break
-        post = _in_send_order(messages, earlier, len(program.rows))
+        post = _in_send_order(messages, earlier, len(table.rows))
     if np.any(post < section_start):
         index = int(np.argmax(post < section_start))
         raise ScheduleError(
-            f"{program.header.name} cannot be lowered: stage {program.stage[messages.consumer[index]]} would have to "
+            f"{table.header.name} cannot be lowered: stage {table.stage[messages.consumer[index]]} would have to "
             f"post the receive of micro-batch {messages.microbatch[index]} before its section begins"
         )
     return post
@@ -114,28 +118,27 @@ def _in_send_order(messages: Messages, post: Ints, num_rows: int) -> Ints:
     return ordered
 
 
-def _earlier_posts(program: Program, messages: Messages, post: Ints) -> Ints:
+def _earlier_posts(table: Table, messages: Messages, post: Ints) -> Ints:
     """Where receives must move so that the ranks that hang now get further; unchanged when none hangs."""
-    table, index = insert(program, [messages.sends(program), messages.receives(program, post)])
-    num_compute, num_messages = len(program.rows), len(messages.producer)
+    lowered, index = insert(table, [messages.sends(table), messages.receives(table, post)])
+    num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
     receive = index[num_compute + num_messages :]
     use = index[messages.consumer]
     waits = Waits(np.concatenate([send, use]), np.concatenate([receive, send]))
-    offsets = np.searchsorted(table.rank, np.arange(program.header.num_ranks + 1))
-    stuck = stuck_waits(waits, offsets)
+    stuck = stuck_waits(waits, lowered.offsets)
     if len(stuck) == 0:
         return post
     blocked_sends = stuck[stuck < num_messages]
     # The compute row that each hanging rank has come to: what stands behind it cannot be posted in time.
-    frontier = np.full(program.header.num_ranks, np.iinfo(np.int64).max, dtype=np.int64)
+    frontier = np.full(table.header.num_ranks, np.iinfo(np.int64).max, dtype=np.int64)
     at = np.concatenate([messages.producer, messages.consumer])[stuck]
-    frontier[program.rank[at]] = at
+    frontier[table.rank[at]] = at
     earlier = post.copy()
-    earlier[blocked_sends] = np.minimum(post[blocked_sends], frontier[program.rank[messages.consumer[blocked_sends]]])
+    earlier[blocked_sends] = np.minimum(post[blocked_sends], frontier[table.rank[messages.consumer[blocked_sends]]])
     if np.array_equal(earlier, post):
         raise ScheduleError(
-            f"{program.header.name} deadlocks: its compute actions wait for one another in a circle, first on rank "
-            f"{program.rank[at[0]]} at stage {program.stage[at[0]]}, micro-batch {program.microbatch[at[0]]}"
+            f"{table.header.name} deadlocks: its compute actions wait for one another in a circle, first on rank "
+            f"{table.rank[at[0]]} at stage {table.stage[at[0]]}, micro-batch {table.microbatch[at[0]]}"
         )
     return earlier

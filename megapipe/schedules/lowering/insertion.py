@@ -1,4 +1,4 @@
-"""Where lowering puts the rows that it adds around the compute rows of a program."""
+"""Where lowering puts the rows that it adds around the compute rows of a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Rows
-from megapipe.schedules.lowering.program import Program
+from megapipe.schedules.table import Table
 
 
 class Place(IntEnum):
@@ -37,14 +37,14 @@ class Insertion:
     section: Ints
 
 
-def insert(program: Program, insertions: Sequence[Insertion]) -> tuple[Program, Ints]:
+def insert(table: Table, insertions: Sequence[Insertion]) -> tuple[Table, Ints]:
     """The program with the rows added, and each compute row's new index."""
-    compute = np.arange(len(program.rows), dtype=np.int64)
+    compute = np.arange(len(table.rows), dtype=np.int64)
     keys = np.concatenate([compute * PLACES + Place.COMPUTE, *(i.anchor * PLACES + i.place for i in insertions)])
     order = np.argsort(keys, kind="stable")
-    rows = np.concatenate([program.rows, *(i.rows for i in insertions)])[order]
-    rank = np.concatenate([program.rank, *(program.rank[i.anchor] for i in insertions)])[order]
-    section = np.concatenate([program.section, *(i.section for i in insertions)])[order]
+    rows = np.concatenate([table.rows, *(i.rows for i in insertions)])[order]
+    rank = np.concatenate([table.rank, *(table.rank[i.anchor] for i in insertions)])[order]
+    section = np.concatenate([table.section, *(i.section for i in insertions)])[order]
     new_index = np.empty(len(order), dtype=np.int64)
     new_index[order] = np.arange(len(order))
-    return replace(program, rows=rows, rank=rank, section=section), new_index
+    return replace(table, rows=rows, rank=rank, section=section), new_index

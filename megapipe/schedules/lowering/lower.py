@@ -1,6 +1,7 @@
 """The chain of lowering passes, from a schedule of compute actions to one that an engine can run."""
 
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -8,11 +9,14 @@ from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Rows, kind_mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.communication import Messages, place_receives
 from megapipe.schedules.lowering.insertion import insert
-from megapipe.schedules.lowering.program import STEADY_BODIES, Program
 from megapipe.schedules.lowering.reductions import add_reductions
 from megapipe.schedules.lowering.refine import refine
 from megapipe.schedules.lowering.slots import assign_slots
 from megapipe.schedules.schedule import Schedule, Sections, shift_rows
+from megapipe.schedules.table import Table
+
+STEADY_BODIES: Final = 3
+"""Bodies that a never-flushing schedule is lowered over; the middle one is its steady state."""
 
 
 def lower(schedule: Schedule, *, receive_ahead: int = 1, lazy: bool = False) -> Schedule:
@@ -25,19 +29,19 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1, lazy: bool = False) -> 
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead {receive_ahead} is below 1: post receives before they are needed")
     _require_compute_only(schedule)
-    program = _with_versions(Program.of(schedule))
+    table = _with_versions(Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES))
     training = schedule.header.mode == "train"
     if training and schedule.header.data_parallel:
-        program = refine(program)
-    messages = Messages.of(program)
-    post = place_receives(program, messages, receive_ahead)
-    insertions = [messages.sends(program), messages.receives(program, post)]
+        table = refine(table)
+    messages = Messages.of(table)
+    post = place_receives(table, messages, receive_ahead)
+    insertions = [messages.sends(table), messages.receives(table, post)]
     if training:
-        insertions += add_reductions(program, lazy=lazy)
-    program, _ = insert(program, insertions)
-    program = assign_slots(program, flushes=schedule.flushes)
-    header = replace(program.header, lowered=True, gradient_buffers=2 if lazy else 1)
-    return Schedule(header, _sections(program, flushes=schedule.flushes))
+        insertions += add_reductions(table, lazy=lazy)
+    table, _ = insert(table, insertions)
+    table = assign_slots(table, flushes=schedule.flushes)
+    header = replace(table.header, lowered=True, gradient_buffers=2 if lazy else 1)
+    return Schedule(header, _sections(table, flushes=schedule.flushes))
 
 
 def _require_compute_only(schedule: Schedule) -> None:
@@ -48,26 +52,24 @@ def _require_compute_only(schedule: Schedule) -> None:
             raise ScheduleError(f"{schedule.header.name} holds communication actions; lowering adds them")
 
 
-def _with_versions(program: Program) -> Program:
+def _with_versions(table: Table) -> Table:
     """Every compute row reads the version of its micro-batch's update."""
-    rows = program.rows.copy()
-    rows[:, VERSION] = program.update
-    return replace(program, rows=rows)
+    rows = table.rows.copy()
+    rows[:, VERSION] = table.update
+    return replace(table, rows=rows)
 
 
-def _sections(program: Program, *, flushes: bool) -> Sections:
+def _sections(table: Table, *, flushes: bool) -> Sections:
     """Cut the table back into prologue, one steady body and epilogue, each counted from its own step."""
     bodies = 1 if flushes else STEADY_BODIES
     steady = (bodies + 1) // 2
-    return Sections(
-        _cut(program, 0, step=0), _cut(program, steady, step=steady - 1), _cut(program, bodies + 1, step=bodies)
-    )
+    return Sections(_cut(table, 0, step=0), _cut(table, steady, step=steady - 1), _cut(table, bodies + 1, step=bodies))
 
 
-def _cut(program: Program, section: int, *, step: int) -> tuple[Rows, ...]:
-    header = program.header
-    keys = program.rank * program.num_sections + program.section
-    wanted = np.arange(header.num_ranks) * program.num_sections + section
+def _cut(table: Table, section: int, *, step: int) -> tuple[Rows, ...]:
+    header = table.header
+    keys = table.rank * table.num_sections + table.section
+    wanted = np.arange(header.num_ranks) * table.num_sections + section
     bounds = zip(np.searchsorted(keys, wanted), np.searchsorted(keys, wanted + 1), strict=True)
     microbatches, versions = step * header.num_microbatches, step * header.updates_per_step
-    return tuple(shift_rows(program.rows[first:last], -microbatches, -versions) for first, last in bounds)
+    return tuple(shift_rows(table.rows[first:last], -microbatches, -versions) for first, last in bounds)

@@ -2,66 +2,64 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import UNIT, Ints, Kind, rows_of
+from megapipe.schedules.actions import Ints, Kind, rows_of
 from megapipe.schedules.lowering.insertion import Insertion, Place
-from megapipe.schedules.lowering.program import Program, first_row_per, last_row_per
+from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 
-def add_reductions(program: Program, *, lazy: bool) -> list[Insertion]:
+def add_reductions(table: Table, *, lazy: bool) -> list[Insertion]:
     """Counts at the start of a step, reductions behind the last backward that they include, scalars, updates."""
     return [
-        _counts(program),
-        *([_gradients(program)] if program.header.data_parallel else []),
-        *([_tied(program)] if program.header.tied_groups else []),
-        *([_scalars(program)] if program.header.updates_per_step == 1 else []),
-        _updates(program, lazy=lazy),
+        _counts(table),
+        *([_gradients(table)] if table.header.data_parallel else []),
+        *([_tied(table)] if table.header.tied_groups else []),
+        *([_scalars(table)] if table.header.updates_per_step == 1 else []),
+        _updates(table, lazy=lazy),
     ]
 
 
-def _last_microbatch(program: Program, update: Ints) -> Ints:
-    return (update + 1) * program.header.microbatches_per_update - 1
+def _last_microbatch(table: Table, update: Ints) -> Ints:
+    return (update + 1) * table.header.microbatches_per_update - 1
 
 
-def _counts(program: Program) -> Insertion:
+def _counts(table: Table) -> Insertion:
     """One sum of loss-token counts a rank and step, ahead of the rank's first forward of that step."""
-    header = program.header
-    forwards = np.flatnonzero(program.is_kind(Kind.FORWARD))
-    step = program.microbatch.astype(np.int64) // header.num_microbatches
-    num_steps = int(step.max(initial=0)) + 1
-    anchor = first_row_per((program.rank * num_steps + step)[forwards], forwards, header.num_ranks * num_steps)
-    steps = np.tile(np.arange(num_steps), header.num_ranks)
+    header = table.header
+    forwards = table.rows_with(Kind.FORWARD)
+    key = table.rank[forwards] * table.steps + table.microbatch[forwards] // header.num_microbatches
+    anchor = first_row_per(key, forwards, header.num_ranks * table.steps)
+    steps = np.tile(np.arange(table.steps), header.num_ranks)
     rows = rows_of(Kind.REDUCE_COUNTS, microbatch=(steps + 1) * header.num_microbatches - 1)
-    return Insertion(rows, anchor, Place.REDUCE_COUNTS, program.section[anchor])
+    return Insertion(rows, anchor, Place.REDUCE_COUNTS, table.section[anchor])
 
 
-def _gradients(program: Program) -> Insertion:
+def _gradients(table: Table) -> Insertion:
     """One reduction right behind each refined backward: its unit's gradient is complete there."""
-    anchor = np.flatnonzero(program.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT) & (program.rows[:, UNIT] >= 0))
+    anchor = np.flatnonzero(table.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT) & (table.unit >= 0))
     rows = rows_of(
         Kind.REDUCE_GRADIENTS,
-        program.stage[anchor],
-        _last_microbatch(program, program.update[anchor]),
-        unit=program.rows[anchor, UNIT],
+        table.stage[anchor],
+        _last_microbatch(table, table.update[anchor]),
+        unit=table.unit[anchor],
     )
-    return Insertion(rows, anchor, Place.REDUCE_GRADIENTS, program.section[anchor])
+    return Insertion(rows, anchor, Place.REDUCE_GRADIENTS, table.section[anchor])
 
 
-def _last_gradient_rows(program: Program) -> Ints:
+def _last_gradient_rows(table: Table) -> Ints:
     """The last row that adds to each stage's gradient in each update, shape [stages, updates]."""
-    num_updates = int(program.update.max(initial=0)) + 1
-    num_stages = len(program.header.stages)
-    adding = np.flatnonzero(program.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
-    keys = program.stage.astype(np.int64) * num_updates + program.update
-    return last_row_per(keys[adding], adding, num_stages * num_updates).reshape(num_stages, num_updates)
+    adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    keys = table.stage[adding] * table.num_updates + table.update[adding]
+    shape = table.num_stages, table.num_updates
+    return last_row_per(keys, adding, shape[0] * shape[1]).reshape(shape)
 
 
-def _tied(program: Program) -> Insertion:
+def _tied(table: Table) -> Insertion:
     """One reduction a tied group and rank behind the last backward of every use there.
 
     On each rank the groups of an update follow in ascending order, so that no two ranks can start them crosswise.
     """
-    header = program.header
-    last = _last_gradient_rows(program)
+    header = table.header
+    last = _last_gradient_rows(table)
     updates = np.arange(last.shape[1])
     latest = np.full((header.num_ranks, last.shape[1]), -1, dtype=np.int64)
     rows, anchors = [], []
@@ -71,49 +69,49 @@ def _tied(program: Program) -> Insertion:
             local = [stage for stage in uses if header.stages[stage].rank == rank]
             latest[rank] = np.maximum(latest[rank], last[local].max(axis=0))
             unit = header.units_per_stage[owner] + group
-            rows.append(rows_of(Kind.REDUCE_TIED, owner, _last_microbatch(program, updates), unit=unit))
+            rows.append(rows_of(Kind.REDUCE_TIED, owner, _last_microbatch(table, updates), unit=unit))
             anchors.append(latest[rank].copy())
     anchor = np.concatenate(anchors)
-    return Insertion(np.concatenate(rows), anchor, Place.REDUCE_TIED, program.section[anchor])
+    return Insertion(np.concatenate(rows), anchor, Place.REDUCE_TIED, table.section[anchor])
 
 
-def _last_rows_by_rank(program: Program, last: Ints) -> Ints:
+def _last_rows_by_rank(table: Table, last: Ints) -> Ints:
     """From the last rows per stage to the last rows per rank, shape [ranks, updates]."""
-    by_rank = np.full((program.header.num_ranks, last.shape[1]), -1, dtype=np.int64)
-    np.maximum.at(by_rank, program.header.stage_ranks, last)
+    by_rank = np.full((table.header.num_ranks, last.shape[1]), -1, dtype=np.int64)
+    np.maximum.at(by_rank, table.header.stage_ranks, last)
     return by_rank
 
 
-def _scalars(program: Program) -> Insertion:
+def _scalars(table: Table) -> Insertion:
     """One sum of norms and flags a rank and update, behind the rank's last gradient of it."""
-    by_rank = _last_rows_by_rank(program, _last_gradient_rows(program))
+    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))
     anchor = by_rank.ravel()
     updates = np.tile(np.arange(by_rank.shape[1]), len(by_rank))
-    rows = rows_of(Kind.REDUCE_SCALARS, microbatch=_last_microbatch(program, updates))
-    return Insertion(rows, anchor, Place.REDUCE_SCALARS, program.section[anchor])
+    rows = rows_of(Kind.REDUCE_SCALARS, microbatch=_last_microbatch(table, updates))
+    return Insertion(rows, anchor, Place.REDUCE_SCALARS, table.section[anchor])
 
 
-def _updates(program: Program, *, lazy: bool) -> Insertion:
+def _updates(table: Table, *, lazy: bool) -> Insertion:
     """One optimizer step a state unit and update.
 
     Eager updates follow the rank's last gradient of the update. Lazy ones wait until the section that the next
     forward on the new version would begin: update t stands at the end of body t, and the last at the very end.
     """
-    header = program.header
-    last = _last_gradient_rows(program)
-    by_rank = _last_rows_by_rank(program, last)
+    header = table.header
+    last = _last_gradient_rows(table)
+    by_rank = _last_rows_by_rank(table, last)
     updates = np.arange(last.shape[1])
     rows, anchors, sections = [], [], []
     for stage, place in enumerate(header.stages):
         anchor = by_rank[place.rank]
-        section = program.section[anchor]
+        section = table.section[anchor]
         if lazy:
             section = updates + 1
-            mine = np.flatnonzero(program.rank == place.rank)
-            anchor = mine[np.searchsorted(program.section[mine], section, side="right") - 1]
+            mine = np.flatnonzero(table.rank == place.rank)
+            anchor = mine[np.searchsorted(table.section[mine], section, side="right") - 1]
         for unit in header.state_units(stage):
             version = updates + header.versions_per_stage[stage]
-            rows.append(rows_of(Kind.UPDATE, stage, _last_microbatch(program, updates), unit=unit, version=version))
+            rows.append(rows_of(Kind.UPDATE, stage, _last_microbatch(table, updates), unit=unit, version=version))
             anchors.append(anchor)
             sections.append(section)
     order = np.argsort(np.concatenate(anchors), kind="stable")

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from megapipe.schedules.actions import SLOT, Ints, Kind
-from megapipe.schedules.lowering.program import Program, last_row_per
+from megapipe.schedules.table import Table
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,12 @@ class Lives:
     end: Ints
 
 
-def receive_lives(program: Program, receive: Kind, release: tuple[Kind, ...]) -> Lives:
+def receive_lives(table: Table, receive: Kind, release: tuple[Kind, ...]) -> Lives:
     """Lives of the buffers that ``receive`` fills, each until the last ``release`` of its stage and micro-batch."""
-    num_keys = len(program.header.stages) * (int(program.microbatch.max(initial=0)) + 1)
-    key = program.microbatch.astype(np.int64) * len(program.header.stages) + program.stage
-    releases = np.flatnonzero(program.is_kind(*release))
-    end = last_row_per(key[releases], releases, num_keys)
-    start = np.flatnonzero(program.is_kind(receive))
-    start = start[np.argsort(program.stage[start], kind="stable")]
-    stage, microbatch = program.stage[start].astype(np.int64), program.microbatch[start].astype(np.int64)
-    return Lives(stage, microbatch, start, end[key[start]])
+    start = table.rows_with(receive)
+    start = start[np.argsort(table.stage[start], kind="stable")]
+    end = table.last_by_key(*release)[table.key[start]]
+    return Lives(table.stage[start].astype(np.int64), table.microbatch[start].astype(np.int64), start, end)
 
 
 def activation_releases(mode: str) -> tuple[Kind, ...]:
@@ -40,26 +36,26 @@ def activation_releases(mode: str) -> tuple[Kind, ...]:
 GRADIENT_RELEASES = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
-def assign_slots(program: Program, *, flushes: bool) -> Program:
+def assign_slots(table: Table, *, flushes: bool) -> Table:
     """Fill the slot column of receives and of the compute rows that read them, and the header's slot counts."""
-    header = program.header
-    rows = program.rows.copy()
-    opens = program.opens_chunk()
+    header = table.header
+    rows = table.rows.copy()
+    opens = table.opens_chunk()
     counts = []
     for receive, users, release in (
         (Kind.RECV_ACTIVATION, (Kind.FORWARD,), activation_releases(header.mode)),
         (Kind.RECV_GRADIENT, (Kind.BACKWARD, Kind.BACKWARD_INPUT), GRADIENT_RELEASES),
     ):
-        lives = receive_lives(program, receive, release)
-        slots, count = _colour(lives, len(header.stages), None if flushes else header.num_microbatches)
+        lives = receive_lives(table, receive, release)
+        slots, count = _colour(lives, table.num_stages, None if flushes else header.num_microbatches)
         counts.append(count)
         rows[lives.start, SLOT] = slots
-        slot_of = np.full((int(program.microbatch.max(initial=0)) + 1, len(header.stages)), -1, dtype=np.int64)
-        slot_of[lives.microbatch, lives.stage] = slots
-        reading = np.flatnonzero(program.is_kind(*users) & opens)
-        rows[reading, SLOT] = slot_of[program.microbatch[reading], program.stage[reading]]
+        slot_of = np.full(table.num_stages * table.num_microbatches, -1, dtype=np.int64)
+        slot_of[table.key[lives.start]] = slots
+        reading = np.flatnonzero(table.is_kind(*users) & opens)
+        rows[reading, SLOT] = slot_of[table.key[reading]]
     header = replace(header, activation_slots=counts[0], gradient_slots=counts[1])
-    return replace(program, header=header, rows=rows)
+    return replace(table, header=header, rows=rows)
 
 
 def _colour(lives: Lives, num_stages: int, period: int | None) -> tuple[Ints, tuple[int, ...]]:

@@ -1,0 +1,137 @@
+"""A schedule unrolled over some steps: all ranks' rows in one table. The working form of lowering and validation."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megapipe.schedules.actions import KIND, MICROBATCH, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask, Rows, kind_mask
+from megapipe.schedules.schedule import Header, Schedule
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of all ranks, rank by rank in program order, micro-batches and versions absolute.
+
+    ``rank`` and ``section`` (0 prologue, 1.. bodies, last epilogue) have one entry a row. Of two rows of one rank the
+    lower comes first.
+    """
+
+    header: Header
+    rows: Rows
+    rank: Ints
+    section: Ints
+    num_sections: int
+    steps: int
+
+    @classmethod
+    def unroll(cls, schedule: Schedule, steps: int) -> "Table":
+        """The table of ``steps`` optimizer steps."""
+        parts = schedule.expand_sections(steps)
+        sizes = [len(part) for rank_parts in parts for part in rank_parts]
+        places = [(rank, section) for rank, rank_parts in enumerate(parts) for section in range(len(rank_parts))]
+        rank, section = np.repeat(np.array(places, dtype=np.int64), sizes, axis=0).T
+        rows = np.concatenate([part for rank_parts in parts for part in rank_parts])
+        return cls(
+            schedule.header, rows, np.ascontiguousarray(rank), np.ascontiguousarray(section), len(parts[0]), steps
+        )
+
+    @cached_property
+    def kind(self) -> Rows:
+        return np.ascontiguousarray(self.rows[:, KIND])
+
+    @cached_property
+    def stage(self) -> Rows:
+        return np.ascontiguousarray(self.rows[:, STAGE])
+
+    @cached_property
+    def unit(self) -> Rows:
+        return np.ascontiguousarray(self.rows[:, UNIT])
+
+    @cached_property
+    def microbatch(self) -> Rows:
+        return np.ascontiguousarray(self.rows[:, MICROBATCH])
+
+    @cached_property
+    def version(self) -> Rows:
+        return np.ascontiguousarray(self.rows[:, VERSION])
+
+    @cached_property
+    def slot(self) -> Rows:
+        return np.ascontiguousarray(self.rows[:, SLOT])
+
+    @cached_property
+    def update(self) -> Ints:
+        """Index of the update that each row's micro-batch belongs to."""
+        return self.microbatch.astype(np.int64) // self.header.microbatches_per_update
+
+    @cached_property
+    def key(self) -> Ints:
+        """Stage and micro-batch of each row as one number: ``stage * num_microbatches + microbatch``."""
+        return self.stage.astype(np.int64) * self.num_microbatches + self.microbatch
+
+    @cached_property
+    def offsets(self) -> Ints:
+        """First row of each rank, and the number of rows; shape [ranks + 1]."""
+        return np.searchsorted(self.rank, np.arange(self.header.num_ranks + 1))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.header.stages)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of all steps."""
+        return self.steps * self.header.num_microbatches
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of all steps."""
+        return self.steps * self.header.updates_per_step
+
+    @cached_property
+    def units(self) -> Ints:
+        """Number of units of each row's stage."""
+        return np.array(self.header.units_per_stage, dtype=np.int64)[self.stage]
+
+    def is_kind(self, *kinds: Kind) -> Mask:
+        """Which rows have one of the kinds."""
+        return kind_mask(self.kind, *kinds)
+
+    def rows_with(self, *kinds: Kind) -> Ints:
+        """Indices of the rows that have one of the kinds, ascending."""
+        return np.flatnonzero(self.is_kind(*kinds))
+
+    def opens_chunk(self) -> Mask:
+        """Which rows take the chunk's input: whole chunks, a forward's first unit, a backward's last one."""
+        first = np.where(self.is_kind(Kind.FORWARD), 0, self.units - 1)
+        opens: Mask = (self.unit < 0) | (self.unit == first)
+        return opens
+
+    def closes_chunk(self) -> Mask:
+        """Which rows give the chunk's output: whole chunks, a forward's last unit, a backward's first one."""
+        last = np.where(self.is_kind(Kind.FORWARD), self.units - 1, 0)
+        closes: Mask = (self.unit < 0) | (self.unit == last)
+        return closes
+
+    def last_by_key(self, *kinds: Kind) -> Ints:
+        """The last row of the kinds for each stage and micro-batch, -1 where none; shape [stages * micro-batches]."""
+        rows = self.rows_with(*kinds)
+        return last_row_per(self.key[rows], rows, self.num_stages * self.num_microbatches)
+
+    def first_by_key(self, *kinds: Kind) -> Ints:
+        """The first row of the kinds for each stage and micro-batch, -1 where none; shape [stages * micro-batches]."""
+        rows = self.rows_with(*kinds)
+        return first_row_per(self.key[rows], rows, self.num_stages * self.num_microbatches)
+
+
+def last_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:
+    """For each key the last of the ascending ``rows`` that has it, -1 where none has."""
+    last = np.full(num_keys, -1, dtype=np.int64)
+    last[keys] = rows
+    return last
+
+
+def first_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:
+    """For each key the first of the ascending ``rows`` that has it, -1 where none has."""
+    return last_row_per(keys[::-1], rows[::-1], num_keys)

@@ -1,0 +1,155 @@
+"""The header lines of the text form."""
+
+import difflib
+from typing import Any, Final
+
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import FORMAT_VERSION, Header, StagePlace
+from megapipe.schedules.words import Line
+
+MAGIC: Final = "megapipe schedule"
+
+_NUMBERS: Final = {
+    "microbatches": "num_microbatches",
+    "updates": "updates_per_step",
+    "gradient_buffers": "gradient_buffers",
+}
+_FLAGS: Final = ("data_parallel", "lowered")
+_CHOICES: Final = {"mode": ("mode", ("train", "forward")), "class": ("numerical_class", ("A", "B", "C"))}
+_STAGE_FIELDS: Final = {
+    "rank": None,
+    "part": None,
+    "replica": 0,
+    "units": 1,
+    "versions": 1,
+    "activation_slots": 0,
+    "gradient_slots": 0,
+}
+_AT_LEAST_ONE: Final = ("units", "versions")
+_KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied")
+
+
+def write_header(header: Header) -> list[str]:
+    """The header as lines; every field is written out."""
+    lines = [
+        f"{MAGIC} {header.format_version}",
+        f"name {header.name}",
+        f"mode {header.mode}",
+        f"class {header.numerical_class}",
+        *(f"{key} {getattr(header, field)}" for key, field in _NUMBERS.items()),
+        *(f"{key} {'yes' if getattr(header, key) else 'no'}" for key in _FLAGS),
+    ]
+    for stage, place in enumerate(header.stages):
+        fields = {
+            "rank": place.rank,
+            "part": place.part,
+            "replica": place.replica,
+            "units": header.units_per_stage[stage],
+            "versions": header.versions_per_stage[stage],
+            "activation_slots": header.activation_slots[stage] if header.activation_slots else 0,
+            "gradient_slots": header.gradient_slots[stage] if header.gradient_slots else 0,
+        }
+        lines.append(f"stage {stage} " + " ".join(f"{key} {value}" for key, value in fields.items()))
+    lines += ["route " + " ".join(map(str, route)) for route in header.routes]
+    lines += ["tied " + " ".join(map(str, group)) for group in header.tied_groups]
+    return lines
+
+
+class HeaderReader:
+    """Collects header lines into a :class:`Header`."""
+
+    def __init__(self, first: Line) -> None:
+        if first.number_at(2) != FORMAT_VERSION:
+            raise first.error(
+                first.words[2], f"format {first.words[2].text} is not {FORMAT_VERSION}, the one known here"
+            )
+        first.expect_length(3)
+        self._fields: dict[str, Any] = {}
+        self._stages: list[dict[str, int]] = []
+        self._routes: list[tuple[int, ...]] = []
+        self._tied: list[tuple[int, ...]] = []
+
+    def read(self, line: Line) -> None:
+        """Take in one header line."""
+        key = line.words[0].text
+        if key == "stage":
+            self._read_stage(line)
+        elif key == "route":
+            self._routes.append(self._stage_list(line))
+        elif key == "tied":
+            self._tied.append(self._stage_list(line))
+        elif key in _NUMBERS:
+            self._once(line, _NUMBERS[key], line.number_at(1, least=1))
+        elif key in _FLAGS:
+            self._once(line, key, line.choice_at(1, ("yes", "no")) == "yes")
+        elif key in _CHOICES:
+            field, choices = _CHOICES[key]
+            self._once(line, field, line.choice_at(1, choices))
+        elif key == "name":
+            line.expect_length(2)
+            self._once(line, "name", line.words[1].text)
+        else:
+            nearest = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(_KEYS)}"
+            raise line.error(line.words[0], f"unknown header line {key!r}{hint}")
+
+    def finish(self, source: str) -> Header:
+        """The header that the lines make."""
+        for key in ("name", "num_microbatches"):
+            if key not in self._fields:
+                raise ScheduleError(f"{source}: the header lacks '{key.removeprefix('num_')}'")
+        if not self._stages:
+            raise ScheduleError(f"{source}: the header names no stage")
+        ranks = {stage["rank"] for stage in self._stages}
+        if ranks != set(range(len(ranks))):
+            raise ScheduleError(f"{source}: the stages live on ranks {sorted(ranks)}; ranks must count up from 0")
+        fields: dict[str, Any] = {"mode": "train", "numerical_class": "C", "lowered": False} | self._fields
+        if fields["num_microbatches"] % fields.get("updates_per_step", 1):
+            raise ScheduleError(
+                f"{source}: {fields['num_microbatches']} micro-batches do not divide into "
+                f"{fields['updates_per_step']} updates"
+            )
+        slots: dict[str, Any] = {
+            key: tuple(stage[key] for stage in self._stages) if fields["lowered"] else ()
+            for key in ("activation_slots", "gradient_slots")
+        }
+        return Header(
+            num_ranks=len(ranks),
+            stages=tuple(StagePlace(stage["part"], stage["replica"], stage["rank"]) for stage in self._stages),
+            routes=tuple(self._routes) or (tuple(range(len(self._stages))),),
+            units_per_stage=tuple(stage["units"] for stage in self._stages),
+            versions_per_stage=tuple(stage["versions"] for stage in self._stages),
+            tied_groups=tuple(self._tied),
+            **fields,
+            **slots,
+        )
+
+    def _once(self, line: Line, field: str, value: object) -> None:
+        line.expect_length(2)
+        if field in self._fields:
+            raise line.error(line.words[0], f"{line.words[0].text!r} comes twice")
+        self._fields[field] = value
+
+    def _read_stage(self, line: Line) -> None:
+        number = len(self._stages)
+        if line.number_at(1) != number:
+            raise line.error(line.words[1], f"stages count up from 0: expected stage {number}")
+        given: dict[str, int] = {}
+        for index in range(2, len(line.words), 2):
+            key = line.words[index].text
+            if key not in _STAGE_FIELDS or key in given:
+                raise line.error(line.words[index], f"{key!r} is none of {', '.join(_STAGE_FIELDS)}, or comes twice")
+            given[key] = line.number_at(index + 1, least=1 if key in _AT_LEAST_ONE else 0)
+        if "rank" not in given:
+            raise line.error(line.words[1], f"stage {number} lacks its rank")
+        defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
+        self._stages.append(defaults | given)
+
+    def _stage_list(self, line: Line) -> tuple[int, ...]:
+        stages = tuple(line.number_at(index) for index in range(1, max(2, len(line.words))))
+        for index, stage in enumerate(stages, start=1):
+            if stage >= len(self._stages):
+                raise line.error(line.words[index], f"stage {stage} is not defined above")
+        if len(set(stages)) < len(stages) and line.words[0].text == "route":
+            raise line.error(line.words[0], "a route visits a stage once")
+        return stages

@@ -1,0 +1,141 @@
+"""Does everything happen, and exactly once? Every chunk of every micro-batch, every message, reduction and update."""
+
+import numpy as np
+
+from megapipe.schedules.actions import Action, Ints, Kind, Mask
+from megapipe.schedules.table import Table
+from megapipe.schedules.validation.failure import failure, missing
+
+_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def check_coverage(table: Table) -> None:
+    """Raise ScheduleError at the first action that is missing or stands twice."""
+    on_route = _on_route(table)
+    _check_compute(table, on_route)
+    _check_messages(table, on_route)
+    if table.header.mode == "train":
+        _check_reductions(table)
+
+
+def _on_route(table: Table) -> Mask:
+    """Which stage and micro-batch pairs meet, by key."""
+    header = table.header
+    member = np.zeros((table.num_stages, len(header.routes)), dtype=np.bool_)
+    for index, route in enumerate(header.routes):
+        member[list(route), index] = True
+    return member[:, np.arange(table.num_microbatches) % len(header.routes)].ravel()
+
+
+def _check_compute(table: Table, on_route: Mask) -> None:
+    units = np.repeat(np.array(table.header.units_per_stage, dtype=np.int64), table.num_microbatches)
+    done, whole = {}, {}
+    for kind in (Kind.FORWARD, *_GRADIENT):
+        done[kind], whole[kind] = _count_chunks(table, kind, units)
+    _require_pairs(table, Kind.FORWARD, done[Kind.FORWARD], on_route)
+    if table.header.mode == "forward":
+        return
+    split = done[Kind.BACKWARD_INPUT] | done[Kind.BACKWARD_WEIGHT]
+    _refuse(table, Kind.BACKWARD, split & done[Kind.BACKWARD], "the backward is there whole and in halves")
+    _require_pairs(table, Kind.BACKWARD, done[Kind.BACKWARD] | split, on_route)
+    for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        _require_pairs(table, kind, done[kind], split)
+    for kind in _GRADIENT:
+        differs = done[kind] & (whole[kind] != whole[Kind.FORWARD])
+        _refuse(table, kind, differs, "forward and backward of a micro-batch must both be whole or both come in units")
+
+
+def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
+    """Which pairs have the kind, and which of them in one whole action; raises where one has it in part or twice."""
+    rows = table.rows_with(kind)
+    cut = table.unit[rows] >= 0
+    wholes = np.bincount(table.key[rows[~cut]], minlength=len(units))
+    if wholes.max(initial=0) > 1:
+        raise _repeated(table, rows[~cut], table.key[rows[~cut]])
+    parts = rows[cut]
+    order = np.lexsort((table.unit[parts], table.key[parts]))
+    part_key = table.key[parts[order]] * (int(units.max()) + 1) + table.unit[parts[order]]
+    if np.any(part_key[1:] == part_key[:-1]):
+        raise _repeated(table, parts[order], part_key)
+    counts = np.bincount(table.key[parts], minlength=len(units))
+    partial = (counts > 0) & ((counts != units) | (wholes > 0))
+    _refuse(table, kind, partial, "some of its units are missing, or it is there both whole and in units")
+    return (wholes + counts) > 0, wholes > 0
+
+
+def _repeated(table: Table, rows: Ints, keys: Ints) -> Exception:
+    order = np.argsort(keys, kind="stable")
+    second = rows[order][1:][keys[order][1:] == keys[order][:-1]][0]
+    return failure(table, int(second), "it stands here a second time")
+
+
+def _refuse(table: Table, kind: Kind, wrong: Mask, problem: str) -> None:
+    """Raise at the first row of the kind whose stage and micro-batch are marked."""
+    if wrong.any():
+        rows = table.rows_with(kind)
+        rows = rows[wrong[table.key[rows]]]
+        raise failure(table, int(rows[0]), problem)
+
+
+def _require_pairs(table: Table, kind: Kind, done: Mask, wanted: Mask) -> None:
+    """Raise unless exactly the wanted pairs of stage and micro-batch have the kind."""
+    if (wanted & ~done).any():
+        key = int(np.argmax(wanted & ~done))
+        stage, microbatch = divmod(key, table.num_microbatches)
+        action = Action(kind, stage, microbatch=microbatch)
+        raise missing(table, table.header.stages[stage].rank, action, "it never happens")
+    _refuse(table, kind, done & ~wanted, "nothing asks for it")
+
+
+def _check_messages(table: Table, on_route: Mask) -> None:
+    """One send and one receive for each hand-over between ranks."""
+    header = table.header
+    routes = np.arange(table.num_microbatches) % len(header.routes)
+    needs = {}
+    for name, neighbours in (("following", header.following_stages), ("preceding", header.preceding_stages)):
+        neighbour = neighbours[routes].T.ravel()
+        home = np.repeat(header.stage_ranks, table.num_microbatches)
+        needs[name] = on_route & (neighbour >= 0) & (header.stage_ranks[neighbour] != home)
+    kinds = {Kind.SEND_ACTIVATION: needs["following"], Kind.RECV_ACTIVATION: needs["preceding"]}
+    if header.mode == "train":
+        kinds |= {Kind.RECV_GRADIENT: needs["following"], Kind.SEND_GRADIENT: needs["preceding"]}
+    for kind, wanted in kinds.items():
+        rows = table.rows_with(kind)
+        if np.bincount(table.key[rows], minlength=1).max() > 1:
+            raise _repeated(table, rows, table.key[rows])
+        done = np.zeros(len(wanted), dtype=np.bool_)
+        done[table.key[rows]] = True
+        _require_pairs(table, kind, done, wanted)
+
+
+def _check_reductions(table: Table) -> None:
+    header = table.header
+    per_update = range(header.microbatches_per_update - 1, table.num_microbatches, header.microbatches_per_update)
+    per_step = range(header.num_microbatches - 1, table.num_microbatches, header.num_microbatches)
+    stages, ranks = range(table.num_stages), range(header.num_ranks)
+    plain = [(stage, unit) for stage in stages for unit in range(header.units_per_stage[stage])]
+    state = [(stage, unit) for stage in stages for unit in header.state_units(stage)]
+    tied = sorted(set(state) - set(plain))
+    _require_each(table, Kind.REDUCE_COUNTS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
+    scalars = per_update if header.updates_per_step == 1 else ()
+    _require_each(table, Kind.REDUCE_SCALARS, [(rank, -1, -1, last) for rank in ranks for last in scalars])
+    for kind, places in (
+        (Kind.REDUCE_GRADIENTS, plain if header.data_parallel else []),
+        (Kind.REDUCE_TIED, tied),
+        (Kind.UPDATE, state),
+    ):
+        wanted = [(header.stages[stage].rank, stage, unit, last) for stage, unit in places for last in per_update]
+        _require_each(table, kind, wanted)
+
+
+def _require_each(table: Table, kind: Kind, wanted: list[tuple[int, int, int, int]]) -> None:
+    """Exactly the wanted (rank, stage, unit, micro-batch) of a kind, each once."""
+    due = set(wanted)
+    for row in table.rows_with(kind).tolist():
+        place = tuple(int(column[row]) for column in (table.rank, table.stage, table.unit, table.microbatch))
+        if place not in due:
+            raise failure(table, row, "it stands here a second time" if place in wanted else "nothing asks for it")
+        due.discard(place)
+    if due:
+        rank, stage, unit, microbatch = min(due)
+        raise missing(table, rank, Action(kind, stage, unit, microbatch), "it never happens")

@@ -1,0 +1,41 @@
+"""Errors that show where a schedule goes wrong: rank, action, what it waits for, and the rows around it."""
+
+from typing import Final
+
+from megapipe.schedules.actions import Action, Kind
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.table import Table
+from megapipe.schedules.tokens import describe, write_action
+
+NEIGHBOURS: Final = 3
+
+
+def action_at(table: Table, row: int) -> Action:
+    """View of a row of the table."""
+    kind, *fields = table.rows[row].tolist()
+    return Action(Kind(kind), *fields)
+
+
+def failure(table: Table, row: int, problem: str) -> ScheduleError:
+    """An error at a row: its rank, its action, the problem, and the rank's rows around it."""
+    rank = int(table.rank[row])
+    return ScheduleError(
+        f"{table.header.name}, rank {rank}, {describe(action_at(table, row))}: {problem}\n{neighbourhood(table, row)}"
+    )
+
+
+def missing(table: Table, rank: int, action: Action, problem: str) -> ScheduleError:
+    """An error for an action that a rank should have and has not; shows how the rank begins."""
+    first, last = table.offsets[rank : rank + 2].tolist()
+    shown = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
+    return ScheduleError(f"{table.header.name}, rank {rank}, {describe(action)}: {problem}\n{shown}")
+
+
+def neighbourhood(table: Table, row: int) -> str:
+    """The rows of a rank around one of them, which is marked."""
+    first, last = table.offsets[table.rank[row] : table.rank[row] + 2].tolist()
+    lines = []
+    for near in range(max(first, row - NEIGHBOURS), min(last, row + NEIGHBOURS + 1)):
+        mark = ">" if near == row else " "
+        lines.append(f"  {mark} {near - first:6d}  {write_action(action_at(table, near))}")
+    return "\n".join(lines)

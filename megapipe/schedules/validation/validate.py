@@ -1,0 +1,82 @@
+"""The validator: every invariant that a lowered schedule must keep, proved on its unrolled rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megapipe.schedules.dependencies import ADDING, Dependencies
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.memory import peak_activations, pending_weight_halves
+from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.table import Table
+from megapipe.schedules.validation.buffers import check_buffers
+from megapipe.schedules.validation.coverage import check_coverage
+from megapipe.schedules.validation.fields import check_fields
+from megapipe.schedules.validation.order import check_order
+from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
+
+BODIES_PROVED = (0, 1, 2, 3)
+"""Bodies between prologue and epilogue that are checked; periodicity gives the rest."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What holds of a valid schedule.
+
+    ``canonical_order``: on every stage gradients are added in micro-batch order, as one process would.
+    ``peak_activations`` and ``pending_weight_halves``: per rank, in micro-batches of the whole rank's layers.
+    ``weight_versions``: copies of the weights per rank.
+    """
+
+    canonical_order: bool
+    peak_activations: tuple[float, ...]
+    pending_weight_halves: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+
+
+def validate(schedule: Schedule, *, activation_budget: float | None = None) -> Report:
+    """Check a lowered schedule and report what holds of it.
+
+    ``activation_budget`` is the most micro-batches' activations that a rank may keep. Raises ScheduleError that names
+    the rank, the action and what it waits for, and shows the rows around it.
+    """
+    header = schedule.header
+    if not header.lowered:
+        raise ScheduleError(f"{header.name} holds compute actions alone; lower it, then validate")
+    for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
+        table = Table.unroll(schedule, steps)
+        _check(table)
+    report = Report(
+        canonical_order=_adds_in_order(table),
+        peak_activations=peak_activations(table) if header.mode == "train" else (0.0,) * header.num_ranks,
+        pending_weight_halves=pending_weight_halves(table),
+        weight_versions=tuple(
+            max(header.versions_per_stage[stage] for stage in header.stages_on(rank))
+            for rank in range(header.num_ranks)
+        ),
+    )
+    budget = np.inf if activation_budget is None else activation_budget
+    for rank, peak in enumerate(report.peak_activations):
+        if peak > budget:
+            raise ScheduleError(
+                f"{header.name} keeps activations of {peak:g} micro-batches on rank {rank}, above the budget of {budget:g}"
+            )
+    return report
+
+
+def _check(table: Table) -> None:
+    check_fields(table)
+    check_coverage(table)
+    dependencies = Dependencies(table)
+    check_order(dependencies)
+    check_links(dependencies)
+    check_collectives(table)
+    check_buffers(table)
+    check_progress(dependencies)
+
+
+def _adds_in_order(table: Table) -> bool:
+    rows = table.rows_with(*ADDING)
+    rows = rows[np.argsort(table.stage[rows], kind="stable")]
+    same = table.stage[rows[1:]] == table.stage[rows[:-1]]
+    return not np.any(same & (table.microbatch[rows[1:]] < table.microbatch[rows[:-1]]))
