@@ -84,6 +84,20 @@ def test_parameter_count_equals_the_published_one(name: str) -> None:
     assert total(model) == count
 
 
+@pytest.mark.parametrize(
+    ("heads", "hidden", "layers", "billions"),
+    [(24, 2304, 24, 1.7), (32, 4096, 36, 7.5), (64, 8192, 48, 39.1), (96, 12288, 80, 145.6), (128, 20480, 105, 529.6)],
+)
+def test_megatrons_models_have_their_published_size(heads: int, hidden: int, layers: int, billions: float) -> None:
+    """arXiv 2104.04473, table 1; its equation 2 leaves out the final norm."""
+    model = ModelConfig(
+        vocabulary_size=51200, num_layers=layers, hidden_size=hidden, num_heads=heads, max_positions=2048
+    )
+    equation = 12 * layers * hidden**2 + 13 * layers * hidden + (51200 + 2048) * hidden
+    assert total(model) == equation + 2 * hidden
+    assert round(total(model) / 1e9, 1) == billions
+
+
 def test_layers_come_in_order_and_names_carry_their_layer() -> None:
     layers = gpt_layers(ModelConfig(num_layers=3))
     assert [(layer.name, layer.kind, layer.index) for layer in layers] == [

@@ -1,0 +1,123 @@
+"""Bytes that a layer holds on one rank, from its configuration alone: state, saved activations, messages."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from megapipe.config.model import ModelConfig
+from megapipe.costs.parameters import LayerSpec, ParameterSpec
+
+Precision = Literal["fp32", "bf16"]
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
+FULL_BYTES = 4
+"""Bytes of an fp32 element: masters, gradients, moments and statistics in every precision."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of parameters and what belongs to them on one rank.
+
+    weights: compute-dtype copies, all versions. master: fp32 weights under bf16; under fp32 the newest copy is the
+    master and this is 0. gradients: fp32 accumulators. moments: AdamW's two, fp32.
+    """
+
+    weights: int
+    master: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.master + self.gradients + self.moments
+
+
+def state_bytes(
+    specs: Iterable[ParameterSpec],
+    precision: Precision,
+    *,
+    tensor_size: int = 1,
+    alignment: int = 1,
+    num_versions: int = 1,
+    num_gradients: int = 1,
+) -> StateBytes:
+    """State of the distinct parameters `specs` on one tensor rank, vocabulary padding included.
+
+    num_versions: live weight versions. num_gradients: accumulators (one per use of a tied weight).
+    Not counted: the gaps that align segments in the flat buffers, under 64 elements a parameter.
+    """
+    elements = sum(prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
+    return StateBytes(
+        weights=elements * num_versions * ELEMENT_BYTES[precision],
+        master=0 if precision == "fp32" else elements * FULL_BYTES,
+        gradients=elements * num_gradients * FULL_BYTES,
+        moments=elements * 2 * FULL_BYTES,
+    )
+
+
+def boundary_bytes(model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision) -> int:
+    """One message between two stages: a micro-batch's residual stream [micro, sequence, hidden], or its gradient."""
+    return micro_size * sequence_length * model.hidden_size * ELEMENT_BYTES[precision]
+
+
+def activation_bytes(
+    model: ModelConfig,
+    layer: LayerSpec,
+    micro_size: int,
+    sequence_length: int,
+    precision: Precision,
+    attention: Literal["sdpa", "unfused"],
+    *,
+    tensor_size: int = 1,
+    alignment: int = 1,
+) -> int:
+    """What one layer keeps on one tensor rank from a micro-batch's forward to its backward.
+
+    Counted is every tensor that a backward formula reads, once: the inputs of norms, matrix products and activation;
+    query, key and value; the attention's result; per norm row the statistics in fp32 (mean and deviation, or the
+    deviation alone); sdpa's log-sum per query in fp32, or unfused's probabilities [heads, sequence, sequence], twice
+    under attention dropout (before and after); one byte per element of a dropout's mask; the head's gradient of its
+    logits. Not counted: rotary tables and the micro-batch's own tokens, labels and loss mask.
+    With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
+    arXiv 2205.05198, section 4) but for the norms' statistics, which they leave out.
+    """
+    tokens = micro_size * sequence_length
+    size = ELEMENT_BYTES[precision]
+    if layer.kind == "embedding":
+        return _mask_bytes(model.embedding_dropout, tokens * model.hidden_size)
+    stream = tokens * model.hidden_size * size
+    norm = stream + tokens * FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
+    if layer.kind == "head":
+        rows = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
+        return norm + stream + tokens * rows * size
+    replicated = 2 * (norm + stream + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size))
+    shared = _attention_bytes(model, micro_size, sequence_length, size, attention) + _mlp_bytes(model, tokens, size)
+    return replicated + shared // tensor_size
+
+
+def _attention_bytes(
+    model: ModelConfig, micro_size: int, sequence_length: int, size: int, attention: Literal["sdpa", "unfused"]
+) -> int:
+    """What the tensor ranks share of an attention: all but the input of its first product."""
+    tokens = micro_size * sequence_length
+    query_rows, key_rows = tokens * model.num_heads, tokens * model.kv_heads
+    kept = (query_rows + 2 * key_rows) * model.head_dim * size  # query, key, value
+    kept += query_rows * model.head_dim * size  # result, the input of the output product
+    if model.qk_norm:
+        kept += (query_rows + key_rows) * (model.head_dim * size + FULL_BYTES)
+    if attention == "sdpa":
+        return kept + query_rows * FULL_BYTES
+    weights = query_rows * sequence_length
+    copies = 2 if model.attention_dropout else 1
+    return kept + weights * size * copies + _mask_bytes(model.attention_dropout, weights)
+
+
+def _mask_bytes(probability: float, elements: int) -> int:
+    """A kept mask is one byte per element."""
+    return elements if probability else 0
+
+
+def _mlp_bytes(model: ModelConfig, tokens: int, size: int) -> int:
+    """What the tensor ranks share of an MLP: the activation's one or two inputs and its result."""
+    return tokens * model.ffn_size * size * (3 if model.activation == "swiglu" else 2)
