@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megapipe.optim import adamw
 from megapipe.optim.adamw import BLOCK, AdamW, adamw_step
 from megapipe.optim.clipping import clip_coefficient
 
@@ -107,6 +108,20 @@ def test_a_step_with_a_bad_gradient_changes_nothing(device: torch.device) -> Non
     gradient[3] = 1.0
     adamw_step([parameter], [gradient], [first], [second], update(2), found_inf=torch.tensor(0.0, device=device))
     assert not any(torch.equal(old, new) for old, new in zip(before, (parameter, first, second), strict=True))
+
+
+def test_the_fused_kernel_of_the_gpu_takes_the_same_step() -> None:
+    """torch has that kernel for CPUs too, where it differs in the last bits alone."""
+    parameter, gradients = random_tensors(4099, CPU)
+    plain, fused = ([parameter.clone(), *torch.zeros(2, 4099).unbind()] for _ in range(2))
+    scale = torch.tensor(0.37)
+    for step, gradient in enumerate(gradients, 1):
+        skip = torch.tensor(float(step == 3))
+        arguments = (update(step), scale, skip)
+        adamw._fused([fused[0]], [gradient.clone()], [fused[1]], [fused[2]], *arguments)
+        adamw_step([plain[0]], [gradient], [plain[1]], [plain[2]], update(step), gradient_scale=scale, found_inf=skip)
+    for left, right in zip(plain, fused, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
 def test_an_empty_list_and_an_empty_shard_are_fine() -> None:
