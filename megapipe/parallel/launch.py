@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup, Group
@@ -82,7 +82,7 @@ def initialize(sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout:
             timeout=timedelta(seconds=timeout),
             device_id=place if place.type == "cuda" else None,
         )
-    return connected_mesh(shape, place)
+    return connected_mesh(shape, place, timeout)
 
 
 def shutdown() -> None:
@@ -91,48 +91,51 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def connected_mesh(shape: MeshShape, device: torch.device) -> Mesh:
-    """The mesh over the torch.distributed world that this process is in, or over this process alone."""
+def connected_mesh(shape: MeshShape, device: torch.device, timeout: float = 600.0) -> Mesh:
+    """The mesh over the torch.distributed world that this process is in, or over this process alone.
+
+    Args:
+        timeout: seconds that a collective of the mesh's groups waits for its peers.
+    """
     if not dist.is_initialized():
         return Mesh(shape, 0, device, _no_group)
-    larger = [name for name in DIMENSIONS if shape.sizes[name] > 1]
-    device_mesh = None
-    if larger:
-        device_mesh = init_device_mesh(
-            device.type, tuple(shape.sizes[name] for name in larger), mesh_dim_names=tuple(larger)
-        )
-    return Mesh(shape, dist.get_rank(), device, _DistributedFactory(device_mesh), device_mesh)
+    return Mesh(shape, dist.get_rank(), device, _DistributedFactory(timedelta(seconds=timeout)))
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """torch's view of a mesh of processes, for its own tools (DTensor, FSDP2, distributed checkpoints).
+
+    It has the dimensions larger than 1, over the groups that the mesh already has.
+    """
+    names = tuple(name for name in DIMENSIONS if mesh.size(name) > 1)
+    groups = [group.process_group for group in map(mesh.group, names) if isinstance(group, DistributedGroup)]
+    ranks = torch.arange(mesh.world_size).view([mesh.size(name) for name in names])
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=ranks, mesh_dim_names=names)
 
 
 class _DistributedFactory:
-    """Groups of processes: the device mesh's where it has them, else new ones, made by all ranks together."""
+    """Groups of processes. torch's own `init_device_mesh` makes them without a timeout of ours."""
 
-    def __init__(self, device_mesh: DeviceMesh | None) -> None:
-        self._device_mesh = device_mesh
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
 
     def __call__(self, name: str, partition: Partition) -> Group | None:
-        if len(partition) == 1 and len(partition[0]) == dist.get_world_size():
+        if len(partition[0]) == dist.get_world_size():
             world = dist.group.WORLD
             assert world is not None  # the caller has seen that torch.distributed is initialised
             return DistributedGroup(name, world)
-        if self._device_mesh is not None and name in (self._device_mesh.mesh_dim_names or ()):
-            return DistributedGroup(name, self._device_mesh.get_group(name))
-        mine = self._split(partition) if _can_split() else self._create_each(partition)
+        mine = self._split(partition) if dist.get_backend() == "nccl" else self._create_each(partition)
         return None if mine is None else DistributedGroup(name, mine)
 
     def _split(self, partition: Partition) -> dist.ProcessGroup | None:
         """All groups in one call, out of the world's communicator."""
-        return dist.split_group(split_ranks=[list(ranks) for ranks in partition])
+        return dist.split_group(split_ranks=[list(ranks) for ranks in partition], timeout=self._timeout)
 
     def _create_each(self, partition: Partition) -> dist.ProcessGroup | None:
         """Every rank takes part in the creation of every group, also of those that it is not in."""
-        groups = [dist.new_group(list(ranks)) for ranks in partition]
+        groups = [dist.new_group(list(ranks), timeout=self._timeout) for ranks in partition]
         rank = dist.get_rank()
         return next((group for group, ranks in zip(groups, partition, strict=True) if rank in ranks), None)
-
-
-def _can_split() -> bool:
-    return dist.get_backend() == "nccl"
 
 
 def _no_group(name: str, partition: Partition) -> Group | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.parallel.groups import Group, SoloGroup
 
@@ -89,22 +88,12 @@ class Mesh:
         rank: this process's global rank.
         device: where this rank's tensors live.
         world: the group of all ranks.
-        device_mesh: torch's mesh of the dimensions larger than 1, for its own tools (DTensor, checkpoints); None
-            where there is no torch.distributed world.
     """
 
-    def __init__(
-        self,
-        shape: MeshShape,
-        rank: int,
-        device: torch.device,
-        create_group: GroupFactory,
-        device_mesh: DeviceMesh | None = None,
-    ) -> None:
+    def __init__(self, shape: MeshShape, rank: int, device: torch.device, create_group: GroupFactory) -> None:
         self.shape = shape
         self.rank = rank
         self.device = device
-        self.device_mesh = device_mesh
         self._create_group = create_group
         self._coordinates = shape.coordinates(rank)
         self._pipeline_subgroups: dict[tuple[int, ...], Group | None] = {}

@@ -5,7 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from megapipe.parallel.launch import device_mesh
 from megapipe.parallel.mesh import DIMENSIONS, Mesh, MeshShape
 from tests.support.meshes import Backend, run_mesh
 
@@ -83,6 +85,17 @@ def test_groups_hold_the_ranks_that_differ_in_their_dimensions(backend: Backend,
             assert ranks == next(part for part in partition if rank in part)
         stage = shape.coordinates(rank)["pipeline"]
         assert ("ends" in result["groups"]) == (stage in (0, shape.sizes["pipeline"] - 1))
+
+
+def sum_with_torch_tools(mesh: Mesh) -> torch.Tensor:
+    """A DTensor that is a partial sum over `tensor`, and replicated over `pipeline`, made whole."""
+    local = torch.tensor([float(mesh.rank)])
+    return DTensor.from_local(local, device_mesh(mesh), [Replicate(), Partial()]).full_tensor()
+
+
+def test_torch_tools_work_on_the_device_mesh() -> None:
+    totals = run_mesh({"pipeline": 2, "tensor": 2}, sum_with_torch_tools)
+    assert [total.item() for total in totals] == [1.0, 1.0, 5.0, 5.0]
 
 
 def ask_wrongly(mesh: Mesh) -> None:

@@ -89,7 +89,7 @@ def _rank_main(
         function, args = pickle.loads(payload)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+            store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),

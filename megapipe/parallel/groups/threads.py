@@ -38,16 +38,20 @@ class ThreadWorld:
                 self.failed_rank, self._failure = rank, error
             self.changed.notify_all()
 
-    def wait_for(self, ready: Callable[[], bool], waiting: Callable[[], str]) -> None:
-        """Wait until `ready()`; `waiting()` says who waits for whom and for what. The caller holds `changed`."""
-        self.changed.wait_for(lambda: ready() or self._failure is not None, self.timeout)
+    def wait_for(self, ready: Callable[[], bool], waiting: Callable[[], str], timeout: float) -> None:
+        """Wait until `ready()`; `waiting()` says who waits for whom and for what. The caller holds `changed`.
+
+        Raises:
+            CommunicationError: a rank failed, or `timeout` seconds went by.
+        """
+        self.changed.wait_for(lambda: ready() or self._failure is not None, timeout)
         if ready():
             return
         if self._failure is not None:
             raise CommunicationError(
                 f"{waiting()}, but rank {self.failed_rank} failed: {self._failure!r}"
             ) from self._failure
-        raise CommunicationError(f"{waiting()}: no answer within {self.timeout:g} s")
+        raise CommunicationError(f"{waiting()}, but there was no answer within {timeout:g} s")
 
 
 class Deposit:
@@ -155,7 +159,7 @@ class ThreadGroup(Group):
                     f"(collective {number} of the {self.name} group)"
                 )
 
-            world.wait_for(lambda: len(round_.posted) == self.size, waiting)
+            world.wait_for(lambda: len(round_.posted) == self.size, waiting, world.timeout)
             round_.readers += 1
             if round_.readers == self.size:
                 del rounds[number]

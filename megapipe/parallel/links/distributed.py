@@ -1,0 +1,121 @@
+"""Links over torch.distributed: gloo with channels as tags in the pipeline's group, NCCL with a communicator each."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.parallel.groups import DistributedGroup
+from megapipe.parallel.links.link import Edge, Link, Transfer
+
+_NCCL_MAXIMUM_BLOCKS = 4
+
+
+class DistributedLink(Link):
+    """Either end of an edge. Messages of one pair of ranks with one tag arrive in order in both backends.
+
+    Args:
+        process_group: gloo or NCCL group that holds both ends.
+        tag: the messages' tag; NCCL has none and ignores it.
+        wait_timeout: what `wait` gives the backend. NCCL gets None: its waits are the stream's, and its watchdog ends
+            the process when a peer falls silent.
+    """
+
+    def __init__(
+        self,
+        edge: Edge,
+        group: DistributedGroup,
+        timeout: float,
+        process_group: dist.ProcessGroup,
+        tag: int,
+        wait_timeout: timedelta | None,
+    ) -> None:
+        super().__init__(edge, group, timeout)
+        self._process_group = process_group
+        self._tag = tag
+        self.wait_timeout = wait_timeout
+        self._started = 0
+
+    def send(self, tensor: Tensor) -> Transfer:
+        if not self._sends:
+            return super().send(tensor)
+        self.check_size(tensor)
+        payload = tensor.detach().contiguous()
+        number = self._next_number()
+        try:
+            work = dist.isend(payload, self.peer, self._process_group, self._tag)
+        except RuntimeError as error:
+            raise self.failure(number, f"the send failed: {error}") from error
+        return _DistributedTransfer(self, number, work, payload)
+
+    def receive(self, into: Tensor) -> Transfer:
+        if self._sends:
+            return super().receive(into)
+        self.check_buffer(into)
+        buffer = into.detach()
+        number = self._next_number()
+        try:
+            work = dist.irecv(buffer, self.peer, self._process_group, self._tag)
+        except RuntimeError as error:
+            raise self.failure(number, f"the receive failed: {error}") from error
+        return _DistributedTransfer(self, number, work, buffer)
+
+    def _next_number(self) -> int:
+        self._started += 1
+        return self._started - 1
+
+
+class _DistributedTransfer(Transfer):
+    """Keeps the tensor alive, as the backend's thread or stream works on its memory."""
+
+    def __init__(self, link: DistributedLink, number: int, work: dist.Work | None, tensor: Tensor) -> None:
+        self._link = link
+        self._number = number
+        self._work = work
+        self._tensor: Tensor | None = tensor
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            if self._link.wait_timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(self._link.wait_timeout)
+        except RuntimeError as error:
+            raise self._link.failure(self._number, f"the transfer failed: {error}") from error
+        self._work = self._tensor = None
+
+
+def gloo_links(group: DistributedGroup, edges: Sequence[Edge], timeout: float) -> dict[Edge, Link]:
+    """This rank's ends of `edges`. The tag is the channel."""
+    wait_timeout = timedelta(seconds=timeout)
+    return {
+        edge: DistributedLink(edge, group, timeout, group.process_group, edge.channel, wait_timeout)
+        for edge in edges
+        if group.rank in (edge.source, edge.destination)
+    }
+
+
+def nccl_links(group: DistributedGroup, edges: Sequence[Edge], timeout: float) -> dict[Edge, Link]:
+    """This rank's ends of `edges`, each over a communicator of its two ranks, so that no direction waits for another.
+
+    A collective call over the pipeline's group. The communicators are split from the pipeline's, run on high-priority
+    streams and take few thread blocks, since they copy beside the kernels that compute.
+    """
+    links: dict[Edge, Link] = {}
+    for edge in edges:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = _NCCL_MAXIMUM_BLOCKS
+        options._timeout = timedelta(seconds=timeout)
+        pair = dist.split_group(
+            group.process_group,
+            [sorted((edge.source, edge.destination))],
+            timeout=timedelta(seconds=timeout),
+            pg_options=options,
+            group_desc=str(edge),
+        )
+        if pair is not None:
+            links[edge] = DistributedLink(edge, group, timeout, pair, 0, None)
+    return links

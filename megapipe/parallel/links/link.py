@@ -1,0 +1,113 @@
+"""What every link is: one direction between two pipeline ranks, messages in order, nothing negotiated per message."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megapipe.parallel.errors import CommunicationError
+from megapipe.parallel.groups import Group
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A link to be made.
+
+    Attributes:
+        source, destination: pipeline coordinates of its two ends.
+        channel: tells several links between the same two ranks apart.
+        maximum_bytes: size of the largest tensor that it will carry.
+        slots: messages that shared memory holds before a send waits for a receive.
+    """
+
+    source: int
+    destination: int
+    channel: int
+    maximum_bytes: int
+    slots: int = 4
+
+    def __str__(self) -> str:
+        return f"link {self.source}->{self.destination} channel {self.channel}"
+
+
+class Transfer(ABC):
+    """A send or receive that was started."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the tensor may be used again: a sent one overwritten, a received one read.
+
+        On a GPU it is the current stream that waits.
+
+        Raises:
+            CommunicationError: the peer died, fell silent, or sent something else than was expected.
+        """
+
+
+class Finished(Transfer):
+    """A transfer that was over when it was started."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Link:
+    """One end of an edge. The sending end has `send`, the receiving end `receive`; messages arrive in order.
+
+    A link is used by one thread. Sends and receives never wait for a peer that has not posted its part, except a send
+    over shared memory whose slots are all full.
+
+    Args:
+        edge: the link's edge.
+        group: the pipeline's group, as seen from this end.
+        timeout: seconds that a wait gives the peer.
+    """
+
+    def __init__(self, edge: Edge, group: Group, timeout: float) -> None:
+        self.edge = edge
+        self._sends = group.rank == edge.source
+        self.rank = group.global_rank
+        self.peer = group.ranks[edge.destination if self._sends else edge.source]
+        self.timeout = timeout
+
+    def send(self, tensor: Tensor) -> Transfer:
+        """Start sending `tensor`, which must not change before the transfer is awaited.
+
+        Raises:
+            ValueError: the tensor is larger than the link was made for.
+            CommunicationError: the peer died or fell silent.
+        """
+        raise ValueError(f"rank {self.rank} is the receiving end of {self.edge} and cannot send on it")
+
+    def receive(self, into: Tensor) -> Transfer:
+        """Start receiving the link's next message into the contiguous tensor `into`.
+
+        Raises:
+            ValueError: the tensor is not contiguous.
+        """
+        raise ValueError(f"rank {self.rank} is the sending end of {self.edge} and cannot receive on it")
+
+    def close(self) -> None:
+        """Release what the link holds outside torch. The peer may still receive what was sent."""
+
+    def check_size(self, tensor: Tensor) -> None:
+        """Refuse a tensor that the link was not made for."""
+        if tensor.nbytes > self.edge.maximum_bytes:
+            raise ValueError(
+                f"a {tuple(tensor.shape)} {tensor.dtype} tensor has {tensor.nbytes} bytes, but {self.edge} was made "
+                f"for at most {self.edge.maximum_bytes}: give the edge a larger maximum_bytes"
+            )
+
+    def check_buffer(self, into: Tensor) -> None:
+        """Refuse a receive buffer that memory cannot be copied into."""
+        if not into.is_contiguous():
+            raise ValueError(f"{self.edge} receives into contiguous tensors, not strides {into.stride()}")
+
+    def waiting(self, number: int) -> str:
+        """The start of an error about message `number`: who waited for whom, in what."""
+        verb = "take" if self._sends else "send"
+        return f"rank {self.rank} waited for rank {self.peer} to {verb} message {number} of {self.edge}"
+
+    def failure(self, number: int, reason: str) -> CommunicationError:
+        """The error that message `number` ended in."""
+        return CommunicationError(f"{self.waiting(number)}, but {reason}")
