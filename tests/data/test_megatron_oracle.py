@@ -1,6 +1,7 @@
 """megatron-core reads what is written here, writes what is read here, and cuts the same windows and splits."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,12 @@ if sys.version_info >= (3, 14):
     pytest.skip("megatron-core has no wheel from Python 3.14 on", allow_module_level=True)
 
 import torch
-from megatron.core.datasets import helpers_cpp, indexed_dataset
-from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
-from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split as normalised_shares
+
+with warnings.catch_warnings():  # about optional packages of no concern here
+    warnings.simplefilter("ignore")
+    from megatron.core.datasets import helpers_cpp, indexed_dataset
+    from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
+    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split as normalised_shares
 
 documents_strategy = st.lists(
     st.lists(st.lists(st.integers(0, 127), min_size=1, max_size=5), max_size=3), min_size=1, max_size=6
@@ -39,6 +43,7 @@ def test_megatron_reads_our_shards(tmp_path: Path, documents: list, code: int) -
     assert np.array_equal(theirs.document_indices, IndexedDataset(prefix).document_indices)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own numpy use
 @fresh_files
 @given(documents=documents_strategy, code=st.sampled_from([1, 3, 4, 5, 8]))
 def test_both_writers_give_the_same_bytes(tmp_path: Path, documents: list, code: int) -> None:

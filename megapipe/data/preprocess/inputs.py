@@ -1,0 +1,91 @@
+"""Which files to read: from paths, folders and patterns to one sorted list."""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+from megapipe.data.errors import DataError
+
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
+UNREADABLE_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".bin", ".idx")
+
+PYTHON_SOURCES = "python-stdlib"
+"""Input name that stands for the sources of the running Python's standard library, a corpus on every machine."""
+PYTHON_SOURCES_EXCLUDED = ("site-packages", "dist-packages", "test*", "idlelib", "lib2to3", "pydoc_data", "encodings")
+
+
+class InputFile(NamedTuple):
+    path: Path
+    size: int
+    """Bytes."""
+
+    @property
+    def is_json_lines(self) -> bool:
+        """One JSON object per line, as Megatron-LM also expects of .json; any other file is one document."""
+        return self.path.suffix.lower() in JSON_LINES_SUFFIXES
+
+
+def find_inputs(inputs: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[InputFile]:
+    """Files of the inputs in the order given; those of one folder or pattern sorted by their path inside it.
+
+    An input is a file, a folder (all files in it, hidden ones left out), a glob pattern (** crosses folders) or
+    `python-stdlib`. In folders and patterns, `include` keeps the files whose name or inner path matches one of its
+    patterns, `exclude` drops those of which a folder, the name or the inner path matches. A file named twice is read
+    once. Raises DataError for an input without files and for a format that is not read.
+    """
+    found: dict[Path, None] = {}
+    for spec in inputs:
+        files = list(_files_of(spec, include, exclude))
+        if not files:
+            raise DataError(f"input {spec!r} gives no files{_hint(spec, include, exclude)}")
+        found.update(dict.fromkeys(files))
+    for path in found:
+        if path.suffix.lower() in UNREADABLE_SUFFIXES:
+            raise DataError(
+                f"{path}: {path.suffix} files are not read; convert to text or JSON lines, or --exclude it"
+            )
+    return [InputFile(path, path.stat().st_size) for path in found]
+
+
+def _files_of(spec: str, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    if spec == PYTHON_SOURCES:
+        library = Path(sysconfig.get_path("stdlib"))
+        yield from _files_in_folder(library, include or ["*.py"], [*PYTHON_SOURCES_EXCLUDED, *exclude])
+    elif os.path.isfile(spec):
+        yield Path(spec)
+    elif os.path.isdir(spec):
+        yield from _files_in_folder(Path(spec), include, exclude)
+    else:
+        matches = sorted(PurePath(match).parts for match in glob.glob(spec, recursive=True) if os.path.isfile(match))
+        yield from (Path(*parts) for parts in matches if _wanted(PurePath(*parts), include, exclude))
+
+
+def _files_in_folder(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    """Sorted by inner path, folder by folder, so that the order is the same wherever the folder lies."""
+    inner_paths = []
+    for current, folders, names in os.walk(folder):
+        inner = PurePath(current).relative_to(folder)
+        folders[:] = [name for name in folders if not name.startswith(".") and not _excluded(inner / name, exclude)]
+        inner_paths += [inner / name for name in names if not name.startswith(".")]
+    yield from (folder / path for path in sorted(inner_paths) if _wanted(path, include, exclude))
+
+
+def _wanted(path: PurePath, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    included = not include or any(fnmatchcase(name, p) for p in include for name in (path.name, path.as_posix()))
+    return included and not _excluded(path, exclude)
+
+
+def _excluded(path: PurePath, exclude: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in exclude for name in (*path.parts, path.as_posix()))
+
+
+def _hint(spec: str, include: Sequence[str], exclude: Sequence[str]) -> str:
+    if include or exclude:
+        return " that pass --include and --exclude"
+    if os.path.isdir(spec):
+        return ": the folder is empty"
+    return f": give a file, a folder, a pattern or {PYTHON_SOURCES}"

@@ -1,0 +1,33 @@
+"""What the rest of the project knows of a tokenizer."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Neither direction adds or interprets a beginning or end of its own."""
+
+    spec: str
+    """The name it was opened by: `bytes` or a path."""
+    vocabulary_size: int
+    """Every id is below this: rows of the embedding that a model needs."""
+    end_of_document: int | None
+    """Id that marks the end of a document, None when the vocabulary has no such token."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, which must hold no lone surrogates."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; the end of document leaves no trace, bytes that are not UTF-8 become U+FFFD."""
+
+    def fingerprint(self) -> str:
+        """`sha256:<hex>` of the definition. Equal fingerprints give equal ids."""
+
+
+def fingerprint_of_files(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,288 @@
+"""Text to shards: the same bytes for any number of workers, documents as they stand in the input, clear refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapipe.data.errors import DataError
+from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.manifest import read_manifest
+from megapipe.data.preprocess.command import main
+from megapipe.data.preprocess.documents import read_documents
+from megapipe.data.preprocess.inputs import InputFile, find_inputs
+from megapipe.data.preprocess.parts import cut_into_parts
+from megapipe.data.preprocess.workers import map_in_order
+from megapipe.data.tokenizers import open_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TOOL = [sys.executable, str(ROOT / "tools" / "preprocess.py")]
+fresh_files = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def texts_of(prefix: Path | str) -> list[str]:
+    dataset, tokenizer = IndexedDataset(prefix), open_tokenizer("bytes")
+    return [tokenizer.decode(dataset.document(index).tolist()) for index in range(dataset.num_documents)]
+
+
+def write_json_lines(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return path
+
+
+def preprocess(*arguments: object) -> int:
+    return main(["--tokenizer", "bytes", "--workers", "1", *map(str, arguments)])
+
+
+lines = st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12), max_size=12)
+
+
+@fresh_files
+@given(lines=lines, ending=st.sampled_from(["\n", "\r\n"]), last=st.booleans(), part_bytes=st.integers(1, 40))
+def test_byte_ranges_give_every_line_once(
+    tmp_path: Path, lines: list[str], ending: str, last: bool, part_bytes: int
+) -> None:
+    content = ending.join(lines) + (ending if last else "")
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(content.encode())
+    parts = cut_into_parts([InputFile(path, path.stat().st_size)], part_bytes)
+    documents = [document for part in parts for piece in part.pieces for document in read_documents(piece)]
+    expected = [(number, line) for number, line in enumerate(content.encode().split(b"\n"), 1) if line.strip()]
+    assert [document.content.rstrip(b"\n") for document in documents] == [line for _, line in expected]
+    assert [document.place() for document in documents] == [f"{path}, line {number}" for number, _ in expected]
+
+
+def test_parts_depend_on_sizes_alone_and_keep_text_files_whole() -> None:
+    files = [InputFile(Path(f"{index}.txt"), size) for index, size in enumerate([10, 5, 30, 0, 7])]
+    parts = list(cut_into_parts(files, 12))
+    assert [[piece.path.stem for piece in part.pieces] for part in parts] == [["0", "1"], ["2"], ["3", "4"]]
+    assert [part.size for part in parts] == [15, 30, 7]
+
+
+def test_every_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
+    text = "def f(x):\n    return x\n" * 150
+    for name in ("one", "two"):
+        write_json_lines(
+            tmp_path / f"{name}.jsonl", [{"text": f"{i}{text}", "title": f"{name} {i}"} for i in range(1700)]
+        )
+    for workers in (1, 2, 3):
+        command = ["--input", tmp_path, "--include", "*.jsonl", "--json-keys", "text", "title", "--append-eod"]
+        command += ["--output-prefix", tmp_path / f"out{workers}", "--workers", workers]
+        assert preprocess(*command) == 0
+    for key in ("text", "title"):
+        for kind in ("bin", "idx", "manifest.json"):
+            files = [(tmp_path / f"out{workers}_{key}_document.{kind}").read_bytes() for workers in (1, 2, 3)]
+            assert files[0] == files[1] == files[2]
+    assert texts_of(tmp_path / "out2_title_document") == [
+        f"{name} {i}" for name in ("one", "two") for i in range(1700)
+    ]
+    assert not list(tmp_path.glob("*.parts*"))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_text_files_are_documents_in_sorted_order(tmp_path: Path) -> None:
+    for name in ["b.py", "a/z.py", "a/empty.py", "a/skip.txt", ".hidden.py", "test_b.py", "tests/c.py"]:
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("" if "empty" in name else f"# {name}\r\n")
+    arguments = ["--input", tmp_path / "source", "--include", "*.py", "--exclude", "test*"]
+    assert preprocess(*arguments, "--append-eod", "--output-prefix", tmp_path / "new" / "out") == 0
+    prefix = tmp_path / "new" / "out_text_document"
+    dataset = IndexedDataset(prefix)
+    assert [dataset.document(index).tolist() for index in range(3)] == [
+        [],
+        [*b"# a/z.py\r\n", 256],
+        [*b"# b.py\r\n", 256],
+    ]
+    manifest = read_manifest(prefix)
+    assert manifest is not None
+    assert (manifest.tokenizer, manifest.vocabulary_size, manifest.end_of_document) == ("bytes", 257, 256)
+    assert (manifest.num_documents, manifest.num_tokens, manifest.dtype) == (3, dataset.num_tokens, "uint16")
+    assert manifest.tokenizer_fingerprint == open_tokenizer("bytes").fingerprint()
+
+
+def test_inputs_keep_their_order_and_are_read_once(tmp_path: Path) -> None:
+    for name in ("z.txt", "a.txt", "m/b.txt", "m/a.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = find_inputs([str(tmp_path / "z.txt"), str(tmp_path / "**/*.txt"), str(tmp_path)], exclude=["*.md"])
+    assert [file.path.relative_to(tmp_path).as_posix() for file in found] == ["z.txt", "a.txt", "m/b.txt"]
+
+
+def test_the_standard_library_is_a_corpus_everywhere() -> None:
+    names = [file.path.as_posix() for file in find_inputs(["python-stdlib"])]
+    assert len(names) > 300
+    assert any(name.endswith("/argparse.py") for name in names)
+    assert not [name for name in names if "site-packages" in name or "/test" in name or "/idlelib/" in name]
+    assert names == [file.path.as_posix() for file in find_inputs(["python-stdlib"])]
+
+
+BROKEN = {
+    "not JSON": b'{"text": "cut off',
+    "no field 'text'": b'{"body": "x"}',
+    "field 'text' holds a int": b'{"text": 3}',
+    "a JSON list": b'["text"]',
+    "not UTF-8": b'{"text": "\xff"}',
+    "surrogate": b'{"text": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_a_broken_line_is_named_and_can_be_skipped(
+    tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = b'{"text": "fine"}\n'
+    (tmp_path / "in.jsonl").write_bytes(good + b"\n" + good + BROKEN[reason] + b"\n" + good)
+    arguments = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out"]
+    assert preprocess(*arguments) == 1
+    message = capsys.readouterr().err
+    assert f"{tmp_path}/in.jsonl, line 4: " in message
+    assert reason in message
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert preprocess(*arguments, "--on-error", "skip") == 0
+    captured = capsys.readouterr()
+    assert "in.jsonl, line 4: " in captured.err
+    assert "1 documents skipped" in captured.err
+    assert texts_of(tmp_path / "out_text_document") == ["fine"] * 3
+
+
+def test_a_skipped_line_is_left_out_of_every_field(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "in.jsonl", [{"a": "1", "b": "2"}, {"a": "3"}, {"a": "5", "b": "6"}])
+    keys = ["--json-keys", "a", "b", "--on-error", "skip"]
+    assert preprocess("--input", tmp_path / "in.jsonl", *keys, "--output-prefix", tmp_path / "out") == 0
+    assert texts_of(tmp_path / "out_a_document") == ["1", "5"]
+    assert texts_of(tmp_path / "out_b_document") == ["2", "6"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "nowhere"], "'nowhere' gives no files: give a file, a folder"),
+        (["--input", "empty"], "'empty' gives no files: the folder is empty"),
+        (["--input", "blank.jsonl"], "no usable document"),
+        (["--input", "a.txt", "--tokenizer", "gpt5"], "no tokenizer 'gpt5'"),
+        (["--input", "a.txt", "--tokenizer", "a.txt"], "a.txt is not a tokenizer.json"),
+        (["--input", "a.txt", "--json-keys", "body"], "a.txt is read as plain text and has the one field 'text'"),
+        (["--input", "latin.txt"], "latin.txt: not UTF-8"),
+        (["--input", "packed.jsonl.gz"], ".gz files are not read"),
+        (["--input", ".", "--include", "*.rs"], "'.' gives no files that pass --include"),
+    ],
+)
+def test_unusable_input_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "packed.jsonl.gz").write_bytes(b"\x1f\x8b")
+    assert preprocess(*arguments, "--output-prefix", "out/shard") == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("shard*"))
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_old_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    arguments = [*TOOL, "--tokenizer", "bytes", "--workers", "1", "--output-prefix", str(tmp_path / "out")]
+    arguments += ["--input", str(tmp_path / "a.txt")]
+    subprocess.run(arguments, check=True, capture_output=True, timeout=60)
+    (tmp_path / "a.txt").write_text("new" * 100_000)
+    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 100; exec "$@"', "bash", *arguments]
+    finished = subprocess.run(limited, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 1
+    assert "error: " in finished.stderr
+    assert "File too large" in finished.stderr
+    assert texts_of(tmp_path / "out_text_document") == ["old"]
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_what_a_killed_run_left_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("good")
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "000000_0.bin").write_bytes(b"bad")
+    (tmp_path / "out_text_document.bin.partial").write_bytes(b"bad")
+    assert preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out") == 0
+    assert texts_of(tmp_path / "out_text_document") == ["good"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.monotonic()
+        finished = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=60)
+        seconds.append(time.monotonic() - start)
+        assert finished.returncode == 0
+        assert "--output-prefix" in finished.stdout
+    assert min(seconds) < 1
+    code = "import sys, megapipe.data.preprocess.command as c, megapipe.data.samples\n"
+    code += "c.build_parser().format_help()\n"
+    code += "assert not {'torch', 'tokenizers', 'sentencepiece'} & set(sys.modules), 'imported early'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+def test_both_spellings_of_flags(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "in.jsonl", [{"my_text": "x"}])
+    command = ["--input", tmp_path / "in.jsonl", f"--output_prefix={tmp_path}/under_score", "--json_keys", "my_text"]
+    assert preprocess(*command, "--append_eod") == 0
+    assert texts_of(tmp_path / "under_score_my_text_document") == ["x"]
+
+
+def die(number: int) -> int:
+    if number == 3:
+        os._exit(1)
+    return number
+
+
+def test_a_worker_that_dies_ends_the_run_with_the_way_out() -> None:
+    with pytest.raises(DataError, match="--workers"):
+        list(map_in_order(die, ((number,) for number in range(8)), workers=2))
+
+
+def stand_still(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(120)
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    code = "from tests.data.test_preprocess import stand_still, map_in_order\n"
+    code += f"if __name__ == '__main__': list(map_in_order(stand_still, [({str(tmp_path / 'pid')!r},)], 2))"
+    (tmp_path / "parent.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=environment)
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    worker = int((tmp_path / "pid").read_text())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(10)
+    wait_until(lambda: not alive(worker))
+
+
+def alive(process: int) -> bool:
+    """Zombies, which nobody may be there to reap, do not count."""
+    status = Path(f"/proc/{process}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("waited for 30 s")
