@@ -1,0 +1,41 @@
+"""Operators that a compiler may schedule but not rewrite."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_LIBRARY = torch.library.Library("megapipe", "FRAGMENT")
+
+
+def opaque(
+    schema: str, fake: Callable[..., Any]
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Decorate a pure function of tensors so that compiled graphs call it as one operator, `megapipe::<name>`.
+
+    Compilers reorder sums when they fuse them. What has to give the same bits inside a compiled backward and outside
+    of it, such as the weight half of a split backward, is kept out of their reach. Eager calls go to the function.
+
+    schema: `name(Tensor x, ...) -> ...` in torch's schema language. fake: shapes and dtypes of the results alone.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"megapipe::{name}", fake, lib=_LIBRARY)
+        operator = getattr(torch.ops.megapipe, name).default
+
+        @functools.wraps(function)
+        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            if torch.compiler.is_compiling():
+                return operator(*arguments, **named)
+            return function(*arguments, **named)
+
+        return call
+
+    return decorate

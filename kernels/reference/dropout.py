@@ -1,0 +1,69 @@
+"""Dropout whose mask is a function of global indices, in torch: the bits of `megapipe.random.dropout`.
+
+torch has no arithmetic on unsigned words; int32 wraps modulo 2**32 all the same, and a right shift is masked.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.random.dropout import CHANNEL, DOMAIN, SITE, TOKEN, WORD, keep_threshold
+
+
+def signed(word: int) -> int:
+    """The int32 with the bits of an unsigned word."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+_FIRST, _SECOND = signed(0x85EBCA6B), signed(0xC2B2AE35)
+
+
+def finalize(word: Tensor) -> Tensor:
+    """`megapipe.random.dropout.finalize` on int32 words of any shape."""
+    word = (word ^ (word >> 16 & 0xFFFF)) * _FIRST
+    word = (word ^ (word >> 13 & 0x7FFFF)) * _SECOND
+    return word ^ (word >> 16 & 0xFFFF)
+
+
+def site_word(site: int) -> Tensor:
+    """The number of a dropout site as it enters the key. A tensor, so that compiled layers differ in no constant."""
+    return torch.tensor(signed(site * SITE & WORD), dtype=torch.int32, device="cpu")
+
+
+def token_keys(seed: int, ordinals: Tensor, site: Tensor, num_tokens: int) -> Tensor:
+    """int32 keys [b, s] of the tokens 0 to s - 1 of the samples `ordinals` (int64 [b]) at a site (`site_word`)."""
+    low, high = ordinals.to(torch.int32), (ordinals >> 32).to(torch.int32)
+    key = torch.full_like(low, signed((seed & WORD) ^ DOMAIN))
+    key = finalize(finalize(finalize(key) ^ signed(seed >> 32 & WORD)) ^ low)
+    key = finalize(finalize(key ^ high) ^ site)
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=ordinals.device)
+    return finalize(key.unsqueeze(-1) ^ tokens * signed(TOKEN))
+
+
+def keep_mask(keys: Tensor, channels: Tensor, probability: float) -> Tensor:
+    """True where an element stays. keys (of tokens) and channels, both int32, broadcast to the shape of the mask."""
+    words = finalize(keys ^ channels * signed(CHANNEL))
+    # Flipping the top bit turns the comparison of unsigned words into one of signed words.
+    return (words ^ signed(1 << 31)) >= keep_threshold(probability) - (1 << 31)
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return x * keep * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return gradient * keep * ctx.scale, None, None
+
+
+def apply(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Tensor:
+    """Zero elements of x with `probability` and divide the others by 1 - probability.
+
+    keys: of the tokens (`token_keys`). channels: global channel numbers. Both int32, broadcast to the shape of x.
+    """
+    return _Masked.apply(x, keep_mask(keys, channels, probability), 1.0 / (1.0 - probability))

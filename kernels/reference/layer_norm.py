@@ -1,0 +1,41 @@
+"""Layer normalisation over the last axis (Ba et al. 2016, 1607.06450), in torch."""
+
+import torch
+from torch import Tensor
+
+from megapipe.kernels.opaque import opaque
+
+_backward = torch.ops.aten.native_layer_norm_backward
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(normalised [..., h] in x's dtype, mean [..., 1], reciprocal standard deviation [..., 1])."""
+    weight, bias = _statistics_dtype(x, weight), _statistics_dtype(x, bias)
+    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+
+def input_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """Gradient of x [..., h]."""
+    weight = _statistics_dtype(x, weight)
+    return _backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, False, False])[0]
+
+
+def _fake_weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    weight = _statistics_dtype(x, weight)
+    return torch.empty_like(weight), torch.empty_like(weight)
+
+
+@opaque(
+    "layer_norm_weight_gradient(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight) -> (Tensor, Tensor)",
+    _fake_weight_gradient,
+)
+def weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias [h], summed over all other axes; fp32 for bf16 on the CPU."""
+    weight = _statistics_dtype(x, weight)
+    _, dweight, dbias = _backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [False, True, True])
+    return dweight, dbias
+
+
+def _statistics_dtype(x: Tensor, weight: Tensor) -> Tensor:
+    """On the CPU torch keeps mean and deviation in the weight's dtype: bf16 would cost half of their digits."""
+    return weight.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else weight

@@ -1,0 +1,41 @@
+"""Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019, 1910.07467), in torch.
+
+Statistics and products are fp32 (fp64 for fp64); the result is rounded to x's dtype once.
+"""
+
+import torch
+from torch import Tensor
+
+from megapipe.kernels.opaque import opaque
+
+
+def forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(normalised [..., h] in x's dtype, reciprocal root of the mean square [..., 1])."""
+    wide = _wide(x)
+    rstd = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + epsilon)
+    return (wide * rstd * weight).to(x.dtype), rstd
+
+
+def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """Gradient of x [..., h]."""
+    normalised = _wide(x) * rstd
+    scaled = _wide(dy) * weight
+    mean = (scaled * normalised).mean(-1, keepdim=True)
+    return ((scaled - normalised * mean) * rstd).to(x.dtype)
+
+
+def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
+    """Gradient of weight [h], summed over all other axes, in rstd's dtype."""
+    return (_weight_gradient(dy, x, rstd),)
+
+
+@opaque(
+    "rms_norm_weight_gradient(Tensor dy, Tensor x, Tensor rstd) -> Tensor",
+    lambda dy, x, rstd: rstd.new_empty(x.shape[-1]),
+)
+def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    return (_wide(x) * rstd).mul_(dy).flatten(0, -2).sum(0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,147 @@
+"""The kernel registry: which backend runs an op on given tensors, and why.
+
+An op is a name, the functions that it consists of, and backends in order of preference, the torch reference last.
+A backend is a module with those functions and a rule that tells which tensors it refuses. The table of ops is
+`megapipe.kernels.ops.OPS`; a registry never changes after it was built.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megapipe.config.errors import nearest
+
+REFERENCE = "reference"
+
+
+class KernelError(ValueError):
+    """An op or backend that does not exist, or a demanded backend that cannot run; the message names the way out."""
+
+
+class Backend:
+    """One implementation of an op: a module of functions and the tensors that it can take.
+
+    name: `reference`, `triton`, `cuda` or `apex`.
+    """
+
+    def __init__(self, name: str, module: ModuleType) -> None:
+        self.name = name
+        self.module = module
+
+    def refusal(self, device: str, dtype: torch.dtype, width: int) -> str | None:
+        """Why tensors of this device type, dtype and last axis are refused; None when they are taken.
+
+        The rule is the module's `refusal` function; a module without one takes everything.
+        """
+        rule = getattr(self.module, "refusal", None)
+        return None if rule is None else rule(device, dtype, width)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op: functions that every backend supplies, and backends in order of preference, the reference last."""
+
+    name: str
+    functions: tuple[str, ...]
+    backends: tuple[Backend, ...]
+
+    def __post_init__(self) -> None:
+        for backend in self.backends:
+            missing = [name for name in self.functions if not hasattr(backend.module, name)]
+            if missing:
+                raise KernelError(f"backend {backend.name!r} of op {self.name!r} lacks {', '.join(missing)}")
+        if not self.backends or self.backends[-1].name != REFERENCE:
+            raise KernelError(f"op {self.name!r}: the last backend must be {REFERENCE!r}, which takes every tensor")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was picked for one kind of tensor, and why each backend before it was not."""
+
+    op: str
+    device: str
+    dtype: torch.dtype
+    width: int
+    backend: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.op} on {self.device} {dtype} [..., {self.width}]: {self.backend}{why}"
+
+
+class Registry:
+    """A table of ops with the backends that the configuration demands.
+
+    overrides: op name -> backend name. A demanded backend runs or fails; it never falls back in silence.
+    Raises KernelError for an unknown op or backend, naming the nearest.
+    """
+
+    def __init__(self, ops: Sequence[Op], overrides: Mapping[str, str] | None = None) -> None:
+        self._ops = {op.name: op for op in ops}
+        self._modules = {
+            (op.name, backend.name): backend.module for op in self._ops.values() for backend in op.backends
+        }
+        self._overrides = dict(overrides or {})
+        self._choices: dict[tuple[str, str, torch.dtype, int], Choice] = {}
+        for op, backend in self._overrides.items():
+            names = [known.name for known in self._op(op).backends]
+            if backend not in names:
+                raise KernelError(
+                    f"op {op!r} has no backend {backend!r}{nearest(backend, names)}; it has {', '.join(names)}"
+                )
+
+    def with_overrides(self, overrides: Mapping[str, str]) -> "Registry":
+        """The same ops with other demands."""
+        return Registry([*self._ops.values()], overrides)
+
+    def pick(self, op: str, tensor: Tensor) -> ModuleType:
+        """The module whose functions run `op` on such a tensor: device type, dtype and length of the last axis decide.
+
+        Raises KernelError for an unknown op, and when a demanded backend refuses the tensor.
+        """
+        return self._modules[op, _picked_name(self, op, tensor.device.type, tensor.dtype, tensor.shape[-1])]
+
+    def choice(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
+        """The decision that `pick` makes for such tensors."""
+        key = (op, device, dtype, width)
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = self._decide(*key)
+        return found
+
+    def report(self) -> str:
+        """One line per kind of tensor met so far: the backend, and why each preferred one was passed over."""
+        return "\n".join(sorted(str(choice) for choice in self._choices.values()))
+
+    def _decide(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
+        demanded = self._overrides.get(op)
+        reasons = []
+        for backend in self._op(op).backends:
+            if demanded is not None and backend.name != demanded:
+                continue
+            refusal = backend.refusal(device, dtype, width)
+            if refusal is None:
+                if demanded is not None:
+                    reasons = ["demanded by the configuration"]
+                return Choice(op, device, dtype, width, backend.name, tuple(reasons))
+            reasons.append(f"{backend.name}: {refusal}")
+        raise KernelError(
+            f"op {op!r} is demanded from backend {demanded!r}, which cannot take {device} {dtype} tensors with a last "
+            f"axis of {width}: {'; '.join(reasons)}. Remove the demand, or ask for {REFERENCE!r}"
+        )
+
+    def _op(self, name: str) -> Op:
+        if name not in self._ops:
+            raise KernelError(f"there is no op {name!r}{nearest(name, self._ops)}; ops are {', '.join(self._ops)}")
+        return self._ops[name]
+
+
+@torch.compiler.assume_constant_result
+def _picked_name(registry: Registry, op: str, device: str, dtype: torch.dtype, width: int) -> str:
+    """A constant to a compiler, which guards its graphs on device, dtype and shape anyway."""
+    return registry.choice(op, device, dtype, width).backend

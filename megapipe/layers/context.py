@@ -1,0 +1,25 @@
+"""What the layers of a stage know about the micro-batch in hand."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megapipe.layers.split import SplitTape
+
+
+@dataclass
+class MicrobatchContext:
+    """Tensors and facts of one micro-batch of b samples of s tokens; each layer takes what it needs.
+
+    tokens: int64 [b, s], for the embedding. labels: int64 [b, s], for the loss. loss_mask: [b, s], weight of each
+    token's loss, None for 1. ordinals: int64 [b], number of each sample in the run, for dropout.
+    seed: of the run, below 2**64. training: dropout is active. tape: collects a split backward; None runs it fused.
+    """
+
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    ordinals: Tensor | None = None
+    seed: int = 0
+    training: bool = True
+    tape: SplitTape | None = None

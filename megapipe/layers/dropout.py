@@ -1,0 +1,58 @@
+"""Dropout whose masks depend on the seed and on global indices alone, so that every layout drops the same channels."""
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.kernels.reference.dropout import site_word, token_keys
+from megapipe.kernels.registry import Registry
+from megapipe.layers.context import MicrobatchContext
+
+EMBEDDING_SITE = 0
+
+
+def block_sites(index: int) -> tuple[int, int, int]:
+    """Numbers of the dropout sites in block `index`: attention weights, attention output, MLP output."""
+    return 1 + 4 * index, 2 + 4 * index, 3 + 4 * index
+
+
+class Dropout(nn.Module):
+    """Dropout at one site of the model.
+
+    probability: of zeroing an element. site: global number of this dropout.
+    """
+
+    def __init__(self, probability: float, site: int, kernels: Registry) -> None:
+        super().__init__()
+        self.probability = probability
+        self.site = site_word(site)
+        self.kernels = kernels
+
+    def active(self, context: MicrobatchContext) -> bool:
+        """Whether anything is dropped."""
+        return self.probability > 0.0 and context.training
+
+    def forward(self, x: Tensor, context: MicrobatchContext) -> Tensor:
+        """Hidden states [b, s, h], whole on every tensor rank."""
+        if not self.active(context):
+            return x
+        keys = self._keys(context, x.shape[1]).unsqueeze(-1)
+        channels = torch.arange(x.shape[2], dtype=torch.int32, device=x.device)
+        return self._drop(x, keys, channels)
+
+    def drop_attention(self, weights: Tensor, first_head: int, context: MicrobatchContext) -> Tensor:
+        """Attention weights [b, heads, s, s] of the global heads from `first_head` on: channel = head * s + key."""
+        if not self.active(context):
+            return weights
+        _, heads, length, _ = weights.shape
+        keys = self._keys(context, length)[:, None, :, None]
+        first = first_head * length
+        channels = torch.arange(first, first + heads * length, dtype=torch.int32, device=weights.device)
+        return self._drop(weights, keys, channels.view(heads, 1, length))
+
+    def _keys(self, context: MicrobatchContext, num_tokens: int) -> Tensor:
+        if context.ordinals is None:
+            raise ValueError("dropout needs the samples' ordinals: pass ordinals in the context, or training=False")
+        return token_keys(context.seed, context.ordinals, self.site, num_tokens)
+
+    def _drop(self, x: Tensor, keys: Tensor, channels: Tensor) -> Tensor:
+        return self.kernels.pick("dropout", x).apply(x, keys, channels, self.probability)

@@ -1,0 +1,139 @@
+"""Linear layers whose matrix is shared by the ranks of a tensor group (Shoeybi et al. 2019, 1909.08053, section 3).
+
+Parameters keep their canonical shape, all axes but the last being output axes, and are seen as matrices inside.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.kernels.opaque import opaque
+from megapipe.layers.split import SplitModule, SplitTape
+from megapipe.parallel.collectives import copy_to_group, reduce_from_group
+from megapipe.parallel.groups import Group
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Attribute path within a module -> shape of the parameter as this rank stores it."""
+
+
+def within(shapes: Shapes, module: str) -> Shapes:
+    """The shapes of the parameters inside the submodule `module`, by their path there."""
+    prefix = f"{module}."
+    return {path.removeprefix(prefix): shape for path, shape in shapes.items() if path.startswith(prefix)}
+
+
+def empty_parameter(shape: tuple[int, ...]) -> nn.Parameter:
+    """A parameter without storage or values: its owner binds it to memory."""
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+@opaque(
+    "linear_weight_gradient(Tensor x, Tensor dy) -> Tensor",
+    lambda x, dy: x.new_empty(dy.shape[-1], x.shape[-1]),
+)
+def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    """Gradient [out, in] of the matrix, for input x [..., in] and output gradient dy [..., out]."""
+    return dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+@opaque(
+    "linear_bias_gradient(Tensor dy) -> Tensor",
+    lambda dy: dy.new_empty(dy.shape[-1], dtype=_sum_dtype(dy)),
+)
+def bias_gradient(dy: Tensor) -> Tensor:
+    """Gradient [out] of the bias, in fp32 (fp64 for fp64)."""
+    return dy.flatten(0, -2).sum(0, dtype=_sum_dtype(dy))
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """[out, in] view of a weight in canonical shape [..., in]."""
+    return weight.view(-1, weight.shape[-1])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, as_matrix(weight), None if bias is None else bias.view(-1))
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add_bias: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_shape = None if bias is None else bias.shape
+        return _product(x, weight, bias if add_bias else None)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = dy @ as_matrix(weight) if needs_x else None
+        dweight = weight_gradient(x, dy).view(weight.shape) if needs_weight else None
+        dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
+        return dx, dweight, dbias, None
+
+
+class _Probed(torch.autograd.Function):
+    """The input half: weight and bias come detached, the probe receives dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return (dy @ as_matrix(weight) if ctx.needs_input_grad[0] else None), dy, None, None
+
+
+class Linear(SplitModule):
+    """y = x W^T + b with one rank's part of W.
+
+    shapes: of `weight` [..., in] and, where there is a bias, `bias`. Parameters are left unbound on the meta device.
+    """
+
+    def __init__(self, shapes: Shapes, group: Group) -> None:
+        super().__init__()
+        self.weight = empty_parameter(shapes["weight"])
+        self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
+        self.group = group
+
+    def local_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool) -> Tensor:
+        """x W^T [..., out], output axes flattened into one. The bias gets its gradient here even if added later."""
+        if tape is None:
+            return _Fused.apply(x, self.weight, self.bias, add_bias)
+        width = self.weight.numel() // self.weight.shape[-1]
+        record = tape.record(self, (*x.shape[:-1], width), x)
+        record.saved = (x.detach(),)
+        bias = self.bias.detach() if self.bias is not None and add_bias else None
+        return _Probed.apply(x, record.probe, self.weight.detach(), bias)
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        yield self.weight, weight_gradient(saved[0], gradient)
+        if self.bias is not None:
+            yield self.bias, bias_gradient(gradient)
+
+
+class ColumnParallelLinear(Linear):
+    """A linear layer whose outputs are shared out: every rank has the whole x and computes its own part of y."""
+
+    def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        """[..., in] to this rank's [..., out / size], output axes flattened."""
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=True)
+
+
+class RowParallelLinear(Linear):
+    """A linear layer whose inputs are shared out: the ranks' products are summed, then the bias is added once."""
+
+    def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        """This rank's [..., in / size] to the whole [..., out]."""
+        if self.group.size == 1:
+            return self.local_product(x, tape, add_bias=True)
+        y = reduce_from_group(self.local_product(x, tape, add_bias=False), self.group)
+        return y if self.bias is None else y + self.bias.detach()

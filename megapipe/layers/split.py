@@ -1,0 +1,117 @@
+"""The split backward as data flow (the halves B and W of zero-bubble pipelining: Qi et al. 2023, 2401.10241).
+
+In split mode every module with parameters passes its output through a *probe*, a leaf that takes no memory and whose
+gradient is the gradient of that output, and leaves what its weight half needs on a tape. The input half is then
+`torch.autograd.grad` with respect to the inputs and the probes, and the weight half is a plain computation outside of
+autograd. Probes are inputs and saved tensors are outputs of the forward, so a compiled forward stays a pure function.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+class SplitModule(nn.Module):
+    """A module that owns parameters directly and can compute their gradients apart from its input's gradient."""
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """(parameter, its gradient) for each own parameter.
+
+        saved: what the forward left on the tape. gradient: that of the probed output. The fused backward of a module
+        uses the same arithmetic, so both give the same bits.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define weight_half")
+
+
+class SplitError(RuntimeError):
+    """Halves of a split backward run in the wrong order, or a module that cannot be split."""
+
+
+@dataclass
+class Record:
+    """One use of a module: the probe behind its output, and the detached tensors that its weight half needs."""
+
+    module: SplitModule
+    probe: Tensor
+    saved: tuple[Tensor, ...] = ()
+
+
+def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
+    """A leaf of zeros of this shape, in the dtype and on the device of `like`, that occupies one element."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape)).requires_grad_()
+
+
+class SplitTape:
+    """What one forward of one micro-batch leaves for the two halves of its backward.
+
+    probes: of a compiled forward, which have to exist beforehand (`split_forward`); None makes them on the way.
+    """
+
+    def __init__(self, probes: list[Tensor] | None = None) -> None:
+        self._probes = probes
+        self._records: list[Record] = []
+        self._gradients: tuple[Tensor | None, ...] | None = None
+
+    def record(self, module: SplitModule, shape: Sequence[int], like: Tensor) -> Record:
+        """Record a use of `module`, with the probe for its output of this shape; the caller fills in `saved`.
+
+        like: a tensor with the output's dtype and device.
+        """
+        probe = new_probe(shape, like) if self._probes is None else self._probes[len(self._records)]
+        record = Record(module, probe)
+        self._records.append(record)
+        return record
+
+    def fresh_probes(self) -> list[Tensor]:
+        """New probes of the shapes that this forward used, for another forward of the same module and shapes."""
+        return [new_probe(record.probe.shape, record.probe) for record in self._records]
+
+    @property
+    def covered(self) -> set[int]:
+        """Identities of the parameters whose gradients the weight half will compute."""
+        return {id(parameter) for record in self._records for parameter in record.module.parameters(recurse=False)}
+
+    def backward_input(
+        self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """The input half: gradients of `inputs`, and, kept on the tape, of every probe. Frees the autograd graph.
+
+        An input that needs no gradient gets None. Raises SplitError when called twice.
+        """
+        if self._gradients is not None:
+            raise SplitError("the input half of this micro-batch has run already; each half runs once per forward")
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        probes = [record.probe for record in self._records]
+        found = torch.autograd.grad(outputs, [*wanted, *probes], grad_outputs, allow_unused=True)
+        self._gradients = found[len(wanted) :]
+        of_wanted = iter(found)
+        return tuple(next(of_wanted) if tensor.requires_grad else None for tensor in inputs)
+
+    def backward_weight(self) -> None:
+        """The weight half: add every parameter's gradient to its `.grad`. Frees what the tape kept.
+
+        Raises SplitError before the input half, or when called twice.
+        """
+        if self._gradients is None:
+            raise SplitError("the weight half needs the output gradients that backward_input leaves, once per forward; call that first")
+        records, self._records = self._records, []
+        gradients, self._gradients = self._gradients, None
+        with torch.no_grad():
+            for record, gradient in zip(records, gradients, strict=True):
+                if gradient is None:
+                    continue
+                for parameter, contribution in record.module.weight_half(record.saved, gradient):
+                    _accumulate(parameter, contribution)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """What autograd does at a leaf."""
+    if not parameter.requires_grad:
+        return
+    gradient = gradient.view(parameter.shape)
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.grad_dtype or parameter.dtype)
+    else:
+        parameter.grad.add_(gradient)

@@ -1,0 +1,109 @@
+"""GPT as a list of layers: embedding, blocks, head. GPT-2/3, Llama, Mistral and Qwen shapes come from one block."""
+
+from torch import Tensor, nn
+
+from megapipe.config.model import ModelConfig
+from megapipe.costs.parameters import LayerSpec
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Registry
+from megapipe.layers.attention import Attention
+from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.cross_entropy import VocabParallelHead
+from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
+from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
+from megapipe.layers.linear import Shapes, within
+from megapipe.layers.mlp import MLP
+from megapipe.layers.norms import LayerNorm, Norm, RMSNorm
+from megapipe.parallel.groups import Group
+
+
+class Embedding(nn.Module):
+    """Tokens to hidden states."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group)
+        self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
+        self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
+
+    def forward(self, context: MicrobatchContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) from the context's tokens [b, s]."""
+        if context.tokens is None:
+            raise ValueError("the embedding's stage needs tokens in its context")
+        hidden = self.word(context.tokens, context.tape)
+        if self.position is not None:
+            hidden = hidden + self.position(context.tokens.shape[1], context.tape)
+        return (self.dropout(hidden, context),)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, index: int) -> None:
+        super().__init__()
+        attention_site, attention_output_site, mlp_output_site = block_sites(index)
+        self.attention_norm = _norm(model, within(shapes, "attention_norm"), kernels)
+        self.attention = Attention(model, within(shapes, "attention"), group, kernels, attention_site)
+        self.attention_dropout = Dropout(model.hidden_dropout, attention_output_site, kernels)
+        self.mlp_norm = _norm(model, within(shapes, "mlp_norm"), kernels)
+        self.mlp = MLP(model, within(shapes, "mlp"), group, kernels)
+        self.mlp_dropout = Dropout(model.hidden_dropout, mlp_output_site, kernels)
+
+    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
+        tape = context.tape
+        update = self.attention(self.attention_norm(hidden, tape), context)
+        hidden = hidden + self.attention_dropout(update, context)
+        update = self.mlp(self.mlp_norm(hidden, tape), tape)
+        return (hidden + self.mlp_dropout(update, context),)
+
+
+class Head(nn.Module):
+    """Final norm and output projection, with the loss."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__()
+        self.norm = _norm(model, within(shapes, "norm"), kernels)
+        self.output = VocabParallelHead(within(shapes, "output"), model.vocabulary_size, group, kernels)
+
+    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), a scalar.
+
+        Without labels in the context: to (logits over the true vocabulary [b, s, v],).
+        """
+        hidden = self.norm(hidden, context.tape)
+        if context.labels is None:
+            return (self.output.logits(hidden, context.tape),)
+        return (self.output.loss_sum(hidden, context.labels, context.loss_mask, context.tape),)
+
+
+def build_layer(
+    spec: LayerSpec, model: ModelConfig, tensor_group: Group, alignment: int = 1, kernels: Registry = OPS
+) -> nn.Module:
+    """The module of one layer as a tensor rank stores it, its parameters unbound on the meta device.
+
+    alignment: rows of padded parameters are rounded up to it. kernels: which backends run the ops.
+    Raises ValueError where the module's parameters and the spec's are not the same, or do not divide over the group.
+    """
+    shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
+    module: nn.Module
+    if spec.kind == "embedding":
+        module = Embedding(model, shapes, tensor_group, kernels)
+    elif spec.kind == "block":
+        module = Block(model, shapes, tensor_group, kernels, spec.index)
+    else:
+        module = Head(model, shapes, tensor_group, kernels)
+    built = {path: tuple(parameter.shape) for path, parameter in module.named_parameters()}
+    if built != shapes:
+        wrong = sorted({path for path, _ in built.items() ^ shapes.items()})
+        raise ValueError(
+            f"layer {spec.name}: module and declaration differ in {', '.join(wrong)}: "
+            f"built {built}, declared {shapes}. "
+            "The specs in megapipe.costs must name every parameter of the module and no other"
+        )
+    return module
+
+
+def _norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
+    kind = LayerNorm if model.normalization == "layer_norm" else RMSNorm
+    return kind(shapes, model.norm_epsilon, kernels)

@@ -1,0 +1,112 @@
+"""Layers of a GPT bound to real memory on one tensor rank, and runs through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config.model import ModelConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.parameters import LayerSpec
+from megapipe.layers.context import MicrobatchContext
+from megapipe.models.gpt import build_layer
+from megapipe.parallel.groups import Group, SoloGroup
+from megapipe.parallel.unit_state import UnitState
+
+VOCABULARY = 61
+GPT2 = {"activation": "gelu_tanh"}
+LLAMA = {
+    "normalization": "rms_norm",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "bias": "none",
+    "num_kv_heads": 2,
+    "tie_embeddings": False,
+}
+QWEN3 = {**LLAMA, "qk_norm": True, "sliding_window": 5, "head_size": 16}
+DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "hidden_dropout": 0.1}
+
+
+def small_model(**fields: object) -> ModelConfig:
+    """Two blocks of hidden size 32 with weights large enough for every part to matter."""
+    sizes = {"vocabulary_size": VOCABULARY, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_positions": 16}
+    return ModelConfig(**{**sizes, "init_std": 0.2, "scale_residual_init": False, **fields})  # type: ignore[arg-type]
+
+
+@dataclass
+class BoundLayer:
+    """A layer's module with its parameters in a UnitState."""
+
+    spec: LayerSpec
+    module: nn.Module
+    state: UnitState
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's owned part of every parameter's gradient, by global name."""
+        flat = self.state.gradients[0]
+        return {s.spec.name: self.state.owned_view(flat, s).clone() for s in self.state.table}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's owned part of every parameter, by global name: views to read and write."""
+        return {s.spec.name: self.state.owned_view(self.state.weights[0], s) for s in self.state.table}
+
+
+def bind(
+    spec: LayerSpec,
+    model: ModelConfig,
+    group: Group | None = None,
+    dtype: torch.dtype = torch.float32,
+    alignment: int = 1,
+    seed: int = 1,
+) -> BoundLayer:
+    """One layer with initial weights; biases and norm weights are drawn as well, so that none is neutral."""
+    group = group or SoloGroup("tensor")
+    state = UnitState(
+        spec.name,
+        spec.parameters.values(),
+        compute_dtype=dtype,
+        tensor_rank=group.rank,
+        tensor_size=group.size,
+        alignment=alignment,
+    )
+    state.initialize(seed)
+    for segment in state.table:
+        if segment.spec.init.kind != "normal":
+            whole = torch.empty(segment.spec.shape).normal_(generator=torch.Generator().manual_seed(seed)).mul_(0.1)
+            box = tuple(slice(a, b) for a, b in zip(segment.box.starts, segment.box.stops, strict=True))
+            state.owned_view(state.weights[0], segment).add_(whole[box])
+    module = build_layer(spec, model, group, alignment)
+    state.bind(module, spec.parameters)
+    return BoundLayer(spec, module, state)
+
+
+def bind_model(model: ModelConfig, **how: object) -> list[BoundLayer]:
+    """Every layer of a model; see `bind`."""
+    return [bind(spec, model, **how) for spec in gpt_layers(model)]  # type: ignore[arg-type]
+
+
+def make_context(model: ModelConfig, batch: int = 2, length: int = 12, seed: int = 3) -> MicrobatchContext:
+    """Random tokens and labels, an uneven loss mask, and ordinals on both sides of 2**32."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.vocabulary_size, (batch, length + 1), generator=generator)
+    mask = (torch.rand(batch, length, generator=generator) < 0.7).float()
+    ordinals = torch.arange(batch) * 2**32 + 5
+    return MicrobatchContext(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, ordinals, seed=2**40 + 9)
+
+
+def run(layers: Sequence[BoundLayer], context: MicrobatchContext) -> Tensor:
+    """Loss sum, or logits without labels."""
+    hidden: tuple[Tensor, ...] = ()
+    for layer in layers:
+        hidden = layer.module(*hidden, context=context)
+    return hidden[0]
+
+
+def all_gradients(layers: Sequence[BoundLayer]) -> dict[str, Tensor]:
+    """Gradients by global name, the uses of a tied weight added up."""
+    total: dict[str, Tensor] = {}
+    for layer in layers:
+        for name, gradient in layer.gradients().items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total

@@ -1,0 +1,113 @@
+"""Split backward against the fused one, bit for bit."""
+
+import pytest
+import torch
+
+from megapipe.layers.split import SplitError, SplitTape
+from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
+
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "dropout": DROPOUT}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_gradient_has_the_bits_of_the_fused_backward(shape: str, dtype: torch.dtype) -> None:
+    model = small_model(**SHAPES[shape])
+    layers = bind_model(model, dtype=dtype)
+    context = make_context(model)
+    seed = torch.tensor(1 / 24, dtype=layers[0].state.accumulate_dtype)
+    fused_loss = run(layers, context)
+    fused_loss.backward(seed)
+    fused = [layer.state.gradients[0].clone() for layer in layers]
+    for layer in layers:
+        layer.state.zero_gradients()
+    context.tape = SplitTape()
+    loss = run(layers, context)
+    assert torch.equal(loss, fused_loss)
+    assert context.tape.backward_input([loss], [seed], []) == ()
+    assert all(not layer.state.gradients[0].any() for layer in layers), "the input half touched a parameter's gradient"
+    context.tape.backward_weight()
+    for layer, expected in zip(layers, fused, strict=True):
+        assert expected.any()
+        assert torch.equal(layer.state.gradients[0], expected), layer.spec.name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_block_by_block_as_a_pipeline_runs_it(shape: str) -> None:
+    """Weight halves run late, in another order than input halves, over two micro-batches."""
+    model = small_model(**SHAPES[shape])
+    block = bind_model(model)[1]
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, 12, 32, generator=generator) for _ in range(2)]
+    upstream = [torch.randn(2, 12, 32, generator=generator) for _ in range(2)]
+    contexts = [make_context(model, seed=seed) for seed in range(2)]
+
+    expected_inputs = []
+    for x, dy, context in zip(inputs, upstream, contexts, strict=True):
+        x = x.clone().requires_grad_()
+        block.module(x, context=context)[0].backward(dy)
+        expected_inputs.append(x.grad)
+    expected = block.state.gradients[0].clone()
+    block.state.zero_gradients()
+
+    leaves, tapes = [x.clone().requires_grad_() for x in inputs], [SplitTape(), SplitTape()]
+    outputs = []
+    for x, context, tape in zip(leaves, contexts, tapes, strict=True):
+        context.tape = tape
+        outputs.append(block.module(x, context=context))
+    for i in (1, 0):
+        (dx,) = tapes[i].backward_input(outputs[i], [upstream[i]], [leaves[i]])
+        assert torch.equal(dx, expected_inputs[i])
+    for tape in tapes:
+        tape.backward_weight()
+    assert torch.equal(block.state.gradients[0], expected)
+
+
+def test_halves_in_the_wrong_order_are_refused() -> None:
+    model = small_model()
+    block = bind_model(model)[1]
+    context = make_context(model)
+    context.tape = SplitTape()
+    x = torch.randn(2, 12, 32, requires_grad=True)
+    outputs = block.module(x, context=context)
+    with pytest.raises(SplitError, match="backward_input"):
+        context.tape.backward_weight()
+    context.tape.backward_input(outputs, [torch.ones(2, 12, 32)], [x])
+    with pytest.raises(SplitError, match="once"):
+        context.tape.backward_input(outputs, [torch.ones(2, 12, 32)], [x])
+    context.tape.backward_weight()
+    with pytest.raises(SplitError):
+        context.tape.backward_weight()
+
+
+def test_probes_take_no_memory() -> None:
+    model = small_model()
+    block = bind_model(model)[1]
+    context = make_context(model)
+    context.tape = SplitTape()
+    block.module(torch.randn(2, 12, 32), context=context)
+    probes = context.tape.fresh_probes()
+    assert len(probes) == 6, "two norms and four linear layers"
+    assert {probe.untyped_storage().nbytes() for probe in probes} == {4}
+
+
+def test_twins_keep_their_own_weights_apart() -> None:
+    """Forward of both versions, then backward of both: each uses the weights of its own forward."""
+    model = small_model()
+    spec = bind_model(model)[1].spec
+    twins = [bind(spec, model, seed=seed) for seed in (1, 2)]
+    x = torch.randn(2, 12, 32)
+    alone = []
+    for twin in twins:
+        leaf = x.clone().requires_grad_()
+        twin.module(leaf, context=make_context(model))[0].sum().backward()
+        alone.append((leaf.grad, twin.state.gradients[0].clone()))
+        twin.state.zero_gradients()
+    leaves = [x.clone().requires_grad_() for _ in twins]
+    outputs = [twin.module(leaf, context=make_context(model))[0] for twin, leaf in zip(twins, leaves, strict=True)]
+    for output in outputs:
+        output.sum().backward()
+    for twin, leaf, (dx, gradients) in zip(twins, leaves, alone, strict=True):
+        assert torch.equal(leaf.grad, dx)
+        assert torch.equal(twin.state.gradients[0], gradients)
+    assert not torch.equal(alone[0][0], alone[1][0])
