@@ -1,7 +1,7 @@
 """From YAML files and command-line overrides to a PretrainConfig.
 
-`--config FILE` reads a whole configuration, `--model FILE` the content of one group, `--parallel.tensor 2` one field; later
-ones win. `--print_config` prints the result as YAML. Hyphens in flags are read as underscores.
+`--config FILE` reads a whole configuration, `--model FILE` the content of one group, `--parallel.tensor 2` one field;
+later ones win. `--print_config` prints the result as YAML. Hyphens in flags are read as underscores.
 """
 
 import re
@@ -71,7 +71,7 @@ def build_parser(description: str) -> ArgumentParser:
     parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
     for group in fields(PretrainConfig):
-        parser.add_class_arguments(group.default_factory, group.name)  # type: ignore[arg-type]
+        parser.add_class_arguments(group.default_factory, group.name)
     return parser
 
 

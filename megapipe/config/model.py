@@ -131,8 +131,8 @@ class ModelConfig:
         found = []
         if self.attention == "sdpa" and self.attention_dropout > 0:
             found.append(
-                f"model.attention is 'sdpa' with model.attention_dropout {self.attention_dropout}; the fused path cannot "
-                "draw layout-independent dropout masks: set model.attention to 'unfused' (or 'auto'), or "
+                f"model.attention is 'sdpa' with model.attention_dropout {self.attention_dropout}; the fused path "
+                "cannot draw layout-independent dropout masks: set model.attention to 'unfused' (or 'auto'), or "
                 "model.attention_dropout to 0"
             )
         if self.norm_epsilon <= 0:

@@ -11,7 +11,7 @@ class DataConfig:
     """Where tokens come from and how they are cut into samples."""
 
     prefix: str = ""
-    """Path of a shard without .bin/.idx, as tools/preprocess.py wrote it. Relative paths start at the working folder."""
+    """Path of a shard without .bin/.idx, as tools/preprocess.py wrote it, relative to the working folder."""
     split: str = "949,50,1"
     """Shares of the documents for training, validation and test."""
     sequence_length: int = 1024

@@ -55,4 +55,4 @@ def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor,
     assert piece.tape is not None
     outputs = tuple(output for output in piece.outputs if output.requires_grad)
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
-    return tuple(piece.tape.backward_input(outputs, gradients, inputs))
+    return tuple(g for g in piece.tape.backward_input(outputs, gradients, inputs) if g is not None)

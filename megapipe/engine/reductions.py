@@ -41,15 +41,19 @@ class Reductions:
 
     def __init__(
         self,
-        states: Sequence[UnitState],
+        counted_states: Sequence[UnitState],
         parameter_names: Sequence[str],
         communicators: Communicators,
         clip: Callable[[Tensor], Tensor],
         optimizer: Optimizer | None,
         device: torch.device,
     ) -> None:
-        """states: this rank's. parameter_names: the whole model's. clip: gradient norm -> coefficient."""
-        self._states = states
+        """Nothing is communicated yet.
+
+        counted_states: those whose norm this rank contributes; a tied weight counts on one of its ranks.
+        parameter_names: the whole model's. clip: gradient norm -> coefficient.
+        """
+        self._counted_states = counted_states
         self._positions = name_positions(parameter_names)
         self._communicators = communicators
         self._clip = clip
@@ -80,7 +84,7 @@ class Reductions:
         step.reductions.clear()
         scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
         if self._communicators.counts_norm:
-            add_squared_norms(self._states, self._positions, scalars)
+            add_squared_norms(self._counted_states, self._positions, scalars)
         if self._communicators.counts_loss:
             for loss_sum in step.loss_sums:
                 scalars[-1] += loss_sum.double()

@@ -1,5 +1,6 @@
-"""Connects a rank's stages to their neighbours: checks that both ends agree on shapes, makes links, allocates slots."""
+"""Connects a rank's stages to their neighbours: both ends agree on shapes, links are made, slots allocated."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) ->
     """Every boundary between ranks, in one order on all of them; its number tells its links' channels apart."""
     crossings: dict[tuple[int, int], Crossing] = {}
     for route in schedule.header.routes:
-        for stage, following in zip(route, route[1:], strict=False):
+        for stage, following in itertools.pairwise(route):
             outputs, inputs = shapes[stage][1], shapes[following][0]
             if outputs != inputs:
                 raise EngineError(

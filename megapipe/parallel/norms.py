@@ -28,8 +28,8 @@ def squared_norm(values: Tensor) -> Tensor:
 def add_squared_norms(states: Iterable[UnitState], positions: dict[str, int], into: Tensor) -> None:
     """Write each counted parameter's squared gradient norm to `into[positions[name]]` (float64, one entry a name).
 
-    Ranks then sum `into` over the pipeline and tensor groups: entries of other ranks' parameters are zero, so that adding
-    them changes no bit.
+    Ranks then sum `into` over the pipeline and tensor groups: entries of other ranks' parameters are zero, so that
+    adding them changes no bit.
     """
     for state in states:
         for segment in state.table.counted():

@@ -1,6 +1,5 @@
 """From a configuration, a mesh and a schedule to this rank's stages: the one place where model and layout meet."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import nn
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.compute import layer_flops
-from megapipe.costs.parameters import LayerSpec, tied_names
+from megapipe.costs.parameters import LayerSpec, ParameterSpec, tied_names
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.models.gpt import build_layer
 from megapipe.models.stages import even_split
@@ -43,7 +42,7 @@ class StageLayout:
 
 def lay_out(layers: tuple[LayerSpec, ...], model: ModelConfig, num_stages: int, sequence_length: int) -> StageLayout:
     """Split layers into contiguous stages, balanced by their FLOPs. Raises ValueError with more stages than layers."""
-    costs = [layer_flops(layer, model, micro_size=1, sequence_length=sequence_length).total for layer in layers]
+    costs = [layer_flops(model, layer, 1, sequence_length).total for layer in layers]
     ranges = tuple(even_split(costs, num_stages))
     tied = []
     for name in tied_names(layers):
@@ -76,8 +75,10 @@ class Assembly:
         units: list[list[nn.Module]] = []
         for unit, index in enumerate(self._layout.ranges[stage]):
             layer = self._layout.layers[index]
-            template = build_layer(layer, self._config.model, self._mesh.group("tensor"), VOCABULARY_ALIGNMENT)
-            twins = [copy.deepcopy(template) for _ in range(self._copies)]
+            twins = [
+                build_layer(layer, self._config.model, self._mesh.group("tensor"), VOCABULARY_ALIGNMENT)
+                for _ in range(self._copies)
+            ]
             own = [spec for spec in layer.parameters.values() if spec.name not in self._tied_names]
             states[unit] = self._state(layer.name, own, num_uses=1)
             self._bind(states[unit], twins, layer, use=0)
@@ -101,7 +102,7 @@ class Assembly:
         for index, twin in enumerate(twins):
             state.bind(twin, layer.parameters, copy=index, use=use)
 
-    def _state(self, name: str, specs: list, num_uses: int) -> UnitState:
+    def _state(self, name: str, specs: list[ParameterSpec], num_uses: int) -> UnitState:
         tensor = self._mesh.group("tensor")
         state = UnitState(
             name,

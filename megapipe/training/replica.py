@@ -49,6 +49,16 @@ class Replica:
         unique = {id(state): state for stage in self.stages.values() for state in stage.states.values()}
         return list(unique.values())
 
+    def _counted_states(self, groups: Communicators) -> list[UnitState]:
+        """States whose gradient norm this rank contributes: a tied weight counts on the first of its ranks alone."""
+        elsewhere = {
+            id(stage.states[len(stage.units) + group])
+            for stage in self.stages.values()
+            for group, members in groups.tied.items()
+            if members.rank > 0 and len(stage.units) + group in stage.states
+        }
+        return [state for state in self.states() if id(state) not in elsewhere]
+
     def forward_engine(self) -> Engine:
         """An engine over the same stages that runs forwards alone, for evaluation."""
         return self._engine(build_schedule(self._config, self._mesh, self.layout, mode="forward"))
@@ -61,10 +71,11 @@ class Replica:
     def _reductions(self, schedule: Schedule) -> Reductions:
         names = [spec.name for layer in self._layers for spec in layer.parameters.values()]
         limit = self._config.optimizer.clip_norm
+        groups = communicators(self._mesh, schedule, self.is_last)
         return Reductions(
-            self.states(),
+            self._counted_states(groups),
             names,
-            communicators(self._mesh, schedule, self.is_last),
+            groups,
             partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
             self.optimizer,
             self._mesh.device,

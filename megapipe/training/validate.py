@@ -24,7 +24,7 @@ def num_microbatches(config: PretrainConfig, world_size: int) -> int:
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
-    """Raise one ConfigError with every problem; return quietly when the configuration can run on `world_size` ranks."""
+    """Raise one ConfigError with every problem; return quietly when all can run on `world_size` ranks."""
     problems = config.model.problems() + config.problems()
     problems += learning_rate_problems(config.optimizer, config.training.steps)
     if not problems:
@@ -49,8 +49,8 @@ def _layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
     if world_size % model_ranks:
         return [
             f"world size {world_size} is not a multiple of parallel.pipeline {parallel.pipeline} x parallel.tensor "
-            f"{parallel.tensor} = {model_ranks}; start torchrun with --nproc_per_node {model_ranks} (or a multiple), or "
-            "change a parallel size"
+            f"{parallel.tensor} = {model_ranks}; start torchrun with --nproc_per_node {model_ranks} (or a multiple), "
+            "or change a parallel size"
         ]
     layers = config.model.num_layers + 2
     if parallel.pipeline > layers:

@@ -1,0 +1,110 @@
+"""The program as a user starts it: plain, under torchrun, stopped by Ctrl-C, and wrongly."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import command, environment, launch
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    lines = (folder / "runs/default/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "layout"),
+    [(1, []), (2, ["--parallel.pipeline", "2"]), (2, ["--parallel.tensor", "2"])],
+    ids=["plain", "pipeline", "tensor"],
+)
+def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: int, layout: list[str]) -> None:
+    finished = launch(num_processes, "--data.prefix", corpus, "--training.steps", "4", *layout, folder=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "step 4/4 | loss" in finished.stdout
+    start, *steps, end = records(tmp_path)
+    assert start["event"] == "start"
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert [record["consumed_samples"] for record in steps] == [4, 8, 12, 16]
+    assert end == {**end, "event": "end", "status": 0}
+
+
+def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str) -> None:
+    for _ in range(2):
+        launch(1, "--data.prefix", corpus, "--training.steps", "2", folder=tmp_path)
+    assert [record.get("step") for record in records(tmp_path)] == [None, 1, 2, None] * 2
+
+
+def test_ctrl_c_ends_all_ranks_after_a_whole_step(tmp_path: Path, corpus: str) -> None:
+    arguments = ["--data.prefix", corpus, "--training.steps", "100000", "--parallel.pipeline", "2"]
+    process = subprocess.Popen(
+        command(2, *arguments),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    # A terminal's Ctrl-C reaches the launcher and every rank.
+    subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
+    output, _ = process.communicate(timeout=60)
+    assert "stopped by Ctrl-C" in output
+    last = records(tmp_path)[-1]
+    assert (last["event"], last["status"]) == ("end", 128 + signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "arguments", "parts"),
+    [
+        (2, ["--parallel.pipeline", "3"], ["world size 2", "parallel.pipeline 3", "--nproc_per_node 3"]),
+        (1, ["--parallel.tensor", "2"], ["world size 1", "--nproc_per_node 2"]),
+        (1, ["--data.prefix", "nowhere"], ["nowhere"]),
+        (1, ["--model.vocabulary_size", "7"], ["vocabulary"]),
+        (1, ["--schedule.name", "zigzag"], ["zigzag"]),
+    ],
+)
+def test_a_wrong_start_says_what_and_how_to_mend_it(
+    tmp_path: Path, corpus: str, num_processes: int, arguments: list[str], parts: list[str]
+) -> None:
+    finished = launch(num_processes, "--data.prefix", corpus, "--training.steps", "1", *arguments, folder=tmp_path)
+    assert finished.returncode != 0
+    errors = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert errors, finished.stderr
+    for part in parts:
+        assert part in "\n".join(errors)
+
+
+@pytest.mark.parametrize(
+    ("variables", "parts"),
+    [
+        ({"RANK": "0"}, ["WORLD_SIZE", "torchrun"]),
+        (
+            {"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"},
+            ["RANK=5", "WORLD_SIZE=2"],
+        ),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"},
+            ["RANK='x'"],
+        ),
+    ],
+)
+def test_a_wrong_environment_is_named(
+    tmp_path: Path, corpus: str, variables: dict[str, str], parts: list[str]
+) -> None:
+    finished = launch(1, "--data.prefix", corpus, folder=tmp_path, **variables)
+    assert finished.returncode == 2
+    for part in parts:
+        assert part in finished.stderr

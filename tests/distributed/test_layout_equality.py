@@ -1,0 +1,153 @@
+"""Every layout trains the same model: losses, each parameter's gradient, and 20 steps of loss curve.
+
+The oracle is one process. gpipe and 1f1b on any number of pipeline ranks are equal to it bit for bit (class A),
+clipping included; where a sum over ranks is reordered the tolerances of the design hold.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
+from tests.support.meshes import run_mesh
+
+MODELS = {
+    "gpt2-tied": GPT2_SHAPE,
+    "gpt2-untied-dropout": replace(
+        GPT2_SHAPE, tie_embeddings=False, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1
+    ),
+    "llama-untied": LLAMA_SHAPE,
+    "llama-tied-dropout": replace(LLAMA_SHAPE, tie_embeddings=True, hidden_dropout=0.2),
+}
+PIPELINES = [{"pipeline": 2}, {"pipeline": 4}]
+REORDERED = [
+    {"tensor": 2},
+    {"data": 2},
+    {"tensor": 2, "pipeline": 2},
+    {"data": 2, "pipeline": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def config_of(corpus: str, model: ModelConfig, sizes: dict[str, int], schedule: str = "1f1b") -> PretrainConfig:
+    layout = {name: sizes.get(name, 1) for name in ("pipeline", "tensor")}
+    return make_config(corpus, model, parallel=layout, schedule={"name": schedule})
+
+
+@cache
+def one_process(corpus: str, model: str, micro_size: int = 1) -> RankRun:
+    config = config_of(corpus, MODELS[model], {})
+    config.batch = replace(config.batch, micro_size=micro_size)
+    return run_mesh({}, run_gpt, config)[0]
+
+
+def run_layout(corpus: str, model: str, sizes: dict[str, int], schedule: str = "1f1b") -> list[RankRun]:
+    return run_mesh(sizes, run_gpt, config_of(corpus, MODELS[model], sizes, schedule))
+
+
+def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Each gradient within 1e-5 of its own norm, or 1e-6 of its layer's, whichever is larger."""
+    assert found.keys() == expected.keys()
+    layer_of = {
+        name: ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in found
+    }
+    layer_norms: dict[str, float] = {}
+    for name, gradient in expected.items():
+        layer_norms[layer_of[name]] = layer_norms.get(layer_of[name], 0.0) + float(gradient.double().square().sum())
+    for name, gradient in expected.items():
+        allowed = max(1e-5 * float(gradient.double().norm()), 1e-6 * layer_norms[layer_of[name]] ** 0.5)
+        difference = float((found[name].double() - gradient.double()).norm())
+        assert difference <= allowed, f"{name}: off by {difference:.3g}, allowed {allowed:.3g}"
+
+
+def test_one_process_learns(corpus: str) -> None:
+    losses = [result.loss for result in one_process(corpus, "gpt2-tied").results]
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("sizes", PIPELINES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_pipelines_equal_one_process_bit_for_bit(
+    corpus: str, model: str, sizes: dict[str, int], schedule: str
+) -> None:
+    expected = one_process(corpus, model)
+    ranks = run_layout(corpus, model, sizes, schedule)
+    for rank in ranks:
+        assert [result.loss for result in rank.results] == [result.loss for result in expected.results]
+        assert [result.gradient_norm for result in rank.results] == [r.gradient_norm for r in expected.results]
+    for found, wanted in (
+        (assembled([rank.gradients for rank in ranks]), assembled([expected.gradients])),
+        (assembled([rank.weights for rank in ranks]), assembled([expected.weights])),
+    ):
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("sizes", REORDERED, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_reordered_sums_stay_within_tolerance(corpus: str, model: str, sizes: dict[str, int]) -> None:
+    expected = one_process(corpus, model)
+    ranks = run_layout(corpus, model, sizes)
+    losses = [result.loss for result in ranks[0].results]
+    for rank in ranks:
+        assert [result.loss for result in rank.results] == losses
+    wanted = [result.loss for result in expected.results]
+    assert losses[0] == pytest.approx(wanted[0], rel=1e-5 if "tensor" in sizes else 1e-6)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    check_gradients(assembled([rank.gradients for rank in ranks]), assembled([expected.gradients]))
+
+
+@pytest.mark.parametrize("micro_size", [2, 4])
+def test_uneven_loss_masks_give_one_gradient_for_every_micro_batch_size(corpus: str, micro_size: int) -> None:
+    expected = one_process(corpus, "gpt2-tied")
+    found = one_process(corpus, "gpt2-tied", micro_size)
+    counts = {result.token_count for result in expected.results}
+    assert len(counts) > 1, "the masks of this corpus should differ from step to step"
+    assert found.results[0].loss == pytest.approx(expected.results[0].loss, rel=1e-6)
+    check_gradients(assembled([found.gradients]), assembled([expected.gradients]))
+
+
+@pytest.mark.parametrize("links", ["gloo", "shared_memory"])
+def test_both_kinds_of_link_carry_the_same_bits(corpus: str, links: str) -> None:
+    config = config_of(corpus, GPT2_SHAPE, {"pipeline": 2})
+    config.parallel = replace(config.parallel, links=links)
+    losses = [result.loss for result in run_mesh({"pipeline": 2}, run_gpt, config)[0].results]
+    assert losses == [result.loss for result in one_process(corpus, "gpt2-tied").results]
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Sums are split over torch's threads, so bits depend on their number; the ranks of other tests have one each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_ranks_as_threads_equal_one_process_bit_for_bit(corpus: str) -> None:
+    config = config_of(corpus, GPT2_SHAPE, {"pipeline": 2})
+    ranks = run_mesh({"pipeline": 2}, run_gpt, config, backend="threads")
+    losses = [result.loss for result in ranks[0].results]
+    assert losses == [result.loss for result in one_process(corpus, "gpt2-tied").results]
+
+
+def test_bf16_pipeline_equals_bf16_one_process_and_follows_fp32(corpus: str) -> None:
+    runs = {}
+    for pipeline in (1, 2):
+        config = config_of(corpus, GPT2_SHAPE, {"pipeline": pipeline})
+        config.training = replace(config.training, precision="bf16")
+        runs[pipeline] = [result.loss for result in run_mesh({"pipeline": pipeline}, run_gpt, config)[0].results]
+    assert runs[1] == runs[2]
+    assert runs[1] == pytest.approx([result.loss for result in one_process(corpus, "gpt2-tied").results], rel=2e-2)

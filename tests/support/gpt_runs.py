@@ -1,0 +1,141 @@
+"""Small GPT runs for layout tests: the same configuration on any mesh, with losses, gradients and weights by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.parameters import Box
+from megapipe.data.index_writer import ShardWriter
+from megapipe.engine.step import StepInput, StepResult
+from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.training.pretrain import batch_loader, training_samples
+from megapipe.training.replica import Replica
+
+VOCABULARY = 61
+
+GPT2_SHAPE = ModelConfig(
+    vocabulary_size=VOCABULARY,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    max_positions=16,
+    activation="gelu_tanh",
+    tie_embeddings=True,
+)
+LLAMA_SHAPE = ModelConfig(
+    vocabulary_size=VOCABULARY,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=16,
+    normalization="rms_norm",
+    activation="swiglu",
+    positions="rotary",
+    bias="none",
+    tie_embeddings=False,
+)
+
+
+def write_shard(folder: Path, documents: int = 40, seed: int = 0) -> str:
+    """A shard of random documents of 5 to 40 tokens; ids favour small numbers, so that there is something to learn."""
+    generator = np.random.default_rng(seed)
+    prefix = folder / "corpus"
+    with ShardWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            length = int(generator.integers(5, 40))
+            writer.add_document([(generator.beta(1, 3, size=length) * VOCABULARY).astype(np.uint16)])
+        writer.commit()
+    return str(prefix)
+
+
+def make_config(prefix: str, model: ModelConfig, **groups: dict[str, Any]) -> PretrainConfig:
+    """A tiny run over `prefix`; groups override fields, e.g. schedule={"name": "gpipe"}."""
+    config = PretrainConfig(model=model)
+    config.data = replace(config.data, prefix=prefix, split="90,5,5", sequence_length=16, mask_end_of_document=True)
+    config.batch = replace(config.batch, global_size=8, micro_size=1)
+    config.optimizer = replace(config.optimizer, learning_rate=5e-3, warmup_steps=2, clip_norm=0.5)
+    config.training = replace(config.training, steps=20)
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of one tensor of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank saw of a run. gradients: after the reductions of step 1, before clipping."""
+
+    results: list[StepResult]
+    gradients: list[Shard]
+    weights: list[Shard]
+
+
+def shards(states: Sequence[UnitState], flats: Sequence[Tensor]) -> list[Shard]:
+    """Owned parts of one flat buffer per state, by parameter."""
+    return [
+        Shard(segment.spec.name, segment.spec.shape, segment.box, state.owned_view(flat, segment).clone())
+        for state, flat in zip(states, flats, strict=True)
+        for segment in state.table
+    ]
+
+
+def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None) -> RankRun:
+    """Train on this rank as pretrain_gpt.py would, keeping the first step's gradients."""
+    sizes = mesh.shape.sizes
+    parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], tensor=sizes["tensor"])
+    config = replace(config, parallel=replace(parallel, timeout_seconds=30.0))
+    replica = Replica(config, mesh, gpt_layers(config.model))
+    loader = batch_loader(config, mesh, replica, training_samples(config))
+    gradients: list[Shard] = []
+    update = replica.optimizer.update
+
+    def recording_update(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
+        if version == 1:
+            gradients.extend(shards(states, [state.gradients[0] for state in states]))
+        update(states, version, rate, coefficient)
+
+    replica.optimizer.update = recording_update  # type: ignore[method-assign]
+    results = []
+    for step in range(config.training.steps if steps is None else steps):
+        batch = loader.load(step * config.batch.global_size)
+        rate = learning_rate(config.optimizer, step + 1, config.training.steps)
+        results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_count, rate)))
+    states = replica.states()
+    return RankRun(results, gradients, shards(states, [state.master for state in states]))
+
+
+def assembled(parts: Sequence[list[Shard]]) -> dict[str, Tensor]:
+    """Whole tensors by name out of every rank's shards; copies of one shard must agree bit for bit."""
+    tensors: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for shard in (shard for part in parts for shard in part):
+        if shard.name not in tensors:
+            tensors[shard.name] = torch.zeros(shard.shape, dtype=shard.values.dtype)
+            seen[shard.name] = torch.zeros(shard.shape, dtype=torch.bool)
+        index = tuple(slice(start, stop) for start, stop in zip(shard.box.starts, shard.box.stops, strict=True))
+        known = seen[shard.name][index]
+        if known.any():
+            assert torch.equal(tensors[shard.name][index], shard.values), f"ranks disagree about {shard.name}"
+        tensors[shard.name][index] = shard.values
+        seen[shard.name][index] = True
+    incomplete = [name for name, covered in seen.items() if not covered.all()]
+    assert not incomplete, f"no rank holds all of {incomplete}"
+    return tensors

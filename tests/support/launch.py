@@ -1,0 +1,50 @@
+"""Starting pretrain_gpt.py as a user does: plain, or under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY = [
+    "--model.vocabulary_size=61",
+    "--model.num_layers=2",
+    "--model.hidden_size=32",
+    "--model.num_heads=4",
+    "--model.max_positions=16",
+    "--data.sequence_length=16",
+    "--data.split=90,5,5",
+    "--batch.global_size=4",
+    "--parallel.device=cpu",
+]
+
+
+def command(num_processes: int, *arguments: str) -> list[str]:
+    """The command line; one process runs plain python, more run under torchrun on a free port."""
+    program = [str(ROOT / "pretrain_gpt.py"), *TINY, *arguments]
+    if num_processes == 1:
+        return [sys.executable, *program]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    return [*launcher, *program]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a launched run: one thread a rank, no launcher variables inherited."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
+
+
+def launch(
+    num_processes: int, *arguments: str, folder: Path, timeout: float = 120.0, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end and return exit status and output."""
+    return subprocess.run(
+        command(num_processes, *arguments),
+        cwd=folder,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
