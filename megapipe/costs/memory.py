@@ -9,6 +9,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
 Precision = Literal["fp32", "bf16"]
+AttentionPath = Literal["sdpa", "unfused"]
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 FULL_BYTES = 4
 """Bytes of an fp32 element: masters, gradients, moments and statistics in every precision."""
@@ -67,7 +68,7 @@ def activation_bytes(
     micro_size: int,
     sequence_length: int,
     precision: Precision,
-    attention: Literal["sdpa", "unfused"],
+    attention: AttentionPath,
     *,
     tensor_size: int = 1,
     alignment: int = 1,
@@ -78,7 +79,8 @@ def activation_bytes(
     query, key and value; the attention's result; per norm row the statistics in fp32 (mean and deviation, or the
     deviation alone); sdpa's log-sum per query in fp32, or unfused's probabilities [heads, sequence, sequence], twice
     under attention dropout (before and after); one byte per element of a dropout's mask; the head's gradient of its
-    logits. Not counted: rotary tables and the micro-batch's own tokens, labels and loss mask.
+    logits. A view counts as the whole tensor that it keeps alive. Not counted: rotary tables and the micro-batch's own
+    tokens, labels and loss mask.
     With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
     arXiv 2205.05198, section 4) but for the norms' statistics, which they leave out.
     """
@@ -92,25 +94,41 @@ def activation_bytes(
         rows = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
         return norm + stream + tokens * rows * size
     replicated = 2 * (norm + stream + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size))
-    shared = _attention_bytes(model, micro_size, sequence_length, size, attention) + _mlp_bytes(model, tokens, size)
+    shared = _attention_bytes(model, micro_size, sequence_length, size, attention, tensor_size)
+    shared += _mlp_bytes(model, tokens, size)
     return replicated + shared // tensor_size
 
 
 def _attention_bytes(
-    model: ModelConfig, micro_size: int, sequence_length: int, size: int, attention: Literal["sdpa", "unfused"]
+    model: ModelConfig, micro_size: int, sequence_length: int, size: int, attention: AttentionPath, tensor_size: int
 ) -> int:
-    """What the tensor ranks share of an attention: all but the input of its first product."""
-    tokens = micro_size * sequence_length
-    query_rows, key_rows = tokens * model.num_heads, tokens * model.kv_heads
-    kept = (query_rows + 2 * key_rows) * model.head_dim * size  # query, key, value
-    kept += query_rows * model.head_dim * size  # result, the input of the output product
+    """What the tensor ranks share of an attention, over all of them: all but the input of its first product."""
+    query_rows = micro_size * sequence_length * model.num_heads
+    key_rows = micro_size * sequence_length * model.kv_heads
+    kept = query_rows * model.head_dim * size  # result, the input of the output product
+    kept += _projected_elements(model, query_rows, key_rows, attention, micro_size, tensor_size) * size
     if model.qk_norm:
-        kept += (query_rows + key_rows) * (model.head_dim * size + FULL_BYTES)
+        kept += (query_rows + key_rows) * FULL_BYTES
     if attention == "sdpa":
         return kept + query_rows * FULL_BYTES
     weights = query_rows * sequence_length
     copies = 2 if model.attention_dropout else 1
     return kept + weights * size * copies + _mask_bytes(model.attention_dropout, weights)
+
+
+def _projected_elements(
+    model: ModelConfig, query_rows: int, key_rows: int, attention: AttentionPath, micro_size: int, tensor_size: int
+) -> int:
+    """Elements of query, key and value: as projected, all three in one tensor, and as multiplied where that differs.
+
+    The unfused path brings the rows of a kv head together: a copy, unless there is one sample or one head.
+    """
+    query, key = query_rows * model.head_dim, key_rows * model.head_dim
+    changed = model.qk_norm or model.positions == "rotary"
+    keys_copied = attention == "unfused" and micro_size > 1 and model.kv_heads > tensor_size
+    queries_copied = keys_copied or (attention == "unfused" and model.num_heads > model.kv_heads)
+    projected = query + 2 * key if model.qk_norm or not keys_copied else 0
+    return projected + query * (changed or queries_copied) + key * (changed or keys_copied) + key * keys_copied
 
 
 def _mask_bytes(probability: float, elements: int) -> int:

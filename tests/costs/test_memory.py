@@ -44,16 +44,17 @@ def test_a_llama_block_tensor_by_tensor() -> None:
         4 * (64 + 64 + 64 + 64)  # inputs of two norms, of qkv and of gate/up
         + 2 * 4  # inverse roots
         + 4 * (64 + 16 + 16 + 64)  # query, key, value, result
-        + 8 * 4  # log-sums
+        + 4 * (64 + 16)
+        + 8 * 4  # query and key before the rotation, log-sums
         + 4 * (96 + 96 + 96)  # gate, up, product
     )
     block = gpt_layers(model)[1]
     assert activation_bytes(model, block, micro, sequence, "fp32", "sdpa") == tokens * per_token
     unfused = activation_bytes(model, block, micro, sequence, "fp32", "unfused")
-    assert unfused == tokens * (per_token - 8 * 4 + 4 * 8 * sequence)
+    assert unfused == tokens * (per_token - 4 * (64 + 16) - 8 * 4 + 4 * 8 * sequence)
     normed = llama_like(qk_norm=True)
     with_norms = activation_bytes(normed, gpt_layers(normed)[1], micro, sequence, "fp32", "sdpa")
-    assert with_norms == tokens * (per_token + 4 * (64 + 16) + 4 * (8 + 2))
+    assert with_norms == tokens * (per_token + 4 * (8 + 2))
 
 
 def test_tensor_ranks_share_what_they_compute_apart() -> None:
