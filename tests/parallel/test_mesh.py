@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megapipe.parallel.launch import device_mesh
 from megapipe.parallel.mesh import DIMENSIONS, Mesh, MeshShape
@@ -89,6 +88,9 @@ def test_groups_hold_the_ranks_that_differ_in_their_dimensions(backend: Backend,
 
 def sum_with_torch_tools(mesh: Mesh) -> torch.Tensor:
     """A DTensor that is a partial sum over `tensor`, and replicated over `pipeline`, made whole."""
+    # Imported here, as it takes seconds that the other ranks of this module need not spend.
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     local = torch.tensor([float(mesh.rank)])
     return DTensor.from_local(local, device_mesh(mesh), [Replicate(), Partial()]).full_tensor()
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Imports alone: an operation in the server would start threads that a fork does not carry over.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.support.ranks"])
+_CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "tests.support.ranks", "tests.support.meshes"])
 
 _GRACE_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1

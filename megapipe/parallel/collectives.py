@@ -1,0 +1,130 @@
+"""Collectives that autograd sees, in conjugate pairs: what one does forward, the other does backward.
+
+`copy_to_group` and `reduce_from_group` are f and g of Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3):
+f stands where a replicated tensor enters a region in which every rank computes its own part, g where the parts' sum
+leaves it. `scatter_to_group` and `gather_from_group` are the same for tensors that are cut along a dimension.
+
+Over processes these are torch's functional collectives, so torch.compile traces them into one graph; between threads
+the graph breaks. In a group of one rank every function returns its input as it is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.parallel.groups import DistributedGroup, Group
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """`x`, the same on every rank; its gradient is the sum of all ranks' gradients."""
+    return x if group.size == 1 else _Copy.apply(x, group)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Sum of all ranks' `x`, the same on every rank; the gradient goes to each of them as it is."""
+    return x if group.size == 1 else _Reduce.apply(x, group)
+
+
+def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice along `dim` of an `x` that is the same on every rank; gradients of all slices are gathered.
+
+    Raises:
+        ValueError: the dimension cannot be cut into equal slices.
+    """
+    return x if group.size == 1 else _Scatter.apply(x, group, dim)
+
+
+def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' slices `x` joined along `dim`, the same on every rank.
+
+    What follows computes the same on every rank, so each slice's gradient is its part of the joined gradient.
+    """
+    return x if group.size == 1 else _Gather.apply(x, group, dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _slice_of(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _joined(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _slice_of(gradient, ctx.group, ctx.dim), None, None
+
+
+def _slice_of(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice, in memory of its own."""
+    if x.shape[dim] % group.size:
+        raise ValueError(
+            f"dimension {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {group.size} equal slices"
+        )
+    return x.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    """A new tensor."""
+    if not isinstance(group, DistributedGroup):
+        return _summed_between_threads(x, group)
+    name = group.process_group.group_name
+    return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", name))
+
+
+def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
+    """A new tensor."""
+    if not isinstance(group, DistributedGroup):
+        parts = _gathered_between_threads(x, group)
+    else:
+        name = group.process_group.group_name
+        rows = x.reshape(1, -1)
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(rows, group.size, name)
+        parts = _finished(gathered).view(group.size, *x.shape)
+    return torch.cat(parts.unbind(0), dim)
+
+
+def _finished(x: Tensor) -> Tensor:
+    finished: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return finished
+
+
+def _summed_between_threads(x: Tensor, group: Group) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total)
+    return total
+
+
+def _gathered_between_threads(x: Tensor, group: Group) -> Tensor:
+    return group.all_gather(x)

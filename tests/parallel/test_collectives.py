@@ -1,0 +1,136 @@
+"""Tensor-parallel collectives give the values and gradients of the same computation on one rank."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from megapipe.parallel.groups import Group, SoloGroup
+from megapipe.parallel.mesh import Mesh
+from tests.support.meshes import Backend, run_mesh
+
+BACKENDS = ["processes", "threads"]
+ROWS, WIDTH, HIDDEN = 4, 6, 12
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, width], A [width, hidden], B [hidden, width] in float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    x, a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return x.requires_grad_(), a.requires_grad_(), b.requires_grad_()
+
+
+def gradient(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
+def two_layers(x: Tensor, a: Tensor, b: Tensor, group: Group) -> Tensor:
+    """The MLP of Megatron-LM, with A cut by columns and B by rows."""
+    hidden = torch.tanh(copy_to_group(x, group) @ a)
+    return torch.sin(reduce_from_group(hidden @ b, group))
+
+
+def parallel_gradients(mesh: Mesh, compile_options: dict[str, Any] | None) -> dict[str, Tensor]:
+    group = mesh.group("tensor")
+    x, a, b = inputs()
+    mine = slice(group.rank * HIDDEN // group.size, (group.rank + 1) * HIDDEN // group.size)
+    function = two_layers if compile_options is None else torch.compile(two_layers, **compile_options)
+    y = function(x, a[:, mine], b[mine], group)
+    y.square().sum().backward()
+    return {"y": y.detach(), "x": gradient(x), "a": gradient(a)[:, mine], "b": gradient(b)[mine]}
+
+
+def check_against_one_rank(results: list[dict[str, Tensor]]) -> None:
+    x, a, b = inputs()
+    y = two_layers(x, a, b, SoloGroup("tensor"))
+    y.square().sum().backward()
+    for result in results:
+        torch.testing.assert_close(result["y"], y.detach())
+        torch.testing.assert_close(result["x"], x.grad)
+        assert torch.equal(result["y"], results[0]["y"])
+        assert torch.equal(result["x"], results[0]["x"])
+    torch.testing.assert_close(torch.cat([result["a"] for result in results], 1), a.grad)
+    torch.testing.assert_close(torch.cat([result["b"] for result in results], 0), b.grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_copy_and_reduce_equal_one_rank(backend: Backend, size: int) -> None:
+    check_against_one_rank(run_mesh({"tensor": size}, parallel_gradients, None, backend=backend))
+
+
+def test_copy_and_reduce_compile_into_one_graph() -> None:
+    options = {"backend": "aot_eager", "fullgraph": True}
+    check_against_one_rank(run_mesh({"tensor": 2}, parallel_gradients, options, timeout=120))
+
+
+def test_copy_and_reduce_between_threads_survive_compilation() -> None:
+    options = {"backend": "aot_eager"}
+    check_against_one_rank(run_mesh({"tensor": 2}, parallel_gradients, options, backend="threads", timeout=120))
+
+
+def scattered_and_gathered(x: Tensor, weight: Tensor, group: Group, dim: int) -> Tensor:
+    """A function of each element alone, computed slice by slice."""
+    part = scatter_to_group(x, group, dim) * scatter_to_group(weight, group, dim)
+    return gather_from_group(torch.exp(part), group, dim).pow(2)
+
+
+def slice_gradients(mesh: Mesh, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = slice_inputs()
+    y = scattered_and_gathered(x, weight, mesh.group("tensor"), dim)
+    y.cos().sum().backward()
+    return y.detach(), gradient(x), gradient(weight)
+
+
+def slice_inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(6, 2, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x.requires_grad_(), weight.requires_grad_()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("size", "dim"), [(2, 0), (3, -1), (2, 1)])
+def test_scatter_and_gather_equal_one_rank(backend: Backend, size: int, dim: int) -> None:
+    x, weight = slice_inputs()
+    y = torch.exp(x * weight).pow(2)
+    y.cos().sum().backward()
+    for result in run_mesh({"tensor": size}, slice_gradients, dim, backend=backend):
+        torch.testing.assert_close(result, (y.detach(), gradient(x), gradient(weight)), rtol=1e-14, atol=0)
+
+
+def check_with_finite_differences(mesh: Mesh) -> None:
+    """torch's gradcheck perturbs one element on all ranks together, as every rank runs the same code."""
+    group = mesh.group("tensor")
+    x, a, b = inputs()
+    mine = slice(group.rank * HIDDEN // group.size, (group.rank + 1) * HIDDEN // group.size)
+    part_a, part_b = a[:, mine].detach(), b[mine].detach()
+    assert torch.autograd.gradcheck(lambda x: two_layers(x, part_a, part_b, group), (x,))
+    assert torch.autograd.gradcheck(lambda x: scattered_and_gathered(x, x, group, 1), (x,))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_equal_finite_differences(backend: Backend, size: int) -> None:
+    run_mesh({"tensor": size}, check_with_finite_differences, backend=backend)
+
+
+def cut_unevenly(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=r"shape \(4, 6\) cannot be cut into 4 equal slices"):
+        scatter_to_group(torch.zeros(4, 6), mesh.group("tensor"), 1)
+
+
+def test_uneven_slices_are_told() -> None:
+    run_mesh({"tensor": 4}, cut_unevenly, backend="threads")
+
+
+def test_one_rank_gets_its_input_back() -> None:
+    group = SoloGroup("tensor")
+    x = torch.zeros(3, 3)
+    assert copy_to_group(x, group) is x
+    assert reduce_from_group(x, group) is x
+    assert scatter_to_group(x, group, 0) is x
+    assert gather_from_group(x, group, 0) is x
