@@ -121,12 +121,15 @@ def _projected_elements(
 ) -> int:
     """Elements of query, key and value: as projected, all three in one tensor, and as multiplied where that differs.
 
-    The unfused path brings the rows of a kv head together: a copy, unless there is one sample or one head.
+    Bringing rows together copies them: the unfused path does so by kv head, unless there is one sample or one such
+    head; grouped queries come out of their groups.
     """
     query, key = query_rows * model.head_dim, key_rows * model.head_dim
     changed = model.qk_norm or model.positions == "rotary"
-    keys_copied = attention == "unfused" and micro_size > 1 and model.kv_heads > tensor_size
-    queries_copied = keys_copied or (attention == "unfused" and model.num_heads > model.kv_heads)
+    several_heads = model.kv_heads > tensor_size
+    keys_copied = attention == "unfused" and micro_size > 1 and several_heads
+    grouped = model.num_heads > model.kv_heads
+    queries_copied = keys_copied or (grouped and (attention == "unfused" or several_heads))
     projected = query + 2 * key if model.qk_norm or not keys_copied else 0
     return projected + query * (changed or queries_copied) + key * (changed or keys_copied) + key * keys_copied
 

@@ -1,0 +1,85 @@
+"""The predicted bytes of saved activations beside what autograd saves in the project's own layers."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapipe.config.model import ModelConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.memory import activation_bytes
+from megapipe.costs.parameters import LayerSpec
+from megapipe.layers.context import MicrobatchContext
+from megapipe.models.gpt import build_layer
+from megapipe.parallel.groups import SoloGroup
+
+SEQUENCE = 32
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LLAMA: dict[str, Any] = {
+    "num_kv_heads": 2,
+    "normalization": "rms_norm",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "bias": "none",
+    "tie_embeddings": False,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2-dropout": {"hidden_dropout": 0.1, "embedding_dropout": 0.1},
+    "llama": LLAMA,
+    "grouped": {"num_kv_heads": 2, "bias": "none"},
+    "one-kv-head": {"num_kv_heads": 1},
+    "llama-one-kv-head": {**LLAMA, "num_kv_heads": 1},
+    "qwen3": {**LLAMA, "qk_norm": True, "head_size": 24},
+}
+
+
+def bound_layer(model: ModelConfig, layer: LayerSpec, dtype: torch.dtype) -> nn.Module:
+    module = build_layer(layer, model, SoloGroup("tensor"))
+    for path, spec in layer.parameters.items():
+        owner, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(torch.full(spec.shape, 0.02, dtype=dtype)))
+    return module
+
+
+def saved_bytes(model: ModelConfig, layer: LayerSpec, micro_size: int, dtype: torch.dtype) -> int:
+    """Bytes of all storages that autograd keeps, parameters and integer tensors (the micro-batch's own) apart."""
+    module = bound_layer(model, layer, dtype)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    tokens = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
+    context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(micro_size))
+    hidden = torch.randn(micro_size, SEQUENCE, model.hidden_size, dtype=dtype, requires_grad=True)
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.int64:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(*([] if layer.kind == "embedding" else [hidden]), context=context)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in parameters)
+
+
+def shared_bytes(model: ModelConfig, layer: LayerSpec) -> int:
+    """Bytes of a block's two rotary tables in fp32, which all micro-batches share and the prediction leaves out."""
+    rotary = layer.kind == "block" and model.positions == "rotary"
+    return 2 * SEQUENCE * (model.head_dim // 2) * 4 if rotary else 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "unfused"])
+@pytest.mark.parametrize("micro_size", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layer_keeps_what_is_predicted(
+    shape: str, micro_size: int, attention: Literal["sdpa", "unfused"], precision: Literal["fp32", "bf16"]
+) -> None:
+    model = ModelConfig(
+        vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4, attention=attention, **SHAPES[shape]
+    )
+    if shape == "gpt2-dropout" and attention == "unfused":
+        model.attention_dropout = 0.1
+    for layer in gpt_layers(model):
+        measured = saved_bytes(model, layer, micro_size, DTYPES[precision]) - shared_bytes(model, layer)
+        assert measured == activation_bytes(model, layer, micro_size, SEQUENCE, precision, attention), layer.name
