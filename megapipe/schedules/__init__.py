@@ -6,6 +6,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS
 from megapipe.schedules.lowering import lower
 from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
+from megapipe.schedules.simulation import Costs, Link, Simulation, rank_costs, simulate
 from megapipe.schedules.text import dumps, loads
 from megapipe.schedules.validation import Report, validate
 
@@ -13,13 +14,16 @@ __all__ = [
     "COLUMNS",
     "GENERATORS",
     "Action",
+    "Costs",
     "Header",
     "Kind",
+    "Link",
     "Report",
     "Rows",
     "Schedule",
     "ScheduleError",
     "Sections",
+    "Simulation",
     "StagePlace",
     "build",
     "check_microbatches",
@@ -27,5 +31,7 @@ __all__ = [
     "loads",
     "lower",
     "order",
+    "rank_costs",
+    "simulate",
     "validate",
 ]

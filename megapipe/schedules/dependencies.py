@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.table import Table, last_row_per
+from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """Kinds that make the gradient of a stage's input."""
@@ -193,7 +193,7 @@ class Dependencies:
         ):
             rows = table.rows_with(*kinds)
             keys = table.stage[rows] * table.num_updates + table.update[rows]
-            first = last_row_per(keys[::-1], rows[::-1], table.num_stages * table.num_updates)
+            first = first_row_per(keys, rows, table.num_stages * table.num_updates)
             first = first.reshape(table.num_stages, table.num_updates)
             for stage, users in self._readers_of_state().items():
                 mine = updates[table.stage[updates] == stage]
@@ -238,14 +238,14 @@ class Dependencies:
         updates = table.rows_with(Kind.UPDATE)
         if header.updates_per_step == 1:
             scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.microbatches_per_update)
-            first_update = np.full_like(scalars, -1)
-            first_update[table.rank[updates][::-1], table.update[updates][::-1]] = updates[::-1]
+            place = table.rank[updates] * table.num_updates + table.update[updates]
+            first_update = first_row_per(place, updates, scalars.size).reshape(scalars.shape)
             parts.append(_against_all(first_update, scalars))
             waiting = scalars[table.rank[tied], table.update[tied]]
         else:
-            first_update = np.full((table.num_stages, table.num_updates), -1, dtype=np.int64)
-            first_update[table.stage[updates][::-1], table.update[updates][::-1]] = updates[::-1]
-            waiting = first_update[table.stage[tied], table.update[tied]]
+            place = table.stage * table.num_updates + table.update
+            first_update = first_row_per(place[updates], updates, table.num_stages * table.num_updates)
+            waiting = first_update[place[tied]]
         group = table.unit[tied] - np.array(header.units_per_stage)[table.stage[tied]]
         for row, needed in zip(tied.tolist(), waiting.tolist(), strict=True):
             index = int(np.searchsorted(tied, row))
@@ -258,11 +258,10 @@ class Dependencies:
         """The first backward of a route's last stage in each rank and step, -1 where none; shape [ranks, steps]."""
         table, header = self.table, self.table.header
         ends = np.flatnonzero(self._neighbour_keys(header.following_stages) < 0)
-        rows = np.sort(self._backward[0][ends])[::-1]
+        rows = np.sort(self._backward[0][ends])
         rows = rows[rows >= 0]
-        users = np.full((header.num_ranks, table.steps), -1, dtype=np.int64)
-        users[table.rank[rows], table.microbatch[rows] // header.num_microbatches] = rows
-        return users
+        place = table.rank[rows] * table.steps + table.microbatch[rows] // header.num_microbatches
+        return first_row_per(place, rows, header.num_ranks * table.steps).reshape(header.num_ranks, table.steps)
 
 
 def _against_all(users: Ints, members: Ints) -> Needs:

@@ -83,6 +83,13 @@ class Header:
         return max(self.versions_per_stage)
 
     @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Weight versions that each rank keeps."""
+        return tuple(
+            max(self.versions_per_stage[stage] for stage in self.stages_on(rank)) for rank in range(self.num_ranks)
+        )
+
+    @property
     def microbatches_per_update(self) -> int:
         return self.num_microbatches // self.updates_per_step
 

@@ -134,4 +134,5 @@ def last_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:
 
 def first_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:
     """For each key the first of the ascending ``rows`` that has it, -1 where none has."""
-    return last_row_per(keys[::-1], rows[::-1], num_keys)
+    # Copies, not views: numpy may walk indices of negative stride in memory order, and then the last does not win.
+    return last_row_per(keys[::-1].copy(), rows[::-1].copy(), num_keys)

@@ -16,6 +16,8 @@ Header lines (each at most once, ``name``, ``microbatches`` and the stages requi
 :mod:`megapipe.schedules.tokens`. A schedule of compute actions alone (``lowered no``, the default) can be lowered.
 """
 
+from itertools import pairwise
+
 import numpy as np
 
 from megapipe.schedules.actions import Action, Rows, empty_rows
@@ -49,7 +51,7 @@ def loads(text: str, source: str = "schedule") -> Schedule:
         reader.read(line)
     header = reader.finish(source)
     found: dict[SectionName, tuple[Rows, ...]] = {}
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+    for start, end in pairwise([*starts, len(lines)]):
         name = _section_name(lines[start], found)
         found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks)
     if "body" not in found:

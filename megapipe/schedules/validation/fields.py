@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import MICROBATCH, SLICE, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask
+from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
@@ -40,8 +41,11 @@ FORWARD_MODE_KINDS: Final = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECV_ACTIV
 def check_fields(table: Table) -> None:
     """Raise ScheduleError at the first row that is no well-formed action of its rank."""
     kinds = FORWARD_MODE_KINDS if table.header.mode == "forward" else tuple(SHAPES)
-    known = (table.kind >= 0) & (table.kind < len(Kind))
-    _require(table, known, "no such kind of action")
+    unknown = np.flatnonzero((table.kind < 0) | (table.kind >= len(Kind)))
+    if len(unknown):
+        row = int(unknown[0])
+        place = f"rank {table.rank[row]}, action {row - table.offsets[table.rank[row]]}"
+        raise ScheduleError(f"{table.header.name}, {place}: there is no kind {table.kind[row]} of action")
     _require(table, table.is_kind(*kinds), f"such actions have no place in a schedule of mode {table.header.mode!r}")
     for name, column in (("stage", STAGE), ("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
         _check_use(table, name, column)

@@ -12,6 +12,7 @@ from megapipe.schedules.table import Table
 from megapipe.schedules.validation.buffers import check_buffers
 from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields
+from megapipe.schedules.validation.header import check_header
 from megapipe.schedules.validation.order import check_order
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
 
@@ -43,6 +44,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     header = schedule.header
     if not header.lowered:
         raise ScheduleError(f"{header.name} holds compute actions alone; lower it, then validate")
+    check_header(header)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
         _check(table)
@@ -50,17 +52,13 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
         canonical_order=_adds_in_order(table),
         peak_activations=peak_activations(table) if header.mode == "train" else (0.0,) * header.num_ranks,
         pending_weight_halves=pending_weight_halves(table),
-        weight_versions=tuple(
-            max(header.versions_per_stage[stage] for stage in header.stages_on(rank))
-            for rank in range(header.num_ranks)
-        ),
+        weight_versions=header.weight_versions,
     )
     budget = np.inf if activation_budget is None else activation_budget
     for rank, peak in enumerate(report.peak_activations):
         if peak > budget:
-            raise ScheduleError(
-                f"{header.name} keeps activations of {peak:g} micro-batches on rank {rank}, above the budget of {budget:g}"
-            )
+            kept = f"{header.name} keeps {peak:g} micro-batches of activations on rank {rank}"
+            raise ScheduleError(f"{kept}, above the budget of {budget:g}")
     return report
 
 

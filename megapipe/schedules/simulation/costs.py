@@ -1,0 +1,82 @@
+"""Times that the simulator runs a schedule with, in any one unit of time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Header
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks: a message keeps it busy for ``transfer`` and arrives ``latency`` later."""
+
+    latency: float = 0.0
+    transfer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long each action takes.
+
+    ``forward``, ``backward``, ``backward_input``, ``backward_weight``, ``reduce_gradients`` and ``update`` have one
+    entry a stage, for the whole chunk. ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run beside the
+    compute, one after another on each link; with ``blocking_sends`` they hold the sender until the message arrived,
+    and start only when the receive is posted.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    update: tuple[float, ...]
+    reduce_gradients: tuple[float, ...]
+    reduce_tied: float = 0.0
+    reduce_scalars: float = 0.0
+    link: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    blocking_sends: bool = False
+
+
+def rank_costs(
+    header: Header,
+    *,
+    forward: float = 1.0,
+    backward: float | None = None,
+    backward_input: float | None = None,
+    backward_weight: float | None = None,
+    update: float = 0.0,
+    reduce_gradients: float = 0.0,
+    reduce_tied: float = 0.0,
+    reduce_scalars: float = 0.0,
+    link: Link = Link(),
+    blocking_sends: bool = False,
+) -> Costs:
+    """Costs from times of one whole rank's share of the model, shared equally by the stages of a rank.
+
+    A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
+    of the three a backward takes twice the forward.
+    """
+    if backward_input is None and backward_weight is None:
+        backward = 2.0 * forward if backward is None else backward
+        backward_input = backward_weight = backward / 2.0
+    if backward_input is None or backward_weight is None:
+        raise ScheduleError("give both halves of the backward (input and weight), or neither")
+    backward = backward_input + backward_weight if backward is None else backward
+    times = (forward, backward, backward_input, backward_weight, update, reduce_gradients)
+    if min(*times, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
+        raise ScheduleError(f"times must not be negative and compute must take some: got {times}")
+    share = [len(header.stages_on(place.rank)) for place in header.stages]
+    per_stage = [tuple(time / count for count in share) for time in times]
+    return Costs(
+        forward=per_stage[0],
+        backward=per_stage[1],
+        backward_input=per_stage[2],
+        backward_weight=per_stage[3],
+        update=per_stage[4],
+        reduce_gradients=per_stage[5],
+        reduce_tied=reduce_tied,
+        reduce_scalars=reduce_scalars,
+        link=link,
+        blocking_sends=blocking_sends,
+    )

@@ -1,0 +1,318 @@
+"""An oracle for schedules: runs the actions symbolically, with blocking sends and physical buffers, knowing no rules.
+
+Every value is a hash of what it was made from. A schedule is right when it ends in the weights that
+``tests.schedules.serial`` computes in one process.
+"""
+
+from collections import defaultdict, deque
+
+from megapipe.schedules import Action, Kind, Schedule
+from tests.schedules.serial import Weights, initial, mix
+
+
+class Broken(Exception):
+    """The schedule does something that no machine can do, or hangs."""
+
+
+class Rank:
+    """One pipeline rank: its weights, buffers and program."""
+
+    def __init__(self, world: "World", rank: int, program: list[Action]) -> None:
+        self.world, self.rank, self.program, self.position = world, rank, program, 0
+        header = world.schedule.header
+        self.names: dict[tuple[int, int], tuple[str, int, int]] = {}
+        for stage in header.stages_on(rank):
+            for unit in header.state_units(stage):
+                tied = unit - header.units_per_stage[stage]
+                self.names[stage, unit] = ("tied", tied, 0) if tied >= 0 else ("unit", stage, unit)
+        self.weights: Weights = {
+            name: [initial(name)] * header.versions_per_stage[stage] for (stage, _), name in self.names.items()
+        }
+        self.slots: dict[tuple[str, int, int], int | None] = {}
+        self.values: dict[tuple[str, int, int], int] = {}
+        self.inputs: dict[tuple[int, int, int], int] = {}
+        self.input_slot: dict[tuple[int, int], int] = {}
+        self.halves: dict[tuple[int, int, int], int] = {}
+        self.gradients: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        self.reduced: dict[tuple[object, ...], int] = {}
+        self.last_collective: dict[object, int] = {}
+
+    def step(self) -> bool:
+        """Run the next action if it does not have to wait."""
+        if self.position == len(self.program):
+            return False
+        action = self.program[self.position]
+        if not getattr(self, action.kind.name.lower())(action):
+            return False
+        self.position += 1
+        return True
+
+    def take(self, sort: str, action: Action) -> int | None:
+        """The input or gradient that a chunk starts from; None where it has not arrived."""
+        if action.slot >= 0:
+            if (sort, action.stage, action.slot) not in self.slots:
+                raise Broken(f"reads a slot that was never posted: {action}")
+            return self.slots[sort, action.stage, action.slot]
+        key = (sort, action.stage, action.microbatch)
+        if key not in self.values:
+            raise Broken(f"nothing to start from: {action}")
+        return self.values.pop(key)
+
+    def weight(self, stage: int, unit: int, version: int) -> int:
+        """What a unit computes with: its own weights, and the tied ones at the stage's first unit."""
+        header = self.world.schedule.header
+        names = [("unit", stage, unit)]
+        if unit == 0:
+            names += [("tied", group, 0) for group, uses in enumerate(header.tied_groups) if stage in uses]
+        return mix(*(self.weights[name][version % len(self.weights[name])] for name in names))
+
+    def units(self, action: Action) -> list[int]:
+        count = self.world.schedule.header.units_per_stage[action.stage]
+        return list(range(count)) if action.unit < 0 else [action.unit]
+
+    def forward(self, action: Action) -> bool:
+        stage, microbatch, units = action.stage, action.microbatch, self.units(action)
+        schedule = self.world.schedule
+        if units[0] > 0:
+            value = self.values.pop(("between", stage, microbatch), None)
+            if value is None:
+                raise Broken(f"no unit before: {action}")
+        elif schedule.previous_stage(stage, microbatch) is None:
+            value = mix("data", microbatch)
+        else:
+            value = self.take("activation", action)
+            if value is None:
+                return False
+        if units[0] == 0:
+            self.input_slot[stage, microbatch] = action.slot
+        for unit in units:
+            self.inputs[stage, unit, microbatch] = value
+            value = mix("forward", self.weight(stage, unit, action.version), value)
+        if units[-1] < schedule.header.units_per_stage[stage] - 1:
+            self.values["between", stage, microbatch] = value
+        else:
+            self.hand_on("activation", stage, microbatch, schedule.next_stage(stage, microbatch), value)
+        return True
+
+    def hand_on(self, sort: str, stage: int, microbatch: int, target: int | None, value: int) -> None:
+        if target is not None and self.world.schedule.rank_of(target) == self.rank:
+            self.values[sort, target, microbatch] = value
+        else:
+            self.values["out " + sort, stage, microbatch] = value
+
+    def backward(self, action: Action) -> bool:
+        return self.backward_input(action, weights_too=True)
+
+    def backward_input(self, action: Action, weights_too: bool = False) -> bool:
+        stage, microbatch, units = action.stage, action.microbatch, self.units(action)[::-1]
+        schedule = self.world.schedule
+        if units[0] < schedule.header.units_per_stage[stage] - 1:
+            gradient = self.values.pop(("back", stage, microbatch), None)
+            if gradient is None:
+                raise Broken(f"no unit behind: {action}")
+        elif schedule.next_stage(stage, microbatch) is None:
+            counts = self.world.result(("counts",), self.last_collective.get(("counts",), -1))
+            if counts is None:
+                return False
+            gradient = mix("loss", self.values.pop(("out activation", stage, microbatch), None))
+        else:
+            taken = self.take("gradient", action)
+            if taken is None:
+                return False
+            gradient = taken
+        for unit in units:
+            saved = self.saved_input(stage, unit, microbatch)
+            weight = self.weight(stage, unit, action.version)
+            self.halves[stage, unit, microbatch] = gradient
+            if weights_too:
+                self.add_gradients(stage, unit, microbatch, weight)
+            gradient = mix("backward", weight, saved, gradient)
+        if units[-1] > 0:
+            self.values["back", stage, microbatch] = gradient
+        else:
+            self.hand_on("gradient", stage, microbatch, schedule.previous_stage(stage, microbatch), gradient)
+        return True
+
+    def backward_weight(self, action: Action) -> bool:
+        for unit in self.units(action)[::-1]:
+            weight = self.weight(action.stage, unit, action.version)
+            self.add_gradients(action.stage, unit, action.microbatch, weight)
+        return True
+
+    def saved_input(self, stage: int, unit: int, microbatch: int) -> int:
+        """What the unit's input holds now: a receive buffer may have been overwritten since the forward."""
+        if (stage, unit, microbatch) not in self.inputs:
+            raise Broken("backward without forward")
+        slot = self.input_slot[stage, microbatch]
+        if unit == 0 and slot >= 0:
+            return mix(self.slots["activation", stage, slot])
+        return mix(self.inputs[stage, unit, microbatch])
+
+    def add_gradients(self, stage: int, unit: int, microbatch: int, weight: int) -> None:
+        header = self.world.schedule.header
+        if (stage, unit, microbatch) not in self.halves:
+            raise Broken("weight half without input half")
+        update = microbatch // header.microbatches_per_update
+        gradient = self.halves.pop((stage, unit, microbatch))
+        value = mix("dw", weight, self.saved_input(stage, unit, microbatch), gradient)
+        buffer = update % header.gradient_buffers
+        self.gradients["unit", stage, unit, buffer].append(value)
+        if unit == 0:
+            for group, uses in enumerate(header.tied_groups):
+                if stage in uses:
+                    self.gradients["use", group, stage, buffer].append(value)
+
+    def send_activation(self, action: Action) -> bool:
+        target = self.world.schedule.next_stage(action.stage, action.microbatch)
+        return self.send("activation", action, target)
+
+    def send_gradient(self, action: Action) -> bool:
+        return self.send("gradient", action, self.world.schedule.previous_stage(action.stage, action.microbatch))
+
+    def send(self, sort: str, action: Action, target: int | None) -> bool:
+        key = ("out " + sort, action.stage, action.microbatch)
+        if target is None or key not in self.values:
+            raise Broken(f"nothing to send: {action}")
+        posted = self.world.posted[self.rank, self.world.schedule.rank_of(target)]
+        if not posted:
+            return False  # rendezvous: the receive is not posted
+        receiver, slot = posted.popleft()
+        receiver.slots[slot] = self.values.pop(key)
+        return True
+
+    def recv_activation(self, action: Action) -> bool:
+        return self.receive("activation", action, self.world.schedule.previous_stage(action.stage, action.microbatch))
+
+    def recv_gradient(self, action: Action) -> bool:
+        return self.receive("gradient", action, self.world.schedule.next_stage(action.stage, action.microbatch))
+
+    def receive(self, sort: str, action: Action, source: int | None) -> bool:
+        if source is None:
+            raise Broken(f"nobody sends: {action}")
+        slot = (sort, action.stage, action.slot)
+        self.slots[slot] = None
+        self.world.posted[self.world.schedule.rank_of(source), self.rank].append((self, slot))
+        return True
+
+    def buffer(self, action: Action) -> int:
+        header = self.world.schedule.header
+        return action.microbatch // header.microbatches_per_update % header.gradient_buffers
+
+    def summed(self, key: tuple[object, ...]) -> int:
+        values = self.gradients[key]
+        return mix("sum", *(values if self.world.ordered else sorted(values)))
+
+    def reduce_gradients(self, action: Action) -> bool:
+        key = ("unit", action.stage, action.unit, self.buffer(action))
+        self.reduced[key] = mix("reduced", self.summed(key))
+        return True
+
+    def reduce_tied(self, action: Action) -> bool:
+        header = self.world.schedule.header
+        group = action.unit - header.units_per_stage[action.stage]
+        buffer = self.buffer(action)
+        uses = {
+            stage: self.summed(("use", group, stage, buffer))
+            for stage in header.tied_groups[group]
+            if header.stages[stage].rank == self.rank
+        }
+        self.join(("tied", group), uses)
+        return True
+
+    def reduce_counts(self, action: Action) -> bool:
+        self.join(("counts",), {})
+        return True
+
+    def reduce_scalars(self, action: Action) -> bool:
+        """Norms over everything reduced on this rank: it waits for the tied sums, not for the other ranks."""
+        buffer, local = self.buffer(action), {}
+        for (stage, unit), (sort, index, _) in self.names.items():
+            value = self.gradient_of(stage, unit, sort, index, buffer)
+            if value is None:
+                return False
+            local[stage, unit] = value
+        self.join(("scalars",), local)
+        return True
+
+    def gradient_of(self, stage: int, unit: int, sort: str, index: int, buffer: int) -> int | None:
+        if sort == "tied":
+            return self.world.result(("tied", index), self.last_collective.get(("tied", index), -1))
+        key = ("unit", stage, unit, buffer)
+        return self.reduced.get(key, self.summed(key))
+
+    def join(self, name: tuple[object, ...], part: dict[object, int]) -> None:
+        number = self.last_collective.get(name, -1) + 1
+        self.last_collective[name] = number
+        self.world.collectives[name, number][self.rank] = part
+
+    def update(self, action: Action) -> bool:
+        header, buffer = self.world.schedule.header, self.buffer(action)
+        sort, index, _ = name = self.names[action.stage, action.unit]
+        gradient = self.gradient_of(action.stage, action.unit, sort, index, buffer)
+        scalars: int | None = 0
+        if header.updates_per_step == 1:
+            scalars = self.world.result(("scalars",), self.last_collective.get(("scalars",), -1))
+        if gradient is None or scalars is None:
+            return False
+        copies = self.weights[name]
+        copies[action.version % len(copies)] = mix(
+            "update", copies[(action.version - 1) % len(copies)], gradient, scalars
+        )
+        self.reduced.pop(("unit", action.stage, action.unit, buffer), None)
+        used = [("unit", action.stage, action.unit, buffer)]
+        if sort == "tied":
+            used = [("use", index, stage, buffer) for stage in header.tied_groups[index]]
+        for key in used:
+            self.gradients.pop(key, None)
+        return True
+
+
+class World:
+    """All ranks, their links and collectives."""
+
+    def __init__(self, schedule: Schedule, steps: int, ordered: bool) -> None:
+        self.schedule, self.ordered = schedule, ordered
+        self.posted: dict[tuple[int, int], deque[tuple[Rank, tuple[str, int, int]]]] = defaultdict(deque)
+        self.collectives: dict[tuple[tuple[object, ...], int], dict[int, dict[object, int]]] = defaultdict(dict)
+        programs = schedule.expand(steps)
+        self.ranks = [
+            Rank(self, rank, [Action(Kind(row[0]), *row[1:]) for row in rows.tolist()])
+            for rank, rows in enumerate(programs)
+        ]
+
+    def members(self, name: tuple[object, ...]) -> set[int]:
+        header = self.schedule.header
+        if name[0] == "tied":
+            return {header.stages[stage].rank for stage in header.tied_groups[int(str(name[1]))]}
+        return set(range(header.num_ranks))
+
+    def result(self, name: tuple[object, ...], number: int) -> int | None:
+        """A collective's result, None until every member has started it."""
+        if number < 0:
+            raise Broken(f"{name} was never started")
+        parts = self.collectives[name, number]
+        if set(parts) != self.members(name):
+            return None
+        everything = {key: value for part in parts.values() for key, value in part.items()}
+        return mix(name, *sorted((str(key), value) for key, value in everything.items()))
+
+
+def run(schedule: Schedule, steps: int, *, ordered: bool = True) -> Weights:
+    """Weights after the steps; raises Broken where the schedule cannot run. ``ordered`` keeps the order of sums."""
+    world = World(schedule, steps, ordered)
+    moved = True
+    while moved:
+        moved = False
+        for rank in world.ranks:
+            while rank.step():
+                moved = True
+    if any(rank.position < len(rank.program) for rank in world.ranks):
+        raise Broken("deadlock")
+    if any(world.posted.values()):
+        raise Broken("a receive was never served")
+    weights: Weights = {}
+    for rank in world.ranks:
+        for name, copies in rank.weights.items():
+            if weights.setdefault(name, copies) != copies:
+                raise Broken(f"copies of {name} differ between ranks")
+    return weights

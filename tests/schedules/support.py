@@ -1,0 +1,74 @@
+"""Shared helpers of the schedule tests: reading a rank's order, drawing layouts, changing one action."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megapipe.schedules import Rows, Schedule, Sections
+from megapipe.schedules.schedule import SECTIONS, SectionName
+from megapipe.schedules.tokens import write_action
+
+
+def words(schedule: Schedule, rank: int, section: SectionName = "body") -> str:
+    """A rank's actions as words without versions and slots."""
+    return " ".join(write_action(action._replace(version=-1, slot=-1)) for action in schedule.actions(section, rank))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 6) -> dict[str, Any]:
+    """Arguments of ``build`` for a schedule with one stage a rank, without its name and mode."""
+    ranks = draw(st.integers(1, max_ranks))
+    tied = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=3, unique=True)
+    return {
+        "num_ranks": ranks,
+        "num_microbatches": draw(st.integers(1, max_microbatches)),
+        "units_per_stage": draw(st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks)),
+        "tied_groups": draw(st.lists(tied, max_size=2)),
+        "data_parallel": draw(st.booleans()),
+        "receive_ahead": draw(st.integers(1, 3)),
+    }
+
+
+def with_rank_rows(schedule: Schedule, section: SectionName, rank: int, rows: Rows) -> Schedule:
+    """The schedule with one rank's rows of one section replaced."""
+    sections = {name: list(schedule.sections[name]) for name in SECTIONS}
+    sections[section][rank] = rows
+    return replace(schedule, sections=Sections(**{name: tuple(parts) for name, parts in sections.items()}))
+
+
+@st.composite
+def mutations(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+    """The schedule with one action swapped, dropped, repeated, moved to another rank or pointed elsewhere."""
+    places = [
+        (section, rank)
+        for section in SECTIONS
+        for rank, rows in enumerate(schedule.sections[section])
+        if len(rows) > 0
+    ]
+    section, rank = draw(st.sampled_from(places))
+    rows = schedule.sections[section][rank].copy()
+    at = draw(st.integers(0, len(rows) - 1))
+    how = draw(st.sampled_from(["swap", "swap next", "drop", "repeat", "move", "retarget"]))
+    if how == "swap next":
+        other = min(at + 1, len(rows) - 1)
+        rows[[at, other]] = rows[[other, at]]
+    elif how == "swap":
+        other = draw(st.integers(0, len(rows) - 1))
+        rows[[at, other]] = rows[[other, at]]
+    elif how == "drop":
+        rows = np.delete(rows, at, axis=0)
+    elif how == "repeat":
+        rows = np.insert(rows, draw(st.integers(0, len(rows))), rows[at], axis=0)
+    elif how == "move":
+        target = draw(st.integers(0, schedule.header.num_ranks - 1))
+        there = schedule.sections[section][target]
+        moved = np.insert(there, draw(st.integers(0, len(there))), rows[at], axis=0)
+        if target != rank:
+            schedule = with_rank_rows(schedule, section, target, moved)
+            rows = np.delete(rows, at, axis=0)
+    else:
+        column = draw(st.integers(0, rows.shape[1] - 1))
+        rows[at, column] = draw(st.integers(-2, 18 if column == 0 else 6))
+    return with_rank_rows(schedule, section, rank, rows)

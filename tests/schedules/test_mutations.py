@@ -1,0 +1,58 @@
+"""Whatever is done to one action of a valid schedule is refused, or the schedule still trains the same model."""
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import GENERATORS, Schedule, ScheduleError, build, validate
+from tests.schedules.interpreter import Broken, run
+from tests.schedules.serial import serial
+from tests.schedules.support import layouts, mutations
+
+FLUSHING = sorted(GENERATORS)
+
+
+def accepted(schedule: Schedule) -> bool | None:
+    """Whether the validator takes it, and then whether sums keep their order; None where it is refused."""
+    try:
+        return validate(schedule).canonical_order
+    except ScheduleError:
+        return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from(FLUSHING), layouts())
+def test_a_changed_schedule_is_refused_or_trains_the_same_model(data, name, layout):
+    schedule = build(name, **layout)
+    mutant = data.draw(mutations(schedule))
+    canonical = accepted(mutant)
+    event("refused" if canonical is None else "unchanged" if mutant == schedule else "still valid")
+    if canonical is not None:
+        for steps in (1, 2):
+            assert run(mutant, steps, ordered=canonical) == serial(mutant.header, steps, ordered=canonical)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), layouts(max_ranks=3, max_microbatches=3))
+def test_a_schedule_that_trains_another_model_or_hangs_is_refused(data, layout):
+    """The other way round: what the interpreter finds wrong, the validator refuses."""
+    mutant = data.draw(mutations(build("1f1b", **layout)))
+    try:
+        wrong = run(mutant, 1, ordered=False) != serial(mutant.header, 1, ordered=False)
+    except (Broken, KeyError, IndexError, ValueError, TypeError, AttributeError):
+        wrong = True
+    event("wrong" if wrong else "right")
+    if wrong:
+        assert accepted(mutant) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(FLUSHING), layouts())
+def test_a_changed_forward_schedule_never_passes_with_work_missing(data, name, layout):
+    schedule = build(name, mode="forward", **layout)
+    mutant = data.draw(mutations(schedule))
+    if accepted(mutant) is not None:
+        before, after = (
+            [sorted(map(tuple, rows[:, :4].tolist())) for rows in candidate.sections.body]
+            for candidate in (schedule, mutant)
+        )
+        assert before == after

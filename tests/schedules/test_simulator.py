@@ -1,0 +1,120 @@
+"""The simulator against published and hand-computed figures."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import Kind, Link, ScheduleError, build, order, rank_costs, simulate
+from tests.schedules.support import layouts
+
+
+def simulated(name, ranks, microbatches, steps=1, **costs):
+    schedule = build(name, ranks, microbatches)
+    return simulate(schedule, rank_costs(schedule.header, **costs), steps)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "microbatches", "bubble"), [(4, 8, 0.375), (8, 32, 0.21875)])
+def test_golden_bubbles_of_flush_schedules(name, ranks, microbatches, bubble):
+    run = simulated(name, ranks, microbatches)
+    assert run.bubble == bubble
+    assert run.finish == (microbatches + ranks - 1) * 3
+    assert run.ideal == microbatches * 3
+    assert run.bubble_rate == pytest.approx(bubble / (1 + bubble), abs=1e-12)
+    expected = (microbatches,) * ranks if name == "gpipe" else tuple(range(ranks, 0, -1))
+    assert run.peak_activations == expected
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_bubble_is_ranks_minus_one_over_microbatches(name, ranks, microbatches, forward, backward):
+    run = simulated(name, ranks, microbatches, forward=forward, backward=backward)
+    assert run.finish == (microbatches + ranks - 1) * (forward + backward)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "times", "rate"),
+    [
+        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431),
+        (8, 32, (18.513, 18.086, 9.331, 0.626), 0.1985),
+        (8, 64, (18.546, 18.097, 9.321, 0.762), 0.1240),
+        (16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552),
+        (16, 64, (11.307, 11.254, 8.101, 0.379), 0.2082),
+        (16, 128, (11.325, 11.308, 8.109, 0.378), 0.1251),
+    ],
+)
+def test_1f1b_rows_of_the_zero_bubble_paper(ranks, microbatches, times, rate):
+    """Table 5 of arXiv 2401.10241 from the times of its Table 9; one whole backward of both halves."""
+    forward, backward_input, backward_weight, latency = times
+    run = simulated(
+        "1f1b", ranks, microbatches, forward=forward, backward_input=backward_input,
+        backward_weight=backward_weight, link=Link(latency=latency),
+    )  # fmt: skip
+    assert round(run.bubble_rate, 4) == rate
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["gpipe", "1f1b"]), layouts(), st.floats(0, 2), st.floats(0, 2), st.booleans(), st.integers(1, 3)
+)
+def test_no_run_beats_its_bounds(name, layout, latency, transfer, blocking, steps):
+    schedule = build(name, **layout)
+    costs = rank_costs(
+        schedule.header, forward=1.0, backward=2.0, update=0.25, reduce_gradients=0.5, reduce_scalars=0.125,
+        link=Link(latency, transfer), blocking_sends=blocking,
+    )  # fmt: skip
+    run = simulate(schedule, costs, steps)
+    hops = 2 * (layout["num_ranks"] - 1)
+    chain = 3 * layout["num_ranks"] + hops * (latency + transfer)
+    assert run.finish >= run.ideal - 1e-9
+    assert run.finish >= steps * chain - 1e-9
+    path = run.critical_path()
+    assert run.end[path[-1]] == run.finish
+    assert run.start[path[0]] == 0.0
+    for before, after in pairwise(path):
+        assert run.start[after] >= run.start[before]
+    for first, last in zip(run.table.offsets, run.table.offsets[1:], strict=False):
+        compute = run.table.is_kind(Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)[first:last]
+        starts, ends = run.start[first:last][compute], run.end[first:last][compute]
+        assert (starts[1:] >= ends[:-1] - 1e-12).all()
+
+
+def test_latency_by_hand():
+    """Two ranks, one micro-batch: forward, hop, forward, backward, hop, backward."""
+    assert simulated("1f1b", 2, 1, link=Link(latency=0.5)).finish == 1 + 0.5 + 1 + 2 + 0.5 + 2
+    assert simulated("1f1b", 2, 1, link=Link(transfer=0.5)).finish == 7
+
+
+def test_a_busy_link_delays_the_next_message():
+    run = simulated("gpipe", 2, 3, forward=1.0, backward=1.0, link=Link(transfer=4.0))
+    arrivals = sorted(run.end[run.table.rows_with(Kind.SEND_ACTIVATION)])
+    assert arrivals == [5.0, 9.0, 13.0]
+
+
+def test_blocking_sends_hold_the_sender():
+    free, held = (
+        simulated("1f1b", 2, 4, link=Link(latency=0.5), blocking_sends=blocking).finish for blocking in (False, True)
+    )
+    assert held > free
+
+
+def test_reductions_overlap_with_the_backward_and_updates_wait_for_all_ranks():
+    schedule = build("gpipe", 2, 1, units_per_stage=[2, 2], data_parallel=True)
+    run = simulate(schedule, rank_costs(schedule.header, reduce_gradients=2.0, reduce_scalars=0.5, update=1.0))
+    # rank 1: backward units 2-3-4, reductions 3-4 and 4-5; rank 0: backward units 4-5-6, reductions 5-6 and 6-7.
+    updates = run.table.rows_with(Kind.UPDATE)
+    assert set(run.start[updates]) == {7.5, 8.0}
+    assert run.finish == 8.5
+
+
+def test_what_cannot_be_simulated_is_refused():
+    with pytest.raises(ScheduleError, match="lower it"):
+        simulate(order("gpipe", 2, 2), rank_costs(order("gpipe", 2, 2).header))
+    header = build("gpipe", 2, 2).header
+    with pytest.raises(ScheduleError, match="both halves"):
+        rank_costs(header, backward_input=1.0)
+    with pytest.raises(ScheduleError, match="negative"):
+        rank_costs(header, forward=-1.0)

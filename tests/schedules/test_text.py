@@ -1,0 +1,108 @@
+"""The text form: what is written reads back the same, and what is wrong is shown where it stands."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import GENERATORS, Action, Kind, ScheduleError, build, dumps, loads, lower, order, validate
+from megapipe.schedules.tokens import read_action, write_action
+from tests.schedules.support import layouts
+
+HAND_WRITTEN = """megapipe schedule 1
+name mine  # a comment
+microbatches 2
+
+stage 0 rank 0 units 2
+stage 1 rank 1
+body
+# all of it is one step
+rank 0: F0.0 F0.1 B0.0 B0.1
+rank 1: F1.0 B1.0 F1.1 B1.1
+"""
+
+FIELD = st.integers(-1, 2**31 - 1)
+
+
+@given(st.builds(Action, st.sampled_from(Kind), FIELD, FIELD, FIELD, FIELD, FIELD, FIELD))
+def test_every_action_reads_back(action):
+    assert read_action(write_action(action)) == action
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(sorted(GENERATORS)), st.sampled_from(["train", "forward"]), layouts())
+def test_every_schedule_reads_back(name, mode, layout):
+    schedule = build(name, mode=mode, **layout)
+    text = dumps(schedule)
+    assert loads(text) == schedule
+    assert dumps(loads(text)) == text
+
+
+def test_compute_actions_read_back_and_lower_the_same():
+    compute = order("1f1b", 3, 4, tied_groups=[(0, 2)])
+    assert lower(loads(dumps(compute))) == build("1f1b", 3, 4, tied_groups=[(0, 2)])
+
+
+def test_a_hand_written_schedule_runs():
+    report = validate(lower(loads(HAND_WRITTEN)))
+    assert report.peak_activations == (2.0, 1.0)
+    assert report.canonical_order
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "column", "message"),
+    [
+        ("F0.1", "F0,1", 9, 14, "is no action"),
+        ("B1.0", "X1.0", 10, 14, "no kind of action"),
+        ("F1.1", "F1.99999999999", 10, 19, "too large"),
+        ("rank 1:", "rank 2:", 10, 1, "expected 'rank 1:'"),
+        ("microbatches 2", "microbatch 2", 3, 1, "did you mean 'microbatches'"),
+        ("microbatches 2", "microbatches two", 3, 14, "no whole number from 1"),
+        ("microbatches 2", "microbatches 2 3", 3, 16, "unexpected '3'"),
+        ("microbatches 2", "name again", 3, 1, "comes twice"),
+        ("stage 1 rank 1", "stage 2 rank 1", 6, 7, "expected stage 1"),
+        ("stage 1 rank 1", "stage 1 units 1", 6, 7, "lacks its rank"),
+        ("stage 1 rank 1", "stage 1 rank 1 unit 2", 6, 16, "'unit' is none of"),
+        ("units 2", "units 0", 5, 22, "no whole number from 1"),
+        ("body", "route 0 5\nbody", 7, 9, "stage 5 is not defined"),
+        ("body", "route 0 0\nbody", 7, 1, "visits a stage once"),
+        ("body", "mode both\nbody", 7, 6, "none of train, forward"),
+        ("body", "body\nbody", 7, 1, "has 0 rank lines"),
+        ("megapipe schedule 1", "megapipe schedule 9", 1, 19, "format 9"),
+    ],
+)
+def test_errors_name_line_and_column(old, new, line, column, message):
+    with pytest.raises(ScheduleError, match=message) as error:
+        loads(HAND_WRITTEN.replace(old, new, 1), "mine.txt")
+    assert f"mine.txt, line {line}, column {column}:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "first line must be"),
+        ("schedule 1\n", "first line must be"),
+        (HAND_WRITTEN.replace("name mine", ""), "lacks 'name'"),
+        (HAND_WRITTEN.replace("microbatches 2", ""), "lacks 'microbatches'"),
+        (HAND_WRITTEN.replace("stage 1 rank 1", "stage 1 rank 2"), r"ranks \[0, 2\]"),
+        (HAND_WRITTEN[: HAND_WRITTEN.index("body")], "no section 'body'"),
+        (HAND_WRITTEN.replace("microbatches 2", "microbatches 2\nupdates 3"), "do not divide into 3 updates"),
+    ],
+)
+def test_errors_of_the_whole_text(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        loads(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_damaged_text_reads_or_is_refused_with_its_place(data):
+    text = data.draw(st.sampled_from([HAND_WRITTEN, dumps(build("1f1b", 2, 2))]))
+    at = data.draw(st.integers(0, len(text) - 1))
+    damaged = (
+        text[:at] + data.draw(st.text(alphabet="0F.:@^/ \n-x", max_size=2)) + text[at + data.draw(st.integers(0, 3)) :]
+    )
+    try:
+        schedule = loads(damaged)
+    except ScheduleError:
+        return
+    assert loads(dumps(schedule)) == schedule
