@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megapipe.data.durable import flush_folder, flush_to_disk, write_whole
 from megapipe.data.errors import DataError
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, manifest_path
@@ -80,30 +81,27 @@ class ShardWriter:
         The .idx is removed first and appears last, so that at every moment there is the old shard, none, or the new.
         """
         for file in (self._tokens, self._lengths, self._boundaries):
-            _flush_to_disk(file)
+            flush_to_disk(file)
         with self._open("idx") as index:
             self._write_index(index)
-            _flush_to_disk(index)
+            flush_to_disk(index)
         folder = bin_path(self.prefix).parent
         for old in (idx_path(self.prefix), manifest_path(self.prefix)):
             old.unlink(missing_ok=True)
-        _flush_folder(folder)
+        flush_folder(folder)
         os.replace(self._partial("bin"), bin_path(self.prefix))
+        flush_folder(folder)
         if manifest is not None:
-            with self._open("manifest.json") as file:
-                file.write(manifest.to_json().encode())
-                _flush_to_disk(file)
-            os.replace(self._partial("manifest.json"), manifest_path(self.prefix))
-        _flush_folder(folder)
+            write_whole(manifest_path(self.prefix), manifest.to_json().encode())
         os.replace(self._partial("idx"), idx_path(self.prefix))
-        _flush_folder(folder)
+        flush_folder(folder)
         self.close()
 
     def close(self) -> None:
         """Closes and removes the partial files. Idempotent."""
         for file in (self._tokens, self._lengths, self._boundaries):
             file.close()
-        for kind in ("bin", "lengths", "boundaries", "idx", "manifest.json"):
+        for kind in ("bin", "lengths", "boundaries", "idx"):
             self._partial(kind).unlink(missing_ok=True)
 
     def _add_sequence(self, tokens: np.ndarray) -> None:
@@ -145,17 +143,3 @@ class ShardWriter:
 def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
     for start in range(0, len(array), _CHUNK):
         yield array[start : start + _CHUNK]
-
-
-def _flush_to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes renames in the folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

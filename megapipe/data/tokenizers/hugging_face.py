@@ -1,4 +1,4 @@
-"""tokenizer.json of Hugging Face, through the tokenizers library."""
+"""Tokenizers of the Hugging Face library: tokenizer.json, and GPT-2's vocab.json with merges.txt."""
 
 import json
 from collections.abc import Sequence
@@ -69,6 +69,24 @@ def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
         raise DataError(f"{path} is not a tokenizer.json that can be read: {error}") from error
     end = end if end is not None else _eos_token(path.with_name("tokenizer_config.json"))
     return HuggingFaceTokenizer(tokenizer, str(path), fingerprint_of_files(path), end)
+
+
+def open_gpt2_files(vocabulary: Path, merges: Path, end: str | None) -> HuggingFaceTokenizer:
+    """Byte-level BPE from the two files that GPT-2 was published with.
+
+    Raises DataError for files that do not fit each other.
+    """
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{vocabulary} and {merges} are not a vocabulary and its merges: {error}") from error
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    # The end is an ordinary entry of vocab.json; without this, its name in a text would be taken apart.
+    tokenizer.add_special_tokens([name for name in END_OF_DOCUMENT_NAMES if tokenizer.token_to_id(name) is not None])
+    return HuggingFaceTokenizer(tokenizer, str(vocabulary), fingerprint_of_files(vocabulary, merges), end)
 
 
 def _eos_token(config: Path) -> str | None:

@@ -1,0 +1,119 @@
+"""The arguments of tools/preprocess.py."""
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+
+from megapipe.data.preprocess.sampled_texts import SAMPLE_BYTES
+from megapipe.data.tokenizers.training import TRAINERS
+
+TRAIN_TOKENIZER = "train-tokenizer"
+
+DESCRIPTION = """\
+Turns text and JSON lines into .bin/.idx shards that megapipe and Megatron-LM train on.
+
+A name that ends in .jsonl, .ndjson or .json holds one JSON object per line, each one document; any other file is one
+document. The output is <prefix>_<key>_document.bin, .idx and .manifest.json, the same bytes for any number of workers.
+
+`preprocess.py train-tokenizer --help` explains how to learn a vocabulary first.
+"""
+EXAMPLES = """\
+examples:
+  tools/preprocess.py --input python-stdlib --output-prefix data/python --tokenizer bytes --append-eod
+  tools/preprocess.py --input corpus/*.jsonl --json-keys text --output-prefix data/corpus \\
+      --tokenizer tokenizer.json --append-eod --workers 8
+  tools/preprocess.py --input src docs --include '*.py' '*.md' --exclude tests --output-prefix data/code \\
+      --tokenizer bytes --append-eod
+"""
+
+TRAINING_DESCRIPTION = """\
+Learns a tokenizer's vocabulary from text and JSON lines. The same input gives the same tokenizer.
+
+sentencepiece-bpe and sentencepiece-unigram write a .model, byte-level-bpe a tokenizer.json of Hugging Face.
+"""
+TRAINING_EXAMPLES = """\
+example:
+  tools/preprocess.py train-tokenizer --input python-stdlib --type sentencepiece-bpe --vocabulary-size 8192 \\
+      --output data/python.model
+"""
+
+
+def with_hyphens(argv: Sequence[str]) -> list[str]:
+    """--json_keys means --json-keys."""
+    return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in argv]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preprocess.py",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input_arguments(parser)
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (merges.txt beside it), "
+        "or of a folder with one of them",
+    )
+    parser.add_argument(
+        "--end-of-document", metavar="TOKEN", help="token that ends documents, if not known from files"
+    )
+    parser.add_argument("--append-eod", action="store_true", help="end every document with that token; GPT needs it")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="path that the output's names begin with"
+    )
+    parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="processes (all cores)")
+    return parser
+
+
+def build_training_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"preprocess.py {TRAIN_TOKENIZER}",
+        description=TRAINING_DESCRIPTION,
+        epilog=TRAINING_EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input_arguments(parser)
+    parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")
+    parser.add_argument(
+        "--vocabulary-size", type=positive, required=True, metavar="N", help="number of tokens, exactly"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="where to write it")
+    parser.add_argument(
+        "--sample-bytes",
+        type=positive,
+        default=SAMPLE_BYTES,
+        metavar="N",
+        help=f"learn from about N bytes, evenly chosen documents of a larger input ({SAMPLE_BYTES})",
+    )
+    return parser
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to read and how, for preprocessing and for training a tokenizer."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, glob patterns, or python-stdlib: the sources of Python's standard library",
+    )
+    parser.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="names to keep in folders: '*.py'")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to leave out")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of JSON lines (text)")
+    parser.add_argument(
+        "--on-error", choices=["stop", "skip"], default="stop", help="at a document that cannot be read (stop)"
+    )
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
