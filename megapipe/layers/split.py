@@ -95,7 +95,9 @@ class SplitTape:
         Raises SplitError before the input half, or when called twice.
         """
         if self._gradients is None:
-            raise SplitError("the weight half needs the output gradients that backward_input leaves, once per forward; call that first")
+            raise SplitError(
+                "the weight half needs the gradients that backward_input leaves; call that first, and each half once"
+            )
         records, self._records = self._records, []
         gradients, self._gradients = self._gradients, None
         with torch.no_grad():

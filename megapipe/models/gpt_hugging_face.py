@@ -1,0 +1,182 @@
+"""Weights of Hugging Face transformers' GPT-2, Llama, Mistral, Qwen2 and Qwen3 as canonical tensors, and back.
+
+Every conversion is a permutation of elements, so that it carries gradients and optimizer moments as well as weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megapipe.config.errors import nearest
+from megapipe.config.model import ModelConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.parameters import ParameterSpec
+
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+
+Join = Callable[[Sequence[Tensor]], Tensor]
+Part = Callable[[Tensor], Sequence[Tensor]]
+
+_GPT2_OUTER = {
+    "embedding.word.weight": "transformer.wte.weight",
+    "embedding.position.weight": "transformer.wpe.weight",
+    "head.norm.weight": "transformer.ln_f.weight",
+    "head.norm.bias": "transformer.ln_f.bias",
+    "head.output.weight": "lm_head.weight",
+}
+_GPT2_BLOCK = {
+    "attention_norm": ("ln_1",),
+    "attention.qkv": ("attn.c_attn",),
+    "attention.output": ("attn.c_proj",),
+    "mlp_norm": ("ln_2",),
+    "mlp.up": ("mlp.c_fc",),
+    "mlp.down": ("mlp.c_proj",),
+}
+_LLAMA_OUTER = {
+    "embedding.word.weight": "model.embed_tokens.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+_LLAMA_BLOCK = {
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.query_norm": ("self_attn.q_norm",),
+    "attention.key_norm": ("self_attn.k_norm",),
+    "attention.output": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+
+
+class WeightMappingError(ValueError):
+    """Weights that do not fit the model; the message names the tensor and what was expected."""
+
+
+@dataclass(frozen=True)
+class Correspondence:
+    """One canonical tensor and the tensors that hold its elements in transformers.
+
+    join: their tensors -> ours. part: ours -> theirs.
+    """
+
+    spec: ParameterSpec
+    theirs: tuple[str, ...]
+    join: Join
+    part: Part
+
+
+def from_hugging_face(theirs: Mapping[str, Tensor], model: ModelConfig, family: Family) -> dict[str, Tensor]:
+    """Canonical global tensors by name from a transformers state dict.
+
+    Rows of a padded vocabulary are not expected. A tied `lm_head.weight` and old checkpoints' buffers are passed over.
+    Raises WeightMappingError for a tensor that is missing, left over or of the wrong shape.
+    """
+    found = {}
+    left = dict(theirs)
+    for pair in correspondences(model, family):
+        missing = [name for name in pair.theirs if name not in left]
+        if missing:
+            raise WeightMappingError(
+                f"{pair.spec.name} needs {missing[0]!r}, which the {family} weights lack{nearest(missing[0], left)}"
+            )
+        ours = pair.join([left.pop(name) for name in pair.theirs])
+        if tuple(ours.shape) != pair.spec.shape:
+            raise WeightMappingError(
+                f"{', '.join(pair.theirs)} give {pair.spec.name} the shape {tuple(ours.shape)}; "
+                f"the model configuration asks for {pair.spec.shape}"
+            )
+        found[pair.spec.name] = ours
+    unused = [name for name in left if not _redundant(name, model)]
+    if unused:
+        raise WeightMappingError(
+            f"the {family} weights hold {', '.join(unused[:4])}, for which this model configuration has no parameter; "
+            "check bias, qk_norm, num_layers and tie_embeddings"
+        )
+    return found
+
+
+def to_hugging_face(ours: Mapping[str, Tensor], model: ModelConfig, family: Family) -> dict[str, Tensor]:
+    """A transformers state dict from canonical global tensors by name; tied embeddings appear once, as the embedding.
+
+    Raises WeightMappingError for a missing tensor and for a parameter that the family has no place for.
+    """
+    found = {}
+    for pair in correspondences(model, family):
+        if pair.spec.name not in ours:
+            raise WeightMappingError(f"tensor {pair.spec.name!r} is missing{nearest(pair.spec.name, ours)}")
+        parts = pair.part(ours[pair.spec.name])
+        found.update({name: part.contiguous() for name, part in zip(pair.theirs, parts, strict=True)})
+    return found
+
+
+def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
+    """Where every parameter of `model` lives in transformers' weights of a family."""
+    if family not in get_args(Family):
+        known = get_args(Family)
+        raise WeightMappingError(f"unknown family {family!r}{nearest(family, known)}; families are {', '.join(known)}")
+    specs = {spec.name: spec for layer in gpt_layers(model) for spec in layer.parameters.values()}
+    return [_correspondence(spec, model, family) for spec in specs.values()]
+
+
+def _correspondence(spec: ParameterSpec, model: ModelConfig, family: Family) -> Correspondence:
+    outer, block = (_GPT2_OUTER, _GPT2_BLOCK) if family == "gpt2" else (_LLAMA_OUTER, _LLAMA_BLOCK)
+    if spec.name in outer:
+        return Correspondence(spec, (outer[spec.name],), _only, _alone)
+    _, _, inner = spec.name.partition("blocks.")
+    index, _, path = inner.partition(".")
+    module, _, leaf = path.rpartition(".")
+    if module not in block or (module == "mlp.up" and (model.activation == "swiglu") == (family == "gpt2")):
+        raise WeightMappingError(
+            f"{family} weights have no place for {spec.name} of shape {spec.shape}; "
+            "check positions, normalization, activation and qk_norm of the model"
+        )
+    prefix = "transformer.h" if family == "gpt2" else "model.layers"
+    theirs = tuple(f"{prefix}.{index}.{name}.{leaf}" for name in block[module])
+    join, part = _qkv(model, fused=len(theirs) == 1) if module == "attention.qkv" else _stacked(len(theirs))
+    if family == "gpt2" and leaf == "weight" and not module.endswith("norm"):
+        return Correspondence(spec, theirs, lambda parts: join([parts[0].t()]), lambda ours: [part(ours)[0].t()])
+    return Correspondence(spec, theirs, join, part)
+
+
+def _qkv(model: ModelConfig, fused: bool) -> tuple[Join, Part]:
+    """(kv groups, query heads per group + 2, head_dim, ...) from and to query, key and value, in one or three."""
+    groups, width = model.kv_heads, model.head_dim
+    heads = model.num_heads // groups
+    rows = [model.num_heads * width, groups * width, groups * width]
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        pieces = parts[0].split(rows) if fused else parts
+        shaped = [
+            piece.reshape(groups, count, width, *piece.shape[1:])
+            for piece, count in zip(pieces, (heads, 1, 1), strict=True)
+        ]
+        return torch.cat(shaped, dim=1)
+
+    def part(ours: Tensor) -> Sequence[Tensor]:
+        pieces = [piece.flatten(0, 2) for piece in ours.split([heads, 1, 1], dim=1)]
+        return [torch.cat(pieces)] if fused else pieces
+
+    return join, part
+
+
+def _stacked(count: int) -> tuple[Join, Part]:
+    return (_only, _alone) if count == 1 else (torch.stack, lambda ours: ours.unbind(0))
+
+
+def _only(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def _alone(ours: Tensor) -> Sequence[Tensor]:
+    return [ours]
+
+
+def _redundant(name: str, model: ModelConfig) -> bool:
+    """Whether a left-over tensor repeats another or holds no weight."""
+    if name == "lm_head.weight":
+        return model.tie_embeddings
+    return name.endswith((".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"))
