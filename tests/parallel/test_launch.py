@@ -1,0 +1,125 @@
+"""A launcher's environment is taken as it is or refused with the reason, before any process group exists."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.groups import DistributedGroup, SoloGroup
+from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
+from tests.support.ranks import run_ranks
+
+COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in COMPLETE:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_complete_environment_is_read() -> None:
+    assert LaunchEnvironment.read(COMPLETE) == LaunchEnvironment(rank=1, world_size=4, local_rank=1)
+    assert LaunchEnvironment.read({"PATH": "/bin"}) == LaunchEnvironment(rank=0, world_size=1, local_rank=0)
+
+
+@given(st.sets(st.sampled_from(sorted(COMPLETE)), min_size=1, max_size=len(COMPLETE) - 1))
+def test_partial_environment_names_what_is_missing(kept: set[str]) -> None:
+    with pytest.raises(LaunchError, match="torchrun") as caught:
+        LaunchEnvironment.read({name: COMPLETE[name] for name in kept})
+    missing, found = str(caught.value).split(" not set although ")
+    assert set(missing.split(", ")) == set(COMPLETE) - kept
+    assert set(found.split(" is: ")[0].split(", ")) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("RANK", "one", "RANK='one' is not an integer"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='' is not an integer"),
+        ("RANK", "4", r"RANK=4 is outside 0\.\.WORLD_SIZE-1 \(WORLD_SIZE=4\)"),
+        ("RANK", "-1", "RANK=-1 is outside"),
+        ("WORLD_SIZE", "0", r"outside 0\.\.WORLD_SIZE-1 \(WORLD_SIZE=0\)"),
+        ("LOCAL_RANK", "7", "LOCAL_RANK=7 is outside"),
+        ("MASTER_PORT", "70000", "MASTER_PORT=70000 is not a port"),
+    ],
+)
+def test_impossible_value_is_named(name: str, value: str, rule: str) -> None:
+    with pytest.raises(LaunchError, match=rule):
+        LaunchEnvironment.read(COMPLETE | {name: value})
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_one_process_needs_no_torch_distributed() -> None:
+    mesh = initialize({}, device="cpu")
+    assert not dist.is_initialized()
+    assert isinstance(mesh.world, SoloGroup)
+    assert isinstance(mesh.group("data", "context"), SoloGroup)
+    assert (mesh.rank, mesh.world_size, mesh.device) == (0, 1, torch.device("cpu"))
+    assert mesh.pipeline_subgroup((0,)) is not None
+    shutdown()
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_layout_that_does_not_fit_the_world_is_told() -> None:
+    with pytest.raises(LaunchError, match="pipeline 2 x context 1 x tensor 3 needs 6 processes but 1 were started"):
+        initialize({"pipeline": 2, "tensor": 3})
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("bare_environment")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_missing_gpu_is_told() -> None:
+    with pytest.raises(LaunchError, match="LOCAL_RANK=0 needs GPU 0 but this host has 0"):
+        initialize({}, device="cuda")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def join_by_environment(rank: int, port: int) -> list[float]:
+    dist.destroy_process_group()
+    environment = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    mesh = initialize({"data": 2, "tensor": 2}, device="auto" if not torch.cuda.is_available() else "cpu", timeout=30)
+    assert isinstance(mesh.group("tensor"), DistributedGroup)
+    value = torch.tensor([float(rank)])
+    mesh.group("tensor").all_reduce(value)
+    shutdown()
+    assert not dist.is_initialized()
+    return value.tolist()
+
+
+def test_ranks_of_an_environment_join_one_mesh() -> None:
+    assert run_ranks(4, join_by_environment, free_port()) == [[1.0], [1.0], [5.0], [5.0]]
+
+
+PROGRAM = """
+import torch
+from megapipe.parallel.launch import initialize, shutdown
+mesh = initialize({"pipeline": 2}, device="cpu", timeout=60)
+value = torch.tensor([mesh.rank + 1.0])
+mesh.world.all_reduce(value)
+print("sum", value.item(), flush=True)
+shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_mesh(tmp_path: os.PathLike[str]) -> None:
+    program = os.path.join(tmp_path, "program.py")
+    with open(program, "w") as file:
+        file.write(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.count("sum 3.0") == 2

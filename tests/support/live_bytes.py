@@ -1,0 +1,55 @@
+"""How many bytes of tensors are alive: torch keeps no allocator statistics for the CPU."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations create while the mode is active on this thread, until they are freed.
+
+    Tensors from before are not counted, nor what an operation frees before it returns.
+
+    Attributes:
+        current: bytes alive now.
+        peak: the most that were alive at once since the start or `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        self._seen = WeakIdKeyDictionary()
+
+    def reset_peak(self) -> None:
+        """Start looking for the peak anew, from what is alive now."""
+        self.peak = self.current
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tree_map_only(Tensor, self._ignore, (args, kwargs))
+        result = func(*args, **kwargs)
+        tree_map_only(Tensor, self._count, result)
+        return result
+
+    def _ignore(self, argument: Tensor) -> None:
+        """What an operation is given, and may return or return a view of, it has not created."""
+        if argument.device.type != "meta":
+            self._seen.setdefault(argument.untyped_storage(), None)
+
+    def _count(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        if storage not in self._seen:
+            self._seen[storage] = None
+            self._add(storage.nbytes())
+            weakref.finalize(storage, self._add, -storage.nbytes())
+
+    def _add(self, num_bytes: int) -> None:
+        self.current += num_bytes
+        self.peak = max(self.peak, self.current)
