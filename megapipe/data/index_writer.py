@@ -4,6 +4,7 @@ in memory."""
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -100,7 +101,8 @@ class ShardWriter:
     def close(self) -> None:
         """Closes and removes the partial files. Idempotent."""
         for file in (self._tokens, self._lengths, self._boundaries):
-            file.close()
+            with suppress(OSError):  # what a full disk did not take is not needed any more
+                file.close()
         for kind in ("bin", "lengths", "boundaries", "idx"):
             self._partial(kind).unlink(missing_ok=True)
 

@@ -219,6 +219,24 @@ def test_what_a_killed_run_left_is_not_trusted(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_an_interrupted_run_leaves_neither_files_nor_workers(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 400)
+    arguments = [
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--tokenizer",
+        "bytes",
+        "--output-prefix",
+        str(tmp_path / "out"),
+    ]
+    process = subprocess.Popen([*TOOL, *arguments, "--workers", "2"], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: list(tmp_path.glob("out.parts/*")) != [])
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_help_is_quick_and_imports_no_torch() -> None:
     seconds = []
     for _ in range(3):
@@ -262,7 +280,8 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     code += f"if __name__ == '__main__': list(map_in_order(stand_still, [({str(tmp_path / 'pid')!r},)], 2))"
     (tmp_path / "parent.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=environment)
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    parent = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
     worker = int((tmp_path / "pid").read_text())
     os.kill(parent.pid, signal.SIGKILL)

@@ -1,7 +1,10 @@
 """Shards: byte for byte Megatron-LM's, whole or absent, and clear about damage."""
 
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +54,7 @@ def test_reference_bytes_are_read(tmp_path: Path) -> None:
 documents_strategy = st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=3), max_size=8)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(documents_strategy, min_size=1, max_size=3), code=st.sampled_from(sorted(DTYPE_OF_CODE)))
 def test_round_trip_and_joining(tmp_path: Path, parts: list, code: int) -> None:
     dtype = DTYPE_OF_CODE[code]
@@ -145,6 +148,26 @@ def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "shard", np.dtype("<u2")) as writer:
         writer.add_document([[1, 2]])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files cannot grow beyond 100,000 bytes."""
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, previous[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("tokens", [60_000, 600_000])  # within the buffer, beyond it
+def test_a_full_disk_leaves_the_old_shard_alone(tmp_path: Path, small_files: None, tokens: int) -> None:
+    prefix = write_shard(tmp_path / "shard", REFERENCE_DOCUMENTS)
+    with pytest.raises(OSError, match="too large"):
+        write_shard(prefix, [[range(tokens)]], "<i4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.bin", "shard.idx"]
+    assert documents_of(IndexedDataset(prefix)) == [[1, 2, 3, 4, 5], [6]]
 
 
 KILLED_WRITER = """
