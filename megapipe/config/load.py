@@ -16,6 +16,9 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.run import PretrainConfig
 
+GROUPS = [field for field in fields(PretrainConfig) if field.name != "init_from"]
+INIT_FROM_HELP = "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face GPT-2 or Llama one."
+
 _UNKNOWN_KEY = re.compile(
     r"unrecognized arguments: (?P<flag>.+)"
     r"|Group '(?P<group>[^']+)' does not accept option '(?P<inner>[^']+)'"
@@ -70,8 +73,9 @@ def build_parser(description: str) -> ArgumentParser:
     set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
-    for group in fields(PretrainConfig):
+    for group in GROUPS:
         parser.add_class_arguments(group.default_factory, group.name)
+    parser.add_argument("--init_from", type=str, default="", help=INIT_FROM_HELP)
     return parser
 
 
@@ -87,8 +91,8 @@ def parse(arguments: Sequence[str], description: str = "") -> PretrainConfig:
     """
     parser = build_parser(description)
     namespace: Namespace = parser.parse_args(underscored(arguments))
-    groups = parser.instantiate(namespace)
-    return PretrainConfig(**{group.name: groups[group.name] for group in fields(PretrainConfig)})
+    values = parser.instantiate(namespace)
+    return PretrainConfig(**{each.name: values[each.name] for each in fields(PretrainConfig)})
 
 
 def parse_or_exit(description: str, hint: str) -> PretrainConfig:

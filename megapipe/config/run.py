@@ -28,6 +28,10 @@ class BatchConfig:
     """Samples per optimizer step, over all data-parallel replicas."""
     micro_size: int = 1
     """Samples per micro-batch."""
+    ramp_start: int | None = None
+    """Samples per step at the start of the run; grows linearly to global_size over ramp_samples (null: no ramp)."""
+    ramp_samples: int = 0
+    """Samples after which the ramp has reached global_size."""
 
 
 @dataclass(kw_only=True)
@@ -104,12 +108,46 @@ class TrainingConfig:
     """Optimizer steps."""
     seed: int = 1234
     """Seeds weights, dropout and the order of the data."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute precision; bf16 keeps fp32 master weights, gradients and moments."""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Compute precision; bf16 keeps fp32 master weights, gradients and moments; auto times both and takes the faster."""
+    deterministic: bool = False
+    """Refuse operations whose result may differ from run to run on one device (slower on GPUs)."""
     log_every: int = 10
     """Steps between log lines."""
     directory: str = "runs/default"
-    """Folder for metrics."""
+    """Folder for metrics, the loss curve and checkpoints."""
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """Loss and perplexity on the validation split."""
+
+    every: int | None = None
+    """Steps between evaluations, one more at the end; null never evaluates."""
+    samples: int = 64
+    """Validation samples per evaluation, always the same ones; rounded up to whole batches."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming. A checkpoint can be resumed on any layout."""
+
+    every: int | None = None
+    """Steps between saves; one more is made at the end and on Ctrl-C. null saves nothing at all."""
+    keep_last: int | None = 2
+    """Newest checkpoints to keep; older ones are deleted once a newer one is durable; null keeps all."""
+    resume: bool = True
+    """Continue from the newest whole checkpoint under training.directory, if there is one."""
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    """Where metrics go besides the terminal and metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files to training.directory/tensorboard."""
+    wandb_project: str = ""
+    """Weights & Biases project; empty turns it off. Runs offline unless an account is set up; never asks."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +161,11 @@ class PretrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    init_from: str = ""
+    """Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face GPT-2 or Llama one."""
 
     def problems(self) -> list[str]:
         """Every rule that single fields break, one message each; `megapipe.training.validate` asks the other rooms."""
