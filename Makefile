@@ -6,12 +6,13 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: help setup test test-slow lint format clean
+.PHONY: help setup test test-slow lint docs format clean
 
 help:
 	@echo "make test       fast tests, under 15 minutes on two cores"
 	@echo "make test-slow  the rest"
 	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make docs       API reference in build/docs"
 	@echo "make setup      only the environment, in .venv"
 
 .venv/.ready: setup.py constraints-cpu.txt
@@ -33,6 +34,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p megapipe
 	$(BIN)/lint-imports
+
+docs: setup
+	@$(BIN)/pip install -q $(CONSTRAINTS) $(PIP_FLAGS) -e '.[docs]'
+	$(BIN)/pdoc -o build/docs megapipe '!megapipe.kernels'
 
 format: setup
 	$(BIN)/ruff format .

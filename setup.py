@@ -9,6 +9,12 @@ RUN_TIME = [
     "PyYAML>=6",  # configuration files
     "tokenizers>=0.20",  # Hugging Face tokenizer.json
     "sentencepiece>=0.2",  # SentencePiece models
+    "safetensors>=0.4",  # checkpoint files that hold tensors and nothing that runs
+    "xxhash>=3.4",  # checksums of checkpoint chunks at memory speed
+    "rich>=13",  # progress bar
+    "matplotlib>=3.8",  # loss curve
+    "tensorboard>=2.16",  # event files, where asked for
+    "wandb>=0.18",  # Weights & Biases, where asked for; offline without an account
 ]
 
 EXTRAS = {
@@ -26,7 +32,7 @@ EXTRAS = {
         "triton>=3.6",  # kernels; ships with CUDA builds of torch, named here for other builds
     ],
     "docs": [
-        "matplotlib>=3.8",  # loss curves in the guides
+        "pdoc>=14",  # API reference from the docstrings (`make docs`)
     ],
 }
 
