@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.errors import nearest
+from megapipe.kernels.opaque import constant_when_compiled
 
 REFERENCE = "reference"
 
@@ -141,7 +142,7 @@ class Registry:
         return self._ops[name]
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _picked_name(registry: Registry, op: str, device: str, dtype: torch.dtype, width: int) -> str:
     """A constant to a compiler, which guards its graphs on device, dtype and shape anyway."""
     return registry.choice(op, device, dtype, width).backend

@@ -6,6 +6,8 @@ import math
 import torch
 from torch import Tensor
 
+from megapipe.kernels.opaque import constant_when_compiled
+
 
 def apply(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
     """Attention weights [n, rows, s] for query [n, rows, d] and key [n, s, d], where rows = query heads of a key x s.
@@ -20,7 +22,7 @@ def apply(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tenso
     return torch.softmax(torch.baddbmm(addend, query, key.transpose(1, 2), alpha=scale), dim=-1)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[s, s]: 0 where the query (row) sees the key (column), minus infinity elsewhere."""
     return _causal_mask(length, window, dtype, device)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.config.model import ModelConfig
+from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention_probabilities import causal_mask
 from megapipe.kernels.registry import Registry
 from megapipe.layers.context import MicrobatchContext
@@ -30,7 +31,7 @@ def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPa
     return "unfused" if num_tokens <= (512 if _has_amx() else 128) else "sdpa"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _has_amx() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 

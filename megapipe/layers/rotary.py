@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.kernels.opaque import constant_when_compiled
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
@@ -48,7 +49,7 @@ class RotaryAngles:
         return _tables(self._key, num_tokens, dtype, like.device)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     return _cached_tables(key, num_tokens, dtype, device)
 

@@ -164,7 +164,7 @@ def _qkv(model: ModelConfig, fused: bool) -> tuple[Join, Part]:
 
 
 def _stacked(count: int) -> tuple[Join, Part]:
-    return (_only, _alone) if count == 1 else (torch.stack, lambda ours: ours.unbind(0))
+    return (_only, _alone) if count == 1 else (lambda parts: torch.stack([*parts]), lambda ours: ours.unbind(0))
 
 
 def _only(parts: Sequence[Tensor]) -> Tensor:

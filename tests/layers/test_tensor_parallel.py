@@ -1,0 +1,98 @@
+"""One tensor rank against two and four: losses, logits and every gradient, fused and split."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.layers.split import SplitTape
+from megapipe.parallel.mesh import Mesh
+from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, run, small_model
+from tests.support.meshes import run_mesh, run_threads
+
+SHAPES = {
+    "gpt2": {**GPT2, **DROPOUT},
+    "llama": {**LLAMA, "num_kv_heads": 4},
+    "qwen3": {**QWEN3, "num_kv_heads": 4, "num_heads": 8},
+}
+
+
+def one_rank(mesh: Mesh, shape: str, split: bool, alignment: int) -> dict[str, object]:
+    """Loss, logits, and this rank's gradients with the boxes that they fill."""
+    model = small_model(**SHAPES[shape])
+    layers = bind_model(model, group=mesh.group("tensor"), dtype=torch.float64, alignment=alignment)
+    context = make_context(model)
+    if split:
+        context.tape = SplitTape()
+        loss = run(layers, context)
+        context.tape.backward_input([loss], [torch.ones_like(loss)], [])
+        context.tape.backward_weight()
+    else:
+        loss = run(layers, context)
+        loss.backward()
+    with torch.no_grad():
+        logits = run(layers, replace(context, labels=None, tape=None))
+    padding = [
+        layer.state.view(layer.state.gradients[0], segment).flatten()[segment.owned :]
+        for layer in layers
+        for segment in layer.state.table
+    ]
+    return {
+        "loss": loss.detach(),
+        "logits": logits,
+        "gradients": {
+            (layer.spec.name, segment.spec.name): (
+                segment.spec.shape,
+                segment.box,
+                layer.gradients()[segment.spec.name],
+            )
+            for layer in layers
+            for segment in layer.state.table
+        },
+        "padding": torch.cat(padding),
+    }
+
+
+def assembled(results: list[dict[str, object]]) -> dict[object, Tensor]:
+    """Whole gradients from the ranks' boxes; replicated ones must agree bit for bit."""
+    whole: dict[object, Tensor] = {}
+    for result in results:
+        for key, (shape, box, values) in result["gradients"].items():  # type: ignore[attr-defined]
+            place = tuple(slice(a, b) for a, b in zip(box.starts, box.stops, strict=True))
+            if key not in whole:
+                whole[key] = torch.full(shape, torch.nan, dtype=values.dtype)
+            if not whole[key][place].isnan().any():
+                assert torch.equal(whole[key][place], values), f"ranks disagree about {key}"
+            whole[key][place] = values
+    return whole
+
+
+def compare(shape: str, results: list[dict[str, object]]) -> None:
+    (alone,) = run_threads({"tensor": 1}, one_rank, shape, False, 1)
+    expected = assembled([alone])
+    for result in results:
+        assert torch.allclose(result["loss"], alone["loss"], rtol=1e-12, atol=0.0)
+        assert result["logits"].shape == alone["logits"].shape
+        assert torch.allclose(result["logits"], alone["logits"], rtol=0.0, atol=1e-12)
+        assert not result["padding"].any(), "padding got a gradient"
+        assert torch.equal(result["loss"], results[0]["loss"])
+    found = assembled(results)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0
+        assert (found[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes(shape: str, size: int, split: bool) -> None:
+    """61 tokens: 31 rows a rank for 2, 16 for 4, the last rank padded."""
+    compare(shape, run_mesh({"tensor": size}, one_rank, shape, split, 1))
+
+
+def test_a_rank_without_any_token_of_its_own() -> None:
+    """Rows in multiples of 32: two of four ranks hold nothing but padding."""
+    compare("gpt2", run_threads({"tensor": 4}, one_rank, "gpt2", False, 32))
+    compare("gpt2", run_threads({"tensor": 4}, one_rank, "gpt2", True, 32))
