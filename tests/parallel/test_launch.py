@@ -105,12 +105,13 @@ def test_ranks_of_an_environment_join_one_mesh() -> None:
 
 
 PROGRAM = """
+import os
 import torch
 from megapipe.parallel.launch import initialize, shutdown
 mesh = initialize({"pipeline": 2}, device="cpu", timeout=60)
 value = torch.tensor([mesh.rank + 1.0])
 mesh.world.all_reduce(value)
-print("sum", value.item(), flush=True)
+os.write(1, f"sum {value.item()}\\n".encode())  # at once, so that two ranks' lines do not mix
 shutdown()
 """
 
