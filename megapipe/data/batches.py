@@ -1,6 +1,5 @@
 """Micro-batches of a data-parallel rank: which samples they hold, and their arrays."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,21 +71,21 @@ class MicrobatchSource:
     def microbatch(self, consumed: int, microbatch: int, num_microbatches: int) -> Microbatch:
         """One micro-batch of the step that starts after `consumed` samples."""
         ordinals = self.ordinals(consumed, microbatch, num_microbatches)
-        windows = np.stack([self.samples.tokens(int(ordinal)) for ordinal in ordinals])
+        windows = self.samples.tokens(ordinals)
         return Microbatch(windows[:, :-1], windows[:, 1:], self.loss_mask(ordinals), ordinals)
 
     def step(self, consumed: int, num_microbatches: int) -> list[Microbatch]:
         """All micro-batches of the step that starts after `consumed` samples."""
         return [self.microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
 
-    def loss_mask(self, ordinals: Sequence[int] | np.ndarray) -> np.ndarray:
+    def loss_mask(self, ordinals: np.ndarray) -> np.ndarray:
         """float32 [b, s]: 0 for padding and, with mask_end_of_document, for predictions across a document's end.
 
         Reads no tokens, so that stages without token ids can count what a step will score.
         """
-        mask = np.zeros((len(ordinals), self.samples.sequence_length), dtype=np.float32)
-        for row, ordinal in zip(mask, ordinals, strict=True):
-            row[: self.samples.num_labels(int(ordinal))] = 1
-            if self.mask_end_of_document:
-                row[self.samples.boundaries(int(ordinal)) - 1] = 0
+        places = np.arange(self.samples.sequence_length)
+        mask = (places < self.samples.num_labels(ordinals)[:, None]).astype(np.float32)
+        if self.mask_end_of_document:
+            for row, boundaries in zip(mask, self.samples.boundaries(ordinals), strict=True):
+                row[boundaries - 1] = 0
         return mask

@@ -5,6 +5,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from megapipe.data.errors import DataError
 from megapipe.data.indexed_dataset import IndexedDataset
@@ -69,7 +70,7 @@ class GptSamples:
         """Samples per epoch."""
         return self._num_samples
 
-    def windows(self, ordinals: np.ndarray) -> np.ndarray:
+    def windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Window numbers of sample ordinals, int64 of the same shape; len(self) past the end of a sequential order."""
         ordinals = np.asarray(ordinals, dtype=np.int64)
         if ordinals.size and ordinals.min() < 0:
@@ -83,37 +84,42 @@ class GptSamples:
             windows[here] = self._order(int(epoch))(positions[here])
         return windows
 
-    def num_labels(self, ordinal: int) -> int:
-        """Predictions in a sample: L, less in a sequential order's last sample, 0 past its end. Reads no tokens."""
-        return self._extent(ordinal)[1]
+    def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """Predictions in samples, int64 of the shape of `ordinals`. Reads no tokens.
 
-    def tokens(self, ordinal: int) -> np.ndarray:
-        """Token ids int64 [L + 1] of a sample; what lies behind its last label is zero padding.
-
-        Raises DataError for an id outside [0, vocabulary_size), naming shard and document.
+        L, less in a sequential order's last sample, 0 past its end.
         """
-        start, num_labels = self._extent(ordinal)
-        tokens = np.zeros(self.sequence_length + 1, dtype=np.int64)
-        if num_labels:
-            tokens[: num_labels + 1] = self._stream.read(start, num_labels + 1)
-            self._check_ids(tokens, start)
-        return tokens
+        return self._num_labels(self._starts_of(ordinals))
 
-    def boundaries(self, ordinal: int) -> np.ndarray:
-        """Places p, 0 < p <= L, in a sample's tokens at which a document begins: int64, ascending. Reads no tokens.
+    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """Token ids of samples, int64 [..., L + 1] for ordinals [...]; behind a sample's last label stand zeros.
+
+        Raises DataError for an id outside [0, vocabulary_size), naming shard and place.
+        """
+        starts = self._starts_of(ordinals)
+        tokens = np.zeros((starts.size, self.sequence_length + 1), dtype=np.int64)
+        for row, start, count in zip(tokens, starts.flat, self._num_labels(starts).flat, strict=True):
+            if count:
+                row[: count + 1] = self._stream.read(int(start), int(count) + 1)
+                self._check_ids(row, int(start))
+        return tokens.reshape(*starts.shape, -1)
+
+    def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
+        """For each sample the places p, 0 < p <= L, in its tokens at which a document begins: int64, ascending.
 
         Token p - 1 ends a document (it is the end-of-document token where those were appended), so the label at p - 1
-        belongs to another document than its input.
+        belongs to another document than its input. Reads no tokens.
         """
-        start, num_labels = self._extent(ordinal)
-        if num_labels == 0:
-            return np.empty(0, dtype=np.int64)
-        return self._stream.document_starts(start, num_labels + 1)
+        starts = self._starts_of(ordinals)
+        windows = zip(starts.flat, self._num_labels(starts).flat, strict=True)
+        return [self._stream.document_starts(int(start), int(count) + 1) for start, count in windows]
 
-    def _extent(self, ordinal: int) -> tuple[int, int]:
-        """(first token in the stream, number of labels) of a sample."""
-        start = int(self.windows(np.asarray(ordinal))) * self.sequence_length
-        return start, max(0, min(self.sequence_length, self.num_predictions - start))
+    def _starts_of(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """First token of each sample in the stream, int64 [...]."""
+        return np.asarray(np.minimum(self.windows(ordinals) * self.sequence_length, self.num_predictions))
+
+    def _num_labels(self, starts: np.ndarray) -> np.ndarray:
+        return np.clip(self.num_predictions - starts, 0, self.sequence_length)
 
     def _check_ids(self, tokens: np.ndarray, start: int) -> None:
         if self.vocabulary_size is None:

@@ -125,6 +125,19 @@ def test_the_standard_library_is_a_corpus_everywhere() -> None:
     assert names == [file.path.as_posix() for file in find_inputs(["python-stdlib"])]
 
 
+def test_the_tool_turns_the_standard_library_into_a_shard_from_any_folder(tmp_path: Path) -> None:
+    arguments = ["--input", "python-stdlib", "--output-prefix", "data/python", "--tokenizer", "bytes", "--append-eod"]
+    finished = subprocess.run([*TOOL, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    files = find_inputs(["python-stdlib"])
+    num_tokens = sum(file.size + 1 for file in files if file.size)
+    assert f"data/python_text_document: {len(files):,} documents, {num_tokens:,} tokens (uint16)" in finished.stdout
+    dataset = IndexedDataset(tmp_path / "data" / "python_text_document")
+    assert dataset.num_tokens == num_tokens
+    for index in (0, len(files) // 2, len(files) - 1):
+        assert bytes(dataset.document(index)[:-1].astype("u1")) == files[index].path.read_bytes()
+
+
 BROKEN = {
     "not JSON": b'{"text": "cut off',
     "no field 'text'": b'{"body": "x"}',

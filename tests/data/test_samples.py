@@ -51,7 +51,7 @@ def test_samples_cover_the_split_in_windows(tmp_path: Path, shards: list, length
             for ordinal in ordinals:
                 first = samples.tokens(ordinal)[0] - 1
                 inside = sorted({int(s - first) for s in starts if first < s <= first + length and s < starts[-1]})
-                assert samples.boundaries(ordinal).tolist() == [p for p in inside if first + p < stream[-1]]
+                assert samples.boundaries([ordinal])[0].tolist() == [p for p in inside if first + p < stream[-1]]
 
 
 @fresh_files
