@@ -8,6 +8,7 @@ Over processes these are torch's functional collectives, so torch.compile traces
 the graph breaks. In a group of one rank every function returns its input as it is.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -99,8 +100,9 @@ def _summed(x: Tensor, group: Group) -> Tensor:
     """A new tensor."""
     if not isinstance(group, DistributedGroup):
         return _summed_between_threads(x, group)
-    name = group.process_group.group_name
-    return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", name))
+    with _errors_named(group, "all_reduce"):
+        name = group.process_group.group_name
+        return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", name))
 
 
 def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -108,11 +110,17 @@ def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
     if not isinstance(group, DistributedGroup):
         parts = _gathered_between_threads(x, group)
     else:
-        name = group.process_group.group_name
-        rows = x.reshape(1, -1)
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(rows, group.size, name)
-        parts = _finished(gathered).view(group.size, *x.shape)
+        with _errors_named(group, "all_gather"):
+            name = group.process_group.group_name
+            rows = x.reshape(1, -1)
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor(rows, group.size, name)
+            parts = _finished(gathered).view(group.size, *x.shape)
     return torch.cat(parts.unbind(0), dim)
+
+
+def _errors_named(group: DistributedGroup, operation: str) -> AbstractContextManager[None]:
+    """A compiled graph has no exception handlers."""
+    return nullcontext() if torch.compiler.is_compiling() else group.errors_named(operation)
 
 
 def _finished(x: Tensor) -> Tensor:

@@ -1,14 +1,19 @@
 """Every kind of group gives what one process would compute."""
 
+import os
+import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 
+from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
-from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
 from tests.support.meshes import Backend, run_mesh
 from tests.support.ranks import run_ranks
 
@@ -142,24 +147,21 @@ def test_threads_in_different_collectives_are_told() -> None:
         run_mesh({"data": 2}, disagree, backend="threads")
 
 
-def die_before_reduction(rank: int) -> str:
-    from megapipe.parallel.launch import connected_mesh
-    from megapipe.parallel.mesh import MeshShape
-
+def die_before_reduction(rank: int, with_gradients: bool) -> str:
     mesh = connected_mesh(MeshShape({"data": 2}), torch.device("cpu"))
     mesh.world.barrier()
     if rank == 1:
-        import os
-        import signal
-
         os.kill(os.getpid(), signal.SIGKILL)
+    group = mesh.group("data")
+    reduce = partial(reduce_from_group, group=group) if with_gradients else group.all_reduce
     with pytest.raises(CommunicationError) as caught:
-        mesh.group("data").all_reduce(torch.ones(2))
+        reduce(torch.ones(2))
     return str(caught.value)
 
 
-def test_dead_process_is_told_with_group_and_operation() -> None:
-    message = run_ranks(2, die_before_reduction, may_die=[1])[0]
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_dead_process_is_told_with_group_and_operation(with_gradients: bool) -> None:
+    message = run_ranks(2, die_before_reduction, with_gradients, may_die=[1])[0]
     assert message.startswith("rank 0: all_reduce in the data group with rank 1 failed")
 
 
