@@ -87,13 +87,7 @@ def _rank_main(
     try:
         torch.set_num_threads(1)
         function, args = pickle.loads(payload)
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        _join(rank, world_size, store, timeout)
         answer = pickle.dumps((True, function(rank, *args)))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
@@ -103,6 +97,15 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
+    """Enter the gloo world and wait, outside of gloo, until all have: a test may kill a rank at its first line."""
+    files = dist.FileStore(store, world_size)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    if files.add("joined", 1) == world_size:
+        files.set("all joined", "")
+    files.wait(["all joined"])
 
 
 def _collect(
