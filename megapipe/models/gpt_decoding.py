@@ -1,0 +1,145 @@
+"""A GPT's layers for generation: a few new tokens at a time, attending to keys and values kept from before.
+
+Wrappers around the modules that training uses, over the same parameters. Rows of a micro-batch may stand at different
+positions, so prompts of any lengths go through together.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.layers.attention import Attention
+from megapipe.layers.norms import RMSNorm
+from megapipe.models.gpt import Block, Embedding, Head
+
+
+@dataclass(frozen=True)
+class DecodingContext:
+    """One micro-batch of b texts, of which s tokens each are new.
+
+    rows: the texts' rows in the caches. tokens: int64 [b, s], for the embedding. positions: int64 [b, s], of these
+    tokens in their texts. last: int64 [b], index within s of the token whose successor is asked for.
+    visible: bool [b, s, length], which of the first `length` positions each new token attends to.
+    """
+
+    rows: slice
+    tokens: Tensor
+    positions: Tensor
+    last: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(
+        cls, rows: slice, tokens: Tensor, positions: Tensor, last: Tensor, *, length: int, window: int | None
+    ) -> "DecodingContext":
+        """With what a causal model sees, at most `window` positions. length: above every position."""
+        distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return cls(rows, tokens, positions, last, visible)
+
+
+class DecodingLayer(Protocol):
+    """A layer as the engine runs it."""
+
+    def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor, ...]: ...
+
+
+class DecodingEmbedding:
+    """Tokens to hidden states."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        self._embedding = embedding
+
+    def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
+        """() to (hidden [b, s, h],)."""
+        hidden = self._embedding.word(context.tokens, None)
+        if self._embedding.position is not None:
+            # What pads a chunk of a prompt may lie behind the last position; nothing ever attends to it.
+            known = context.positions.clamp(max=self._embedding.position.weight.shape[0] - 1)
+            hidden = hidden + self._embedding.position.look_up(known, None, None)
+        return (hidden,)
+
+
+class DecodingBlock:
+    """A transformer block with the keys and values of `rows` texts of up to `capacity` tokens."""
+
+    def __init__(self, block: Block, rows: int, capacity: int) -> None:
+        self._block = block
+        attention = block.attention
+        shape = (rows, attention.kv_groups, capacity, attention.head_dim)
+        # Zeros, since a hidden position still takes part in the sum, with weight 0.
+        self._keys = attention.qkv.weight.new_zeros(shape)
+        self._values = attention.qkv.weight.new_zeros(shape)
+
+    def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
+        (hidden,) = inputs
+        hidden = hidden + self._attention(self._block.attention_norm(hidden, None), context)
+        return (hidden + self._block.mlp(self._block.mlp_norm(hidden, None), None),)
+
+    def _attention(self, x: Tensor, context: DecodingContext) -> Tensor:
+        attention = self._block.attention
+        batch, new, _ = x.shape
+        groups, heads, width = attention.kv_groups, attention.heads_per_group, attention.head_dim
+        qkv = attention.qkv(x, None).view(batch, new, groups, heads + 2, width)
+        query, key, value = qkv.split([heads, 1, 1], dim=3)
+        capacity = self._keys.shape[2]
+        query = _placed(attention, query, attention.query_norm, context.positions, capacity)
+        key = _placed(attention, key, attention.key_norm, context.positions, capacity)
+        keys, values = self._keys[context.rows], self._values[context.rows]
+        place = (torch.arange(batch, device=x.device).unsqueeze(1), context.positions)
+        keys.transpose(1, 2)[place] = key.squeeze(3)
+        values.transpose(1, 2)[place] = value.squeeze(3)
+        length = context.visible.shape[-1]
+        # The query heads of a kv group stand beside each other as rows, so that they share its keys without copies.
+        mixed = functional.scaled_dot_product_attention(
+            query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads * new, width),
+            keys[:, :, :length],
+            values[:, :, :length],
+            attn_mask=context.visible.unsqueeze(1).repeat(1, 1, heads, 1),
+            scale=attention.scale,
+        )
+        mixed = mixed.view(batch, groups, heads, new, width).permute(0, 3, 1, 2, 4)
+        return attention.output(mixed.reshape(batch, new, -1), None)
+
+
+class DecodingHead:
+    """Hidden states to the logits of one token a text: the others' are never computed."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (logits over the true vocabulary [b, v],)."""
+        (hidden,) = inputs
+        wanted = hidden[torch.arange(len(hidden), device=hidden.device), context.last].unsqueeze(1)
+        return (self._head.output.logits(self._head.norm(wanted, None), None).squeeze(1),)
+
+
+def decoding_layer(layer: nn.Module, *, rows: int, capacity: int) -> DecodingLayer:
+    """The decoding form of a layer of `build_layer`, over its parameters.
+
+    rows, capacity: texts, and tokens of each, that a block's cache has room for.
+    """
+    if isinstance(layer, Embedding):
+        return DecodingEmbedding(layer)
+    if isinstance(layer, Block):
+        return DecodingBlock(layer, rows, capacity)
+    if isinstance(layer, Head):
+        return DecodingHead(layer)
+    raise TypeError(f"{type(layer).__name__} is no layer of a GPT: Embedding, Block and Head are")
+
+
+def _placed(attention: Attention, x: Tensor, norm: RMSNorm | None, positions: Tensor, capacity: int) -> Tensor:
+    """Normalise and rotate [b, s, kv groups, heads, d], each token by its own position."""
+    if norm is not None:
+        x = norm(x, None)
+    if attention.rotary is None:
+        return x
+    cosine, sine = (table[positions.flatten()] for table in attention.rotary.tables(capacity, x))
+    # The op knows one angle a token of one text: all texts pass as one long one.
+    rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
+    return attention.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)

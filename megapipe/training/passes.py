@@ -1,0 +1,147 @@
+"""Forward-only passes of a model over texts that grow: the model's stages, their caches, and an engine per width."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.engine import Engine
+from megapipe.engine.reductions import Communicators, Reductions
+from megapipe.engine.stage import Stage, TensorSpec
+from megapipe.engine.step import StepInput
+from megapipe.engine.wiring import connect
+from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules import Schedule, build
+from megapipe.training.assemble import DTYPES, Assembly, StageLayout, lay_out
+
+SCHEDULE = "gpipe"
+"""Forwards alone have one order, whatever schedule the model was trained with."""
+
+Restore = Callable[[Sequence[UnitState]], None]
+"""Fills this rank's unit states with trained weights."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What passes are made for: `num_microbatches` micro-batches of `rows` texts of up to `capacity` tokens."""
+
+    num_microbatches: int
+    rows: int
+    capacity: int
+
+    @property
+    def num_texts(self) -> int:
+        """Texts in one pass."""
+        return self.num_microbatches * self.rows
+
+
+class LoadedModel:
+    """This rank's stages of a trained model, with weights alone: what training keeps beside them is given up.
+
+    config: of the training run, with the pipeline and tensor sizes of `mesh`.
+    """
+
+    def __init__(self, config: PretrainConfig, mesh: Mesh, restore: Restore) -> None:
+        self.config = config
+        self.mesh = mesh
+        layers = gpt_layers(config.model)
+        num_stages = config.parallel.pipeline
+        self.layout: StageLayout = lay_out(layers, config.model, num_stages, config.data.sequence_length)
+        self.layers = self._restored_layers(restore)
+
+    @cached_property
+    def last_rank(self) -> int:
+        """World rank that holds the last stage, the first of its tensor group."""
+        place = {
+            "data": 0,
+            "context": 0,
+            "tensor": 0,
+            "pipeline": self.schedule(1).rank_of(len(self.layout.ranges) - 1),
+        }
+        return self.mesh.shape.rank_of(place)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Forwards of that many micro-batches through the stages."""
+        return build(
+            SCHEDULE,
+            self.config.parallel.pipeline,
+            num_microbatches,
+            mode="forward",
+            units_per_stage=self.layout.units_per_stage,
+            tied_groups=self.layout.tied,
+        )
+
+    def _restored_layers(self, restore: Restore) -> dict[int, list[nn.Module]]:
+        assembly = Assembly(self.config, self.mesh, self.layout, self.schedule(1).header)
+        stages = assembly.stages()
+        states = {id(state): state for stage in stages.values() for state in stage.states.values()}
+        restore(list(states.values()))
+        layers = {}
+        for stage_id, stage in stages.items():
+            layers[stage_id] = [twins[0] for twins in stage.units]
+            for layer in layers[stage_id]:
+                layer.requires_grad_(False)
+                for parameter in layer.parameters():
+                    parameter.grad = None
+        return layers
+
+
+class Passes:
+    """Passes of one shape through a model. Every rank makes the same calls in the same order."""
+
+    def __init__(self, model: LoadedModel, shape: Shape) -> None:
+        self._model = model
+        self.shape = shape
+        self._units = {
+            stage: [[decoding_layer(layer, rows=shape.num_texts, capacity=shape.capacity)] for layer in layers]
+            for stage, layers in model.layers.items()
+        }
+        self._engines: dict[int, Engine] = {}
+
+    def run(self, tokens: Tensor, positions: Tensor, last: Tensor) -> Tensor | None:
+        """Logits [n, v] behind one token of each text; None where the last stage is elsewhere.
+
+        tokens, positions: int64 [n, s], s new tokens of each of the shape's n texts and where they stand; a text's
+        earlier tokens have passed before. last: int64 [n], index of the wanted token within s.
+        """
+        device = self._model.mesh.device
+        window = self._model.config.model.sliding_window
+        length = int(positions.max()) + 1
+        tokens, positions, last = (each.to(device) for each in (tokens, positions, last))
+        contexts = []
+        for first in range(0, self.shape.num_texts, self.shape.rows):
+            rows = slice(first, first + self.shape.rows)
+            contexts.append(
+                DecodingContext.of(rows, tokens[rows], positions[rows], last[rows], length=length, window=window)
+            )
+        result = self._engine(tokens.shape[1]).run(StepInput(0, contexts, token_count=0.0))
+        return torch.cat([logits for (logits,) in result.outputs]) if result.outputs else None
+
+    def _engine(self, width: int) -> Engine:
+        """The engine for `width` new tokens of every text, connected at its first use."""
+        if width not in self._engines:
+            mesh, parallel = self._model.mesh, self._model.config.parallel
+            schedule = self._model.schedule(self.shape.num_microbatches)
+            stages = self._stages(width)
+            transfers = connect(schedule, mesh, stages, parallel.links, parallel.timeout_seconds)
+            groups = Communicators(world=mesh.world, data=mesh.group("data"), tied={})
+            reductions = Reductions([], [], groups, torch.ones_like, None, mesh.device)
+            rank = mesh.coordinate("pipeline")
+            self._engines[width] = Engine(schedule, rank, stages, transfers, reductions)
+        return self._engines[width]
+
+    def _stages(self, width: int) -> Mapping[int, Stage]:
+        config = self._model.config
+        shape = (self.shape.rows, width, config.model.hidden_size)
+        boundary = (TensorSpec(shape, DTYPES[config.training.precision], requires_grad=False),)
+        last = len(self._model.layout.ranges) - 1
+        return {
+            stage: Stage(units, {}, () if stage == 0 else boundary, () if stage == last else boundary)
+            for stage, units in self._units.items()
+        }
