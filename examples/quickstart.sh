@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# From nothing to a trained model on two CPU cores: tokenizer, shards, a two-stage pipeline, a resume on another layout,
+# a sample of text. `make quickstart` runs it; QUICKSTART_STEPS and QUICKSTART_FOLDER change its length and place.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+bin=${BIN:-.venv/bin}
+steps=${QUICKSTART_STEPS:-400}
+folder=${QUICKSTART_FOLDER:-runs/quickstart}
+handover=$((steps - (steps > 100 ? 20 : 2))) # where the second layout takes over
+export OMP_NUM_THREADS=1 # two ranks on two cores: more threads would fight
+begin=$SECONDS
+
+say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - begin))" "$*"; }
+train() { # number of steps to stop after, then the layout
+    local stop=$1
+    shift
+    "$bin/torchrun" --standalone --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \
+        --data.prefix "$folder/corpus_text_document" --training.directory "$folder" \
+        --training.steps "$steps" --training.stop_at "$stop" "$@"
+}
+
+say "1/5 learn a vocabulary of 8192 pieces from Python's standard library"
+mkdir -p "$folder"
+"$bin/python" tools/preprocess.py train-tokenizer --input python-stdlib --type sentencepiece-bpe \
+    --vocabulary-size 8192 --output "$folder/tokenizer.model"
+
+say "2/5 turn the library into a memory-mapped shard"
+"$bin/python" tools/preprocess.py --input python-stdlib --tokenizer "$folder/tokenizer.model" --append-eod \
+    --output-prefix "$folder/corpus"
+
+say "3/5 train a GPT as a pipeline of two ranks, schedule 1f1b, to step $handover of $steps"
+train "$handover" --parallel.pipeline 2
+
+say "4/5 resume the checkpoint on another layout: two data-parallel replicas, to step $steps"
+train "$steps" --parallel.data 2
+
+say "5/5 sample from the trained model"
+"$bin/python" tools/generate.py --checkpoint "$folder" --prompt "def " --prompt "import " \
+    --max-new-tokens 96 --temperature 0.7 --top-k 40
+
+say "done"
+cat <<TEXT
+metrics      $folder/metrics.jsonl
+loss curve   $folder/loss.png
+checkpoints  $folder/checkpoints
+
+what to try next
+  another prompt     $bin/python tools/generate.py --checkpoint $folder --prompt "class "
+  tensor parallel    $bin/torchrun --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \\
+                         --data.prefix $folder/corpus_text_document --training.directory runs/tensor --parallel.tensor 2
+  every option       $bin/python pretrain_gpt.py --help
+TEXT

@@ -1,0 +1,164 @@
+"""Every example can be used as it is: models have the parameters they claim, launch lines pass the checks of a run."""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.load import parse
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.memory import activation_bytes, state_bytes
+from megapipe.training.assemble import VOCABULARY_ALIGNMENT, lay_out
+from megapipe.training.validate import validate
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = sorted((ROOT / "examples/models").glob("*.yaml"))
+LAUNCHES = sorted((ROOT / "examples/launch").iterdir())
+RUNS = sorted((ROOT / "examples").glob("*.yaml"))
+
+UNITS = {"M": 10**6, "B": 10**9}
+GPU_BYTES = 80 * 10**9
+
+# Stand-ins that record a launcher's arguments instead of starting anything.
+STAND_INS = {
+    "torchrun": 'printf "%s\\n" "$@" > "$RECORD"',
+    "srun": 'while [[ "$1" == -* ]]; do shift; done; exec "$@"',
+    "scontrol": "printf 'node0\\nnode1\\n'",
+}
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+def parameter_count(model: ModelConfig) -> int:
+    return sum({s.name: s.num_elements for layer in gpt_layers(model) for s in layer.parameters.values()}.values())
+
+
+def test_there_are_models_from_ten_million_to_a_trillion_parameters() -> None:
+    counts = [parameter_count(parse(["--model", str(path)]).model) for path in MODELS]
+    assert min(counts) < 2 * 10**7
+    assert max(counts) > 10**12
+
+
+@pytest.mark.parametrize("path", MODELS, ids=name_of)
+def test_a_model_has_the_parameters_that_it_claims(path: Path) -> None:
+    claim = re.search(r"^# Parameters: ([\d,]+)(?: \(published: ([\d.,]+)([MB]?)\))?$", path.read_text(), re.MULTILINE)
+    assert claim, "the file states no count"
+    model = parse(["--model", str(path)]).model
+    assert model.problems() == []
+    count = parameter_count(model)
+    assert count == int(claim[1].replace(",", ""))
+    if claim[2] is None:
+        return
+    published = float(claim[2].replace(",", ""))
+    if not claim[3]:
+        assert count == published
+        return
+    # A size such as 13B is rounded to its last digit, and models are named more loosely than that: 350M has 356M.
+    unit = UNITS[claim[3]]
+    last_digit = 10.0 ** -len(claim[2].partition(".")[2])
+    assert abs(count / unit - published) <= max(last_digit / 2, 0.02 * published)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch script hands to torchrun."""
+
+    nodes: int
+    processes_per_node: int
+    config: PretrainConfig
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.processes_per_node
+
+
+def launch_of(script: Path, folder: Path) -> Launch:
+    """Run the script with stand-ins for the launchers, as its comment says, and read what it would start."""
+    for name, body in STAND_INS.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    nodes = re.search(r"^#SBATCH --nodes=(\d+)$", script.read_text(), re.MULTILINE)
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "RECORD": str(folder / "record"),
+        "HEAD_NODE": "node0",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": nodes[1] if nodes else "1",
+    }
+    subprocess.run(["bash", str(script), "--training.seed", "7"], env=environment, cwd=folder, check=True, timeout=60)
+    words = (folder / "record").read_text().splitlines()
+    program = words.index("pretrain_gpt.py")
+    launcher = dict(itertools.pairwise(words[: program + 1]))
+    arguments = words[program + 1 :]
+    model = arguments.index("--model") + 1
+    arguments[model] = str(ROOT / arguments[model])
+    return Launch(int(launcher.get("--nnodes", "1")), int(launcher["--nproc_per_node"]), parse(arguments))
+
+
+@pytest.fixture(params=LAUNCHES, ids=name_of)
+def script(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_a_launch_line_is_a_run_that_can_start(script: Path, tmp_path: Path) -> None:
+    launch = launch_of(script, tmp_path)
+    validate(launch.config, launch.world_size)
+    assert launch.config.training.seed == 7, "what the user adds to the command line does not arrive"
+
+
+def test_a_launch_comment_states_its_world_and_layout(script: Path, tmp_path: Path) -> None:
+    launch = launch_of(script, tmp_path)
+    comment = script.read_text()
+    nodes = "one node" if launch.nodes == 1 else f"{launch.nodes} nodes"
+    assert f"on {nodes} of {launch.processes_per_node} GPUs of 80 GB" in comment
+    parallel = launch.config.parallel
+    layout = f"tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+    if parallel.data is not None:
+        layout += f" x data {parallel.data}"
+    assert f"{layout}." in comment
+
+
+def test_a_launch_fits_its_gpus_as_predicted(script: Path, tmp_path: Path) -> None:
+    """The state and activations that the comment tells in GB, of the fuller stage, with a quarter to spare."""
+    config = launch_of(script, tmp_path).config
+    model, tensor, length = config.model, config.parallel.tensor, config.data.sequence_length
+    layers = gpt_layers(model)
+    layout = lay_out(layers, model, config.parallel.pipeline, length)
+    predicted = []
+    for stage, members in enumerate(layout.ranges):
+        specs = {spec.name: spec for i in members for spec in layers[i].parameters.values()}
+        sizes = {"tensor_size": tensor, "alignment": VOCABULARY_ALIGNMENT}
+        state = state_bytes(specs.values(), "bf16", **sizes).total
+        per_microbatch = sum(
+            activation_bytes(model, layers[i], config.batch.micro_size, length, "bf16", "sdpa", **sizes)
+            for i in members
+        )
+        predicted.append((state, per_microbatch * (config.parallel.pipeline - stage)))
+    state, activations = max(predicted, key=sum)
+    assert state + activations < 0.75 * GPU_BYTES
+    comment = re.sub(r"\s+# ?", " ", script.read_text())
+    assert f"{state / 1e9:.0f} GB of state and {activations / 1e9:.0f} GB of activations" in comment
+
+
+def test_launch_scripts_pass_shellcheck(script: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    subprocess.run(["shellcheck", str(script)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_run_can_start_on_one_and_on_two_ranks(path: Path, pipeline: int) -> None:
+    config = parse(["--config", str(path), "--parallel.pipeline", str(pipeline)])
+    validate(config, pipeline)
