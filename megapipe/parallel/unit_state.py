@@ -65,9 +65,13 @@ class UnitState:
             values = fill_box(segment.spec.name, segment.spec.shape, segment.box, segment.spec.init, seed)
             flat = torch.from_numpy(values).reshape(-1)
             self.master[segment.start : segment.start + segment.owned].copy_(flat)
-        self.publish()
+        self.restore(self.newest)
+
+    def restore(self, newest: int) -> None:
+        """Give every version the weights that stand in the master, and number the youngest one `newest`."""
         for copy in self.weights:
             copy.copy_(self.master)
+        self.newest = newest
 
     def publish(self) -> None:
         """Cast the master into the newest version's working copy; nothing to do where they are the same buffer."""

@@ -1,0 +1,53 @@
+"""Work in which all ranks succeed or all of them raise the same error."""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.parallel.groups import Group
+
+T = TypeVar("T")
+
+
+def gathered(world: Group, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and return every rank's value, in rank order, on all of them.
+
+    Raises CheckpointError, the same on every rank, when any rank's work raised: DamagedCheckpointError where that was
+    the failure of the lowest failing rank.
+    """
+    failure: CheckpointError | None = None
+    cause: Exception | None = None
+    value: T | None = None
+    try:
+        value = work()
+    except Exception as error:  # a rank that left with an error of its own would leave the others waiting
+        failure, cause = _told(error, world), error
+    outcomes: list[tuple[CheckpointError | None, T]] = world.all_gather_object((failure, value))
+    for failed, _ in outcomes:
+        if failed is not None:
+            raise failed from cause
+    return [value for _, value in outcomes]
+
+
+def agreed(world: Group, work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return this rank's own value once all have succeeded; errors as in `gathered`."""
+    mine: list[T] = []
+    gathered(world, lambda: mine.append(work()))
+    return mine[0]
+
+
+def on_first_rank(world: Group, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 alone and return its value, which is small, on all ranks; errors as in `gathered`."""
+    found: list[list[T]] = gathered(world, lambda: [work()] if world.rank == 0 else [])
+    return found[0][0]
+
+
+def _told(error: Exception, world: Group) -> CheckpointError:
+    """The error as every rank raises it; one of many ranks says which one met it."""
+    message = str(error) if world.size == 1 else f"{error} (rank {world.rank}, on {os.uname().nodename})"
+    if isinstance(error, DamagedCheckpointError):
+        return DamagedCheckpointError(message, error.reason)
+    if isinstance(error, CheckpointError):
+        return CheckpointError(message)
+    return CheckpointError(f"{type(error).__name__}: {message}")

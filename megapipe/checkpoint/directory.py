@@ -1,0 +1,109 @@
+"""A run's folder of checkpoints: one folder a step, made under another name and renamed whole.
+
+step-00000010/                whole, or damaged afterwards
+step-00000010.bad-checksum/   found damaged and set aside
+.step-00000010.partial/       being written, or left behind by a save that was killed
+.step-00000010.deleted/       being deleted
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.manifest_file import check_files, read_manifest
+from megapipe.checkpoint.storage import DISK, StorageWriter, remove_tree
+
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
+_SET_ASIDE = re.compile(r"step-\d{8,}\.bad-.*")
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return directory / f"step-{step:08d}"
+
+
+def partial_folder(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it is whole."""
+    return directory / f".step-{step:08d}.partial"
+
+
+def steps(directory: Path) -> dict[int, Path]:
+    """The checkpoints of a directory by step, ascending; empty when there is no such directory."""
+    return dict(sorted((int(match[1]), path) for path, match in _matching(directory, _STEP)))
+
+
+def set_aside(directory: Path) -> list[Path]:
+    """Checkpoints that were found damaged."""
+    return sorted(path for path, _ in _matching(directory, _SET_ASIDE))
+
+
+def newest_valid(directory: Path, say: Callable[[str], None] = print) -> Path | None:
+    """The newest checkpoint whose manifest is whole and whose files have their sizes; damaged ones are set aside.
+
+    Checksums are not read here: loading does. For the owner of the directory; who only looks calls `newest_whole`.
+    say: told of every checkpoint that is passed over. Raises CheckpointError for one of another format version.
+    """
+    return _newest(directory, lambda path, error: quarantine(path, error, say))
+
+
+def newest_whole(directory: Path) -> Path | None:
+    """The newest checkpoint that passes the tests of `newest_valid`; nothing is changed on disk."""
+    return _newest(directory, lambda path, error: None)
+
+
+def _newest(directory: Path, pass_over: Callable[[Path, DamagedCheckpointError], None]) -> Path | None:
+    for step, path in reversed(steps(directory).items()):
+        try:
+            manifest = read_manifest(path)
+            check_files(path, manifest)
+            if manifest.run.step != step:
+                raise DamagedCheckpointError(f"{path} holds the checkpoint of step {manifest.run.step}", "step")
+        except DamagedCheckpointError as error:
+            pass_over(path, error)
+        else:
+            return path
+    return None
+
+
+def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], None] = print) -> None:
+    """Rename a damaged checkpoint so that nobody resumes from it; nothing is deleted.
+
+    Raises CheckpointError when the folder cannot be renamed.
+    """
+    target = path.with_name(f"{path.name}.bad-{error.reason}")
+    number = 2
+    while target.exists():
+        target = path.with_name(f"{path.name}.bad-{error.reason}-{number}")
+        number += 1
+    try:
+        DISK.rename(path, target)
+    except OSError as problem:
+        raise CheckpointError(f"{error}; it cannot be set aside as {target.name}: {problem.strerror}") from problem
+    say(f"checkpoint {path.name} is damaged and now called {target.name}: {error}")
+
+
+def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
+    """Remove what saves and deletions that were killed left behind. For the owner of the directory alone."""
+    for path, _ in _matching(directory, _LEFTOVER):
+        remove_tree(storage, path)
+
+
+def keep_last(directory: Path, count: int, storage: StorageWriter = DISK) -> None:
+    """Delete all but the `count` newest checkpoints; the newest is durable already. For the owner of the directory.
+
+    A checkpoint loses its name first, so that a deletion that is killed leaves no half of one to be found.
+    """
+    for path in list(steps(directory).values())[:-count]:
+        hidden = path.with_name(f".{path.name}.deleted")
+        storage.rename(path, hidden)
+        storage.flush_folder(directory)
+        remove_tree(storage, hidden)
+
+
+def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    if not directory.is_dir():
+        return []
+    found = [(path, pattern.fullmatch(path.name)) for path in directory.iterdir() if path.is_dir()]
+    return [(path, match) for path, match in found if match is not None]

@@ -1,0 +1,55 @@
+"""One job at a time on one directory of checkpoints."""
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import explained
+
+LOCK = ".lock"
+
+
+class DirectoryLock:
+    """An advisory lock on a directory, which the system takes back when the process ends, however it ends.
+
+    The file stays: removing it would let a third job lock a new file while a second one holds the old.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Create the directory where it is missing, and lock it.
+
+        Raises CheckpointError naming the holder when another job has it, or when the folder cannot be written.
+        """
+        path = directory / LOCK
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(path)
+            os.close(self._descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointError(f"cannot lock {path}: {error.strerror}") from error
+            raise CheckpointError(
+                f"{directory} is in use by {holder}; stop that job, or give this one another training.directory"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps({"host": os.uname().nodename, "process": os.getpid()}).encode(), 0)
+
+    def release(self) -> None:
+        """Let another job in."""
+        os.close(self._descriptor)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_bytes())
+        return f"process {holder['process']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another job"

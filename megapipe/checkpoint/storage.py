@@ -1,0 +1,101 @@
+"""Every system call by which a save changes the disk, in one class, so that a test can fail each of them in turn."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from megapipe.checkpoint.errors import CheckpointError
+
+
+class StorageWriter:
+    """The disk. A write is durable once `flush` returned, a name once `flush_folder` of its folder did."""
+
+    def make_folder(self, path: Path) -> None:
+        """Create one folder; its parent exists."""
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """Create a file that must not exist and return its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, content: memoryview) -> int:
+        """Write some of `content` and return how many bytes that was."""
+        return os.write(descriptor, content)
+
+    def flush(self, descriptor: int) -> None:
+        """Return once the file's content would survive a power failure."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file."""
+        os.close(descriptor)
+
+    def flush_folder(self, path: Path) -> None:
+        """Return once the names in a folder would survive a power failure."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or folder another name in the same folder."""
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+
+DISK = StorageWriter()
+
+
+def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) -> int:
+    """Write a new file and flush it and its name; returns its bytes.
+
+    Raises CheckpointError naming the file, what the system said and, for a full disk, what is free.
+    """
+    size = 0
+    try:
+        descriptor = storage.create(path)
+        try:
+            for part in parts:
+                size += len(part)
+                while part:
+                    part = part[storage.write(descriptor, part) :]
+            storage.flush(descriptor)
+        finally:
+            storage.close(descriptor)
+        storage.flush_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {explained(error, path.parent)}") from error
+    return size
+
+
+def remove_tree(storage: StorageWriter, folder: Path) -> None:
+    """Remove a folder and what is in it."""
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            remove_tree(storage, entry)
+        else:
+            storage.remove(entry)
+    storage.remove_folder(folder)
+
+
+def explained(error: OSError, folder: Path) -> str:
+    """What the system said about a failed change in `folder`, and what to do about it."""
+    told = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{told}; {shutil.disk_usage(folder).free:,} bytes are free there. Older checkpoints are untouched: free "
+            "some space, lower checkpoint.keep_last, or point training.directory at a larger disk"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{told}; make {folder} writable for this user, or point training.directory elsewhere"
+    return told
