@@ -19,7 +19,9 @@ def row_statistics(logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tens
     columns = targets.unsqueeze(1)
     target = logits.gather(1, columns).squeeze(1).to(wide)
     log_sum_exp = target - log_softmax.gather(1, columns).squeeze(1)
-    if softmax is not None:
+    if softmax is not None and torch.compiler.is_compiling():
+        softmax.copy_(log_softmax.exp())  # `out` behind padding is more than torch.compile can trace
+    elif softmax is not None:
         torch.exp(log_softmax, out=softmax)
     return log_sum_exp, torch.where(owned, target, 0.0)
 

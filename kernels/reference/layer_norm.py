@@ -21,7 +21,6 @@ def input_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Te
 
 
 def _fake_weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    weight = _statistics_dtype(x, weight)
     return torch.empty_like(weight), torch.empty_like(weight)
 
 
@@ -30,10 +29,12 @@ def _fake_weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, wei
     _fake_weight_gradient,
 )
 def weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias [h], summed over all other axes; fp32 for bf16 on the CPU."""
-    weight = _statistics_dtype(x, weight)
-    _, dweight, dbias = _backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [False, True, True])
-    return dweight, dbias
+    """Gradients of weight and bias [h], summed over all other axes, in their dtype."""
+    wide = _statistics_dtype(x, weight)
+    # torch.compile narrows the statistics to the dtype of x.
+    mean, rstd = mean.to(wide.dtype), rstd.to(wide.dtype)
+    _, dweight, dbias = _backward(dy, x, x.shape[-1:], mean, rstd, wide, wide, [False, True, True])
+    return dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 def _statistics_dtype(x: Tensor, weight: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tenso
 
 
 def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
-    """Gradient of weight [h], summed over all other axes, in rstd's dtype."""
-    return (_weight_gradient(dy, x, rstd),)
+    """Gradient of weight [h], summed over all other axes in fp32 (fp64), in the weight's dtype."""
+    return (_weight_gradient(dy, x, rstd).to(weight.dtype),)
 
 
 @opaque(

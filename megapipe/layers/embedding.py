@@ -13,22 +13,18 @@ from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
 
 
-def _gradient_dtype(dy: Tensor) -> torch.dtype:
-    return torch.float64 if dy.dtype == torch.float64 else torch.float32
-
-
 @opaque(
     "row_gradient(Tensor rows, Tensor dy, SymInt num_rows) -> Tensor",
-    lambda rows, dy, num_rows: dy.new_empty(num_rows, dy.shape[-1], dtype=_gradient_dtype(dy)),
+    lambda rows, dy, num_rows: dy.new_empty(num_rows, dy.shape[-1]),
 )
 def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
-    """Gradient [num_rows, h] of a table whose `rows` [...] were looked up, for dy [..., h]; in fp32 (fp64 for fp64).
+    """Gradient [num_rows, h] of a table whose `rows` [...] were looked up, for dy [..., h].
 
-    A frequent token gets thousands of small contributions, which bf16 would lose.
+    Summed in fp32 (fp64 for fp64): a frequent token gets thousands of small contributions, which bf16 would lose.
     """
-    dtype = _gradient_dtype(dy)
-    gradient = torch.zeros(num_rows, dy.shape[-1], dtype=dtype, device=dy.device)
-    return gradient.index_add_(0, rows.flatten(), dy.flatten(0, -2).to(dtype))
+    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    gradient = torch.zeros(num_rows, dy.shape[-1], dtype=wide, device=dy.device)
+    return gradient.index_add_(0, rows.flatten(), dy.flatten(0, -2).to(wide)).to(dy.dtype)
 
 
 class _Fused(torch.autograd.Function):

@@ -41,15 +41,11 @@ def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
 
 @opaque(
     "linear_bias_gradient(Tensor dy) -> Tensor",
-    lambda dy: dy.new_empty(dy.shape[-1], dtype=_sum_dtype(dy)),
+    lambda dy: dy.new_empty(dy.shape[-1]),
 )
 def bias_gradient(dy: Tensor) -> Tensor:
-    """Gradient [out] of the bias, in fp32 (fp64 for fp64)."""
-    return dy.flatten(0, -2).sum(0, dtype=_sum_dtype(dy))
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    """Gradient [out] of the bias."""
+    return dy.flatten(0, -2).sum(0)
 
 
 def as_matrix(weight: Tensor) -> Tensor:

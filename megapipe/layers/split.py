@@ -46,20 +46,24 @@ def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
 class SplitTape:
     """What one forward of one micro-batch leaves for the two halves of its backward.
 
-    probes: of a compiled forward, which have to exist beforehand (`split_forward`); None makes them on the way.
+    Made for one forward. Probes are made on the way unless `provide` gave them.
     """
 
-    def __init__(self, probes: list[Tensor] | None = None) -> None:
-        self._probes = probes
+    def __init__(self) -> None:
+        self._provided: list[Tensor] | None = None
         self._records: list[Record] = []
         self._gradients: tuple[Tensor | None, ...] | None = None
+
+    def provide(self, probes: list[Tensor]) -> None:
+        """Probes for the whole forward to come, in order of use: those of a compiled forward exist beforehand."""
+        self._provided = probes
 
     def record(self, module: SplitModule, shape: Sequence[int], like: Tensor) -> Record:
         """Record a use of `module`, with the probe for its output of this shape; the caller fills in `saved`.
 
         like: a tensor with the output's dtype and device.
         """
-        probe = new_probe(shape, like) if self._probes is None else self._probes[len(self._records)]
+        probe = new_probe(shape, like) if self._provided is None else self._provided[len(self._records)]
         record = Record(module, probe)
         self._records.append(record)
         return record
@@ -67,6 +71,12 @@ class SplitTape:
     def fresh_probes(self) -> list[Tensor]:
         """New probes of the shapes that this forward used, for another forward of the same module and shapes."""
         return [new_probe(record.probe.shape, record.probe) for record in self._records]
+
+    def emptied(self) -> "SplitTape":
+        """This tape without the tensors that it keeps: good for `fresh_probes` alone."""
+        for record in self._records:
+            record.saved = ()
+        return self
 
     @property
     def covered(self) -> set[int]:

@@ -1,0 +1,68 @@
+"""A module's forward under torch.compile, with the backward fused or split."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.split import SplitTape
+
+
+def _forward(module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = module(*inputs, context=context)
+    return outputs
+
+
+class CompiledForward:
+    """Runs modules through one torch.compile. Layers of the same shapes, and twins, share one compiled frame.
+
+    options: for torch.compile, such as backend and mode.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._compiled = torch.compile(_forward, **options)
+        self._blanks: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], SplitTape]] = WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
+        """The module's outputs. A tape in the context must be new; it is ready for the input half on return."""
+        if context.tape is not None:
+            context.tape.provide(self._blank(module, inputs, context).fresh_probes())
+        with _gradients_aside(module):
+            return self._compiled(module, tuple(inputs), context)
+
+    def _blank(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> SplitTape:
+        """A tape with the probes of one forward, kept by shape: probes have to exist before a compiled forward runs.
+
+        They are found by running the module once, uncompiled: shapes that were predicted could be predicted wrong.
+        """
+        tensors = (*inputs, context.tokens, context.labels)
+        shapes = tuple(tensor.shape for tensor in tensors if tensor is not None)
+        known = self._blanks.setdefault(module, {})
+        if shapes not in known:
+            tape = SplitTape()
+            with torch.no_grad():
+                _forward(module, inputs, replace(context, tape=tape))
+            known[shapes] = tape.emptied()
+        return known[shapes]
+
+
+@contextmanager
+def _gradients_aside(module: nn.Module) -> Iterator[None]:
+    """torch.compile refuses a bf16 parameter with an fp32 gradient, even where it never looks at the gradient."""
+    kept = [
+        (parameter, parameter.grad)
+        for parameter in module.parameters()
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype
+    ]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
