@@ -23,7 +23,7 @@ from megapipe.training.assemble import DTYPES, Assembly, StageLayout, lay_out
 SCHEDULE = "gpipe"
 """Forwards alone have one order, whatever schedule the model was trained with."""
 
-Restore = Callable[[Sequence[UnitState]], None]
+Restore = Callable[[Sequence[UnitState]], object]
 """Fills this rank's unit states with trained weights."""
 
 
@@ -82,9 +82,9 @@ class LoadedModel:
         stages = assembly.stages()
         states = {id(state): state for stage in stages.values() for state in stage.states.values()}
         restore(list(states.values()))
-        layers = {}
+        layers: dict[int, list[nn.Module]] = {}
         for stage_id, stage in stages.items():
-            layers[stage_id] = [twins[0] for twins in stage.units]
+            layers[stage_id] = [twins[0] for twins in stage.units if isinstance(twins[0], nn.Module)]
             for layer in layers[stage_id]:
                 layer.requires_grad_(False)
                 for parameter in layer.parameters():

@@ -1,0 +1,90 @@
+"""The command line of tools/generate.py: continue prompts with a trained model."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megapipe.config.errors import ConfigError
+from megapipe.data.errors import DataError
+from megapipe.data.preprocess.arguments import with_hyphens
+from megapipe.training.generate_arguments import build_parser
+
+if TYPE_CHECKING:
+    from megapipe.data.tokenizers import Tokenizer
+    from megapipe.training.generate import Text
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command. Exit status: 0, 1 for unusable input, 2 for a wrong command line, 130 for Ctrl-C."""
+    arguments = build_parser().parse_args(with_hyphens(argv))
+
+    # Importing torch takes a second, which --help and a misspelt flag need not wait for.
+    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.parallel.errors import LaunchError
+    from megapipe.training.generation_request import PromptError
+
+    try:
+        _run(arguments)
+    except (CheckpointError, ConfigError, DataError, LaunchError, PromptError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    import os
+    from pathlib import Path
+
+    from megapipe.checkpoint.load import load_weights
+    from megapipe.checkpoint.manifest_file import read_manifest
+    from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
+    from megapipe.training import generation_request as request
+    from megapipe.training.generate import Limits, generate
+    from megapipe.training.passes import LoadedModel
+    from megapipe.training.sampling import SamplingSettings
+
+    settings = SamplingSettings(
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+    )
+    if settings.problems():
+        raise ConfigError(settings.problems())
+    world_size = LaunchEnvironment.read(os.environ).world_size
+    prompts = request.all_prompts(arguments.prompt, arguments.prompt_file)
+    checkpoint = request.find_checkpoint(Path(arguments.checkpoint))
+    run = read_manifest(checkpoint).run
+    trained = request.trained_config(run)
+    config = request.on_layout(
+        trained, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
+    )
+    tokenizer = request.find_tokenizer(arguments.tokenizer, config.data.prefix)
+    tokens = request.encoded(prompts, tokenizer, config.model)
+    limits = Limits(
+        max_new_tokens=arguments.max_new_tokens,
+        vocabulary_size=min(tokenizer.vocabulary_size, config.model.vocabulary_size),
+        end_of_document=tokenizer.end_of_document,
+        batch_size=arguments.batch_size,
+    )
+    sizes = {"tensor": config.parallel.tensor, "pipeline": config.parallel.pipeline}
+    mesh = initialize(sizes, device=arguments.device)
+    try:
+        model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
+        if mesh.rank == 0:
+            print(f"{checkpoint} (step {run.step}), tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
+        texts = generate(model, tokens, arguments.num_samples, settings, limits)
+        if mesh.rank == 0:
+            _show(texts, tokenizer)
+    finally:
+        shutdown()
+
+
+def _show(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
+    """Prompts with their continuations; several of them under headings."""
+    for text in texts:
+        if len(texts) > 1:
+            print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
+        print(tokenizer.decode(text.tokens), flush=True)

@@ -1,0 +1,141 @@
+"""From a checkpoint and prompts as users name them to a configuration, a tokenizer and token ids."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from json import dumps
+from pathlib import Path
+
+from megapipe.checkpoint.directory import newest_whole
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.manifest import RunState
+from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import ParallelConfig, PretrainConfig
+from megapipe.costs.gpt import tensor_problems
+from megapipe.data.errors import DataError
+from megapipe.data.manifest import read_manifest
+from megapipe.data.tokenizers import Tokenizer, open_tokenizer
+from megapipe.parallel.launch import DeviceChoice
+
+
+class PromptError(ValueError):
+    """A prompt that a model cannot continue. The message names the prompt, the rule and the way out."""
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """`directory` itself where it is the checkpoint of a step, else the newest whole one below it.
+
+    Raises CheckpointError when there is none.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"no checkpoint: {directory} is not a folder; name a step's folder or a run's")
+    if (directory / MANIFEST).is_file():
+        return directory
+    found = newest_whole(directory / "checkpoints") or newest_whole(directory)
+    if found is None:
+        raise CheckpointError(
+            f"no whole checkpoint in {directory}: a run keeps them in folders such as checkpoints/step-00000100; "
+            "train with --checkpoint.every N to save some"
+        )
+    return found
+
+
+def trained_config(run: RunState) -> PretrainConfig:
+    """The configuration of the run that made a checkpoint, in the precision that it ran in. Raises ConfigError."""
+    config = parse(["--config", dumps(run.config), f"--training.precision={run.precision}"])
+    problems = config.model.problems()
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def on_layout(
+    config: PretrainConfig, world_size: int, *, tensor: int, pipeline: int | None, device: DeviceChoice
+) -> PretrainConfig:
+    """The same model on other ranks. pipeline: None takes what the tensor ranks leave.
+
+    Raises ConfigError for a layout that cannot hold the model.
+    """
+    pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
+    problems = tensor_problems(config.model, tensor)
+    layers = config.model.num_layers + 2
+    if pipeline > layers:
+        problems.append(
+            f"{pipeline} pipeline ranks exceed the {layers} layers of the model (embedding, {layers - 2} blocks, head)"
+            f"; every rank needs one: use at most {layers}"
+        )
+    if tensor * pipeline != world_size:
+        problems.append(
+            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks, but {world_size} were started: start "
+            f"torchrun with --nproc_per_node {tensor * pipeline}, or change --tensor or --pipeline"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return replace(config, parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, data=1, device=device))
+
+
+def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
+    """The tokenizer called `name`, or the one that the training shard was made with.
+
+    Raises DataError when the shard says none, or another one than `name`.
+    """
+    manifest = read_manifest(data_prefix) if data_prefix else None
+    if name is None:
+        if manifest is None:
+            raise DataError(
+                f"the model was trained on {data_prefix or 'a shard'} but nothing beside it here names its tokenizer: "
+                "name it with --tokenizer"
+            )
+        name = manifest.tokenizer
+    tokenizer = open_tokenizer(name)
+    if manifest is not None:
+        manifest.check_tokenizer(name, tokenizer.fingerprint())
+    return tokenizer
+
+
+def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
+    """The prompts of a command line, those in files last. Raises PromptError for none and for unreadable ones."""
+    prompts = [*texts, *(_content(Path(file)) for file in files)]
+    if not prompts:
+        raise PromptError("nothing to generate: give a prompt with --prompt or --prompt-file")
+    return prompts
+
+
+def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) -> list[list[int]]:
+    """Token ids of the prompts; an empty one becomes the end of the document before it.
+
+    Raises PromptError for a prompt that cannot be encoded, is too long, or has a token that the model does not know.
+    """
+    found = []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            tokens = tokenizer.encode(prompt)
+        except UnicodeEncodeError:
+            raise PromptError(f"prompt {number} is not UTF-8 text") from None
+        if not tokens:
+            if tokenizer.end_of_document is None:
+                raise PromptError(f"prompt {number} is empty, and the tokenizer has no token that begins a document")
+            tokens = [tokenizer.end_of_document]
+        if max(tokens) >= model.vocabulary_size:
+            raise PromptError(
+                f"prompt {number} has token {max(tokens)} but the model knows {model.vocabulary_size}: name the "
+                "tokenizer that it was trained with"
+            )
+        if len(tokens) >= model.max_positions:
+            raise PromptError(
+                f"prompt {number} has {len(tokens)} tokens, which leaves none of the model's {model.max_positions} "
+                f"positions to continue at: shorten it to at most {model.max_positions - 1} tokens"
+            )
+        found.append(tokens)
+    return found
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text("utf-8").removesuffix("\n")
+    except OSError as error:
+        raise PromptError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
