@@ -29,9 +29,32 @@ class BatchConfig:
     micro_size: int = 1
     """Samples per micro-batch."""
     ramp_start: int | None = None
-    """Samples per step at the start of the run; grows linearly to global_size over ramp_samples (null: no ramp)."""
+    """Samples per step at the start of the run; grows linearly to global_size over ramp_samples, in multiples of
+    itself (null: no ramp)."""
     ramp_samples: int = 0
     """Samples after which the ramp has reached global_size."""
+
+    def problems(self) -> list[str]:
+        """Every rule of the ramp that is broken, one message each; those that know the layout are checked later."""
+        if self.ramp_start is None:
+            if self.ramp_samples:
+                return [
+                    f"batch.ramp_samples is {self.ramp_samples} but batch.ramp_start is null; give the size that the "
+                    "ramp starts at, or leave both out"
+                ]
+            return []
+        found = []
+        if not 1 <= self.ramp_start <= self.global_size:
+            found.append(
+                f"batch.ramp_start is {self.ramp_start}; it must be at least 1 and at most batch.global_size "
+                f"{self.global_size}"
+            )
+        if self.ramp_samples < 1:
+            found.append(
+                f"batch.ramp_samples is {self.ramp_samples}; a ramp from batch.ramp_start {self.ramp_start} needs at "
+                "least 1, or leave batch.ramp_start out"
+            )
+        return found
 
 
 @dataclass(kw_only=True)
@@ -109,7 +132,7 @@ class TrainingConfig:
     seed: int = 1234
     """Seeds weights, dropout and the order of the data."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
-    """Compute precision; bf16 keeps fp32 master weights, gradients and moments; auto times both and takes the faster."""
+    """Compute precision; bf16 keeps fp32 master weights, gradients and moments; auto times both, takes the faster."""
     deterministic: bool = False
     """Refuse operations whose result may differ from run to run on one device (slower on GPUs)."""
     log_every: int = 10
@@ -176,12 +199,20 @@ class PretrainConfig:
             "batch.micro_size": self.batch.micro_size,
             "parallel.tensor": self.parallel.tensor,
             "parallel.pipeline": self.parallel.pipeline,
-            "parallel.data": 1 if self.parallel.data is None else self.parallel.data,
+            "parallel.data": self.parallel.data,
             "schedule.receive_ahead": self.schedule.receive_ahead,
             "training.steps": self.training.steps,
             "training.log_every": self.training.log_every,
+            "evaluation.every": self.evaluation.every,
+            "evaluation.samples": self.evaluation.samples,
+            "checkpoint.every": self.checkpoint.every,
+            "checkpoint.keep_last": self.checkpoint.keep_last,
         }
-        found += [f"{name} is {value}; it must be at least 1" for name, value in at_least_one.items() if value < 1]
+        found += [
+            f"{name} is {value}; it must be at least 1"
+            for name, value in at_least_one.items()
+            if value is not None and value < 1
+        ]
         if not self.data.prefix:
             found.append(
                 "data.prefix is empty; give the path of a shard without .bin/.idx, as tools/preprocess.py wrote it"
@@ -195,4 +226,4 @@ class PretrainConfig:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        return found + self.optimizer.problems()
+        return found + self.batch.problems() + self.optimizer.problems()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.engine.errors import UnitError
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.layers.split import SplitTape
 
@@ -33,10 +34,12 @@ def requires_grad_flags(specs: tuple[TensorSpec, ...]) -> tuple[bool, ...]:
 
 
 def run_units(stage: Stage, unit: int, version: int, inputs: tuple[Tensor, ...], context: Any) -> tuple[Tensor, ...]:
-    """Run one unit, or all of them when `unit` is WHOLE, at one weight version."""
-    chain = stage.units if unit == WHOLE else stage.units[unit : unit + 1]
-    for versions in chain:
-        inputs = versions[version](*inputs, context=context)
+    """Run one unit, or all of them when `unit` is WHOLE, at one weight version. Raises UnitError when one fails."""
+    for index in range(len(stage.units)) if unit == WHOLE else (unit,):
+        try:
+            inputs = stage.units[index][version](*inputs, context=context)
+        except Exception as error:
+            raise UnitError(index) from error
     return inputs
 
 

@@ -7,7 +7,7 @@ them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megapipe.engine.errors import EngineError
+from megapipe.engine.errors import EngineError, UnitError
 from megapipe.engine.program import Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
@@ -54,6 +54,7 @@ class Engine:
             )
         self._name = schedule.header.name
         self._rank = rank
+        self._stages = stages
         self._transfers = transfers
         program = Program(schedule, rank, stages, transfers, reductions)
         self._instructions = [Instruction(run, action) for run, action in program.compile("body")]
@@ -67,10 +68,23 @@ class Engine:
         for position, instruction in enumerate(self._instructions):
             try:
                 instruction.run(state)
+            except UnitError as error:
+                raise self._failure(position, state, error.__cause__, error.unit) from error.__cause__
             except Exception as error:
-                raise EngineError(self._place(position, step_input.step) + f": {error}") from error
+                raise self._failure(position, state, error) from error
         self._transfers.drain()
         return finished(state)
+
+    def _failure(
+        self, position: int, state: StepState, error: BaseException | None, unit: int | None = None
+    ) -> EngineError:
+        action = self._instructions[position].action
+        name = "" if unit is None else f", unit {self._unit_name(action.stage, unit)}"
+        return EngineError(self._place(position, state.input.step) + f"{name}: {error}", action, state, unit)
+
+    def _unit_name(self, stage: int, unit: int) -> str:
+        states = self._stages[stage].states
+        return states[unit].name if unit in states else str(unit)
 
     def _place(self, position: int, step: int) -> str:
         action = self._instructions[position].action

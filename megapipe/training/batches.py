@@ -1,22 +1,31 @@
 """From the data room's arrays to what the engine hands to layers: one context per micro-batch, loaded ahead."""
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from megapipe.config.run import PretrainConfig
 from megapipe.data.batches import Microbatch, MicrobatchSource
 from megapipe.data.prefetch import Prefetcher
+from megapipe.data.samples import GptSamples
+from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.replica import Replica
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's micro-batches on one rank. token_count: loss tokens of this replica's share of the batch."""
+    """One step's micro-batches on one rank.
+
+    num_samples: of the global batch. token_count: loss tokens of this replica's share of it.
+    """
 
     contexts: list[MicrobatchContext]
+    num_samples: int
     token_count: float
 
 
@@ -30,9 +39,8 @@ class BatchLoader:
     def __init__(
         self,
         source: MicrobatchSource,
+        plan: BatchPlan,
         *,
-        num_microbatches: int,
-        global_size: int,
         seed: int,
         device: torch.device,
         is_first: bool,
@@ -40,8 +48,7 @@ class BatchLoader:
         training: bool = True,
     ) -> None:
         self._source = source
-        self._num_microbatches = num_microbatches
-        self._global_size = global_size
+        self._plan = plan
         self._seed = seed
         self._device = device
         self._is_first = is_first
@@ -51,23 +58,24 @@ class BatchLoader:
     def load(self, consumed: int) -> StepBatch:
         """The step that starts after `consumed` samples."""
         contexts, token_count = [], 0.0
-        for index in range(self._num_microbatches):
+        num_samples = self._plan.size(consumed)
+        num_microbatches = num_samples // (self._source.micro_size * self._source.data_size)
+        for index in range(num_microbatches):
             if self._is_first or self._is_last:
-                microbatch = self._source.microbatch(consumed, index, self._num_microbatches)
+                microbatch = self._source.microbatch(consumed, index, num_microbatches)
                 token_count += float(microbatch.loss_mask.sum())
                 contexts.append(self._context(microbatch))
             else:
-                ordinals = self._source.ordinals(consumed, index, self._num_microbatches)
+                ordinals = self._source.ordinals(consumed, index, num_microbatches)
                 contexts.append(
                     MicrobatchContext(ordinals=torch.from_numpy(ordinals), seed=self._seed, training=self._training)
                 )
-        return StepBatch(contexts, token_count if self._is_last else 0.0)
+        return StepBatch(contexts, num_samples, token_count if self._is_last else 0.0)
 
     @contextmanager
     def steps(self, consumed: int) -> Iterator[Iterator[StepBatch]]:
         """Endless steps from `consumed` samples on, prefetched by a thread that ends with the block."""
-        requests = itertools.count(consumed, self._global_size)
-        with Prefetcher(self.load, requests) as loaded:
+        with Prefetcher(self.load, self._plan.cursors(consumed)) as loaded:
             yield loaded
 
     def _context(self, microbatch: Microbatch) -> MicrobatchContext:
@@ -82,3 +90,47 @@ class BatchLoader:
             seed=self._seed,
             training=self._training,
         )
+
+
+def split_samples(config: PretrainConfig, split: SplitName) -> GptSamples:
+    """A split's samples: the training split in its shuffled order, the others front to back.
+
+    Raises DataError for unusable shards or a split too small for one sample.
+    """
+    return GptSamples(
+        config.data.prefix,
+        split=split,
+        shares=config.data.split,
+        sequence_length=config.data.sequence_length,
+        seed=config.training.seed,
+        shuffle=split == "train",
+        vocabulary_size=config.model.vocabulary_size,
+    )
+
+
+def batch_loader(
+    config: PretrainConfig,
+    mesh: Mesh,
+    replica: Replica,
+    samples: GptSamples,
+    plan: BatchPlan | None = None,
+    *,
+    training: bool = True,
+) -> BatchLoader:
+    """Loads what this rank needs of every step. plan: by default the configuration's; training: dropout is active."""
+    source = MicrobatchSource(
+        samples,
+        data_rank=mesh.coordinate("data"),
+        data_size=mesh.size("data"),
+        micro_size=config.batch.micro_size,
+        mask_end_of_document=config.data.mask_end_of_document,
+    )
+    return BatchLoader(
+        source,
+        BatchPlan.of(config.batch) if plan is None else plan,
+        seed=config.training.seed,
+        device=mesh.device,
+        is_first=replica.is_first,
+        is_last=replica.is_last,
+        training=training,
+    )

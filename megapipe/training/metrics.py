@@ -1,65 +1,83 @@
-"""What a run tells while it goes: one line per interval on rank 0, and every step in a JSON-lines file."""
+"""metrics.jsonl: every step, evaluation and event of a run, one JSON object a line.
+
+The file is appended to and flushed line by line, so that a run never destroys what an earlier one wrote, and one that
+was killed leaves all it had told.
+"""
 
 import json
+import math
 import time
-from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from megapipe.engine.step import StepResult
+from megapipe.training.records import EvaluationRecord, Listener, StepRecord
+
+FILE_NAME = "metrics.jsonl"
 
 
-class Metrics:
-    """Writes `metrics.jsonl` in the run's folder and prints progress. Used on rank 0 alone.
+class MetricsFile(Listener):
+    """Writes `metrics.jsonl` in the run's folder.
 
-    The file is appended to and flushed line by line, so that a run never destroys what an earlier one wrote.
+    A step's line has the fields of StepRecord; others have `event`: start (with `step`, where the run goes on from),
+    evaluation (with the fields of EvaluationRecord), checkpoint, end. What is not finite becomes null: JSON has no
+    word for it.
     """
 
-    def __init__(self, directory: Path, *, steps: int, log_every: int, printer: Callable[[str], None] = print) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
-        self._steps = steps
-        self._log_every = log_every
-        self._print = printer
-        self._interval_tokens = 0.0
-        self._interval_start = self._step_start = time.perf_counter()
+        self.path = directory / FILE_NAME
+        self._file = self.path.open("a", encoding="utf-8")
 
     def event(self, name: str, **fields: Any) -> None:
-        """Record something that is not a step, such as the start of the run."""
         self._write({"event": name, "time": time.time(), **fields})
 
-    def step(self, step: int, result: StepResult, *, learning_rate: float, consumed_samples: int) -> None:
-        """Record a finished step (numbered from 1) and print at every interval's end."""
-        now = time.perf_counter()
-        seconds, self._step_start = now - self._step_start, now
-        self._write(
-            {
-                "step": step,
-                "loss": result.loss,
-                "learning_rate": learning_rate,
-                "gradient_norm": result.gradient_norm,
-                "skipped": result.skipped,
-                "tokens": result.token_count,
-                "consumed_samples": consumed_samples,
-                "seconds": seconds,
-            }
-        )
-        self._interval_tokens += result.token_count
-        if result.skipped:
-            self._print(f"step {step}: gradients are not finite (norm {result.gradient_norm}); the update is skipped")
-        if step % self._log_every == 0 or step in (1, self._steps) or result.stop:
-            rate = self._interval_tokens / (now - self._interval_start)
-            self._print(
-                f"step {step:>{len(str(self._steps))}}/{self._steps} | loss {result.loss:.4f} | "
-                f"learning rate {learning_rate:.2e} | gradient norm {result.gradient_norm:.3f} | {rate:,.0f} tokens/s"
-            )
-            self._interval_tokens, self._interval_start = 0.0, now
+    def step(self, record: StepRecord) -> None:
+        self._write(asdict(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.event("evaluation", **asdict(record))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+@dataclass
+class LossHistory:
+    """Losses by step, where they were finite. training[s]: of step s. evaluation[s]: after s steps."""
+
+    training: dict[int, float] = field(default_factory=dict)
+    evaluation: dict[int, float] = field(default_factory=dict)
+
+    def drop_after(self, step: int) -> None:
+        """Forget what a run that goes on from `step` does again."""
+        self.training = {s: loss for s, loss in self.training.items() if s <= step}
+        self.evaluation = {s: loss for s, loss in self.evaluation.items() if s <= step}
+
+
+def read_losses(path: Path) -> LossHistory:
+    """The losses of the run that a metrics file ends with, over all its resumptions."""
+    history = LossHistory()
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the end of a line was lost with a killed process
+                continue
+            event, step, loss = record.get("event"), record.get("step"), record.get("loss")
+            if event == "start":
+                history.drop_after(step)
+            elif event == "evaluation" and loss is not None:
+                history.evaluation[step] = loss
+            elif event is None and loss is not None:
+                history.training[step] = loss
+    return history

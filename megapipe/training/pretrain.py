@@ -1,23 +1,33 @@
-"""Pretraining: build this rank's part of the model, then step, log, stop."""
+"""Pretraining from a configuration: check it, build this rank's part of the model, run the loop, sum up."""
 
-import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import LayerSpec
-from megapipe.data.batches import MicrobatchSource
 from megapipe.data.samples import GptSamples
-from megapipe.engine.step import StepInput
-from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.batches import BatchLoader
-from megapipe.training.metrics import Metrics
+from megapipe.training import loss_curve, metrics
+from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.determinism import require_determinism
+from megapipe.training.display import open_display
+from megapipe.training.evaluation import Evaluation
+from megapipe.training.loop import Position, TrainingLoop
+from megapipe.training.precision import with_precision
+from megapipe.training.records import Listeners
+from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
-from megapipe.training.signals import StopRequest
-from megapipe.training.validate import data_parallel_size, num_microbatches, validate
+from megapipe.training.throughput import UtilisationMeter, device_peak
+from megapipe.training.trackers import open_trackers
+from megapipe.training.validate import data_parallel_size, validate
+
+Say = Callable[[str], None]
 
 
 def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
@@ -26,89 +36,91 @@ def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
     Raises ConfigError, DataError or LaunchError before any process group starts.
     """
     validate(config, environment.world_size)
-    data = data_parallel_size(config, environment.world_size)
-    samples = training_samples(config)
+    samples = split_samples(config, "train")
+    validation = split_samples(config, "validation") if config.evaluation.every is not None else None
+    if config.training.deterministic:
+        require_determinism()
     parallel = config.parallel
+    data = data_parallel_size(config, environment.world_size)
     mesh = initialize(
         {"data": data, "pipeline": parallel.pipeline, "tensor": parallel.tensor},
         device=parallel.device,
         timeout=parallel.timeout_seconds,
     )
     try:
-        return _train(config, mesh, gpt_layers(config.model), samples)
+        return _train(config, mesh, samples, validation)
     finally:
         shutdown()
 
 
-def training_samples(config: PretrainConfig) -> GptSamples:
-    """The training split in its shuffled order. Raises DataError for unusable shards."""
-    return GptSamples(
-        config.data.prefix,
-        split="train",
-        shares=config.data.split,
-        sequence_length=config.data.sequence_length,
-        seed=config.training.seed,
-        vocabulary_size=config.model.vocabulary_size,
-    )
-
-
-def batch_loader(config: PretrainConfig, mesh: Mesh, replica: Replica, samples: GptSamples) -> BatchLoader:
-    """Loads what this rank needs of every step."""
-    source = MicrobatchSource(
-        samples,
-        data_rank=mesh.coordinate("data"),
-        data_size=mesh.size("data"),
-        micro_size=config.batch.micro_size,
-        mask_end_of_document=config.data.mask_end_of_document,
-    )
-    return BatchLoader(
-        source,
-        num_microbatches=num_microbatches(config, mesh.world_size),
-        global_size=config.batch.global_size,
-        seed=config.training.seed,
-        device=mesh.device,
-        is_first=replica.is_first,
-        is_last=replica.is_last,
-    )
-
-
-def _train(config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...], samples: GptSamples) -> int:
+def _train(config: PretrainConfig, mesh: Mesh, samples: GptSamples, validation: GptSamples | None) -> int:
+    say = _print if mesh.rank == 0 else _say_nothing
+    config = with_precision(config, mesh, None, say)
+    layers = gpt_layers(config.model)
     replica = Replica(config, mesh, layers)
-    loader = batch_loader(config, mesh, replica, samples)
-    metrics = _metrics(config, mesh, layers) if mesh.rank == 0 else None
-    steps, global_size = config.training.steps, config.batch.global_size
-    status = 0
-    with StopRequest() as stop, loader.steps(consumed=0) as batches:
-        for step, batch in zip(range(steps), batches, strict=False):
-            rate = learning_rate(config.optimizer, step + 1, steps)
-            result = replica.engine.run(StepInput(step, batch.contexts, batch.token_count, rate, stop.requested))
-            if metrics is not None:
-                consumed = (step + 1) * global_size
-                metrics.step(step + 1, result, learning_rate=rate, consumed_samples=consumed)
-            if result.stop:
-                status = 130
-                break
-    if metrics is not None:
-        metrics.event("end", status=status)
-        print(f"metrics: {metrics.path}" + (" (stopped by Ctrl-C)" if status else ""), flush=True)
-        metrics.close()
+    evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
+    position = Position()
+    meter = _meter(config, mesh, layers, say)
+    references = _references(config, samples, say) if mesh.rank == 0 else None
+    with _listeners(config, mesh, position) as listeners:
+        loop = TrainingLoop(
+            config, replica, batch_loader(config, mesh, replica, samples), evaluation, meter, listeners
+        )
+        status = loop.run(position)
+        listeners.event("end", status=status, step=position.step)
+    if references is not None:
+        _sum_up(config, position, references, status, say)
     return status
 
 
-def _metrics(config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...]) -> Metrics:
-    training = config.training
-    metrics = Metrics(
-        Path(training.directory),
-        steps=training.steps,
-        log_every=training.log_every,
-        printer=lambda line: print(line, flush=True),
-    )
-    metrics.event("start", config=asdict(config), layout=dict(mesh.shape.sizes))
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def _meter(config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...], say: Say) -> UtilisationMeter:
     unique = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
-    print(
+    say(
         f"{sum(unique.values()):,} parameters on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
-        f"{config.schedule.name}, {config.training.precision} on {mesh.device.type}; "
-        f"ln(vocabulary) = {math.log(config.model.vocabulary_size):.3f}",
-        flush=True,
+        f"{config.schedule.name}, {config.training.precision} on {mesh.device.type}"
     )
-    return metrics
+    peak = device_peak(mesh.device, cast(Precision, config.training.precision))
+    say(f"MFU is the share of {peak}")
+    return UtilisationMeter(config, layers, peak, mesh.world_size)
+
+
+def _references(config: PretrainConfig, samples: GptSamples, say: Say) -> References:
+    found = reference_losses(samples, config.model.vocabulary_size)
+    say(
+        f"losses to beat: ln(vocabulary) {found.uniform:.3f}, unigram entropy {found.unigram:.3f} "
+        f"({found.num_tokens:,} training tokens)"
+    )
+    return found
+
+
+def _listeners(config: PretrainConfig, mesh: Mesh, position: Position) -> Listeners:
+    """Everything that hears of the run, on rank 0; nothing elsewhere."""
+    if mesh.rank != 0:
+        return Listeners([])
+    training = config.training
+    total = BatchPlan.of(config.batch).consumed_after(training.steps - position.step, position.consumed)
+    trackers = open_trackers(config, position.step > 0, _print)
+    file = metrics.MetricsFile(Path(training.directory))
+    file.event("start", step=position.step, config=asdict(config), layout=dict(mesh.shape.sizes))
+    return Listeners([file, *trackers, open_display(training.steps, training.log_every, total)])
+
+
+def _sum_up(config: PretrainConfig, position: Position, references: References, status: int, say: Say) -> None:
+    """Draw the loss curve and say where everything lies."""
+    directory = Path(config.training.directory)
+    history = metrics.read_losses(directory / metrics.FILE_NAME)
+    curve = directory / loss_curve.FILE_NAME
+    loss_curve.draw_loss_curve(curve, history, references, title=directory.name)
+    end = "stopped by Ctrl-C" if status else "finished"
+    say(
+        f"{end} after step {position.step}/{config.training.steps}, loss {position.losses[-1][1]:.4f} | "
+        f"metrics {directory / metrics.FILE_NAME} | loss curve {curve}"
+    )

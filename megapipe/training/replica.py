@@ -1,5 +1,6 @@
 """One rank's share of the model, wired to its neighbours: schedule, stages, links, engine, optimizer."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -62,6 +63,11 @@ class Replica:
     def forward_engine(self) -> Engine:
         """An engine over the same stages that runs forwards alone, for evaluation."""
         return self._engine(build_schedule(self._config, self._mesh, self.layout, mode="forward"))
+
+    def engine_for(self, global_size: int) -> Engine:
+        """An engine over the same stages for steps of `global_size` samples. A collective call."""
+        config = replace(self._config, batch=replace(self._config.batch, global_size=global_size))
+        return self._engine(build_schedule(config, self._mesh, self.layout))
 
     def _engine(self, schedule: Schedule) -> Engine:
         parallel = self._config.parallel

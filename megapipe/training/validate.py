@@ -8,6 +8,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.optim.learning_rate import learning_rate_problems
 from megapipe.schedules import ScheduleError, check_microbatches
+from megapipe.training.batch_plan import BatchPlan, ramp_problems
 
 
 def data_parallel_size(config: PretrainConfig, world_size: int) -> int:
@@ -62,21 +63,15 @@ def _layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 
 def _batch_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    batch, data = config.batch, data_parallel_size(config, world_size)
-    share = batch.micro_size * data
-    if batch.global_size % share:
-        below = batch.global_size // share * share
-        near = " or ".join(str(size) for size in (below, below + share) if size > 0)
-        return [
-            f"batch.global_size {batch.global_size} is not divisible by batch.micro_size {batch.micro_size} x "
-            f"data-parallel size {data}; use for example {near}"
-        ]
-    return []
+    return ramp_problems(config.batch, config.batch.micro_size * data_parallel_size(config, world_size))
 
 
 def _schedule_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    try:
-        check_microbatches(config.schedule.name, config.parallel.pipeline, num_microbatches(config, world_size))
-    except ScheduleError as error:
-        return [f"schedule.name: {error}"]
+    share = config.batch.micro_size * data_parallel_size(config, world_size)
+    for size in BatchPlan.of(config.batch).sizes():
+        try:
+            check_microbatches(config.schedule.name, config.parallel.pipeline, size // share)
+        except ScheduleError as error:
+            at = f" (a step of {size} samples on the way up the ramp)" if size != config.batch.global_size else ""
+            return [f"schedule.name: {error}{at}"]
     return []

@@ -40,7 +40,7 @@ def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: i
 def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str) -> None:
     for _ in range(2):
         launch(1, "--data.prefix", corpus, "--training.steps", "2", folder=tmp_path)
-    assert [record.get("step") for record in records(tmp_path)] == [None, 1, 2, None] * 2
+    assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
 
 
 def test_ctrl_c_ends_all_ranks_after_a_whole_step(tmp_path: Path, corpus: str) -> None:

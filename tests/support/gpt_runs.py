@@ -18,7 +18,7 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.training.pretrain import batch_loader, training_samples
+from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 
 VOCABULARY = 61
@@ -103,7 +103,7 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None) -> Ran
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], tensor=sizes["tensor"])
     config = replace(config, parallel=replace(parallel, timeout_seconds=30.0))
     replica = Replica(config, mesh, gpt_layers(config.model))
-    loader = batch_loader(config, mesh, replica, training_samples(config))
+    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
     gradients: list[Shard] = []
     update = replica.optimizer.update
 

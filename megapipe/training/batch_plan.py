@@ -1,0 +1,73 @@
+"""How many samples each step takes: a constant, or a linear ramp.
+
+A ramp trains on small batches early on, where a large one would spend more samples for the same progress (Brown et
+al., 2020, arXiv 2005.14165, section 2.3 and appendix B).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapipe.config.run import BatchConfig
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Samples per step as a pure function of the samples consumed before it, the run's only cursor.
+
+    The size grows linearly from `start` to `full` over `samples` samples, rounded down to a multiple of `start`. The
+    multiple is of `start`, not of what one micro-batch on every replica holds, so that the same run has the same
+    batches on every layout.
+    """
+
+    full: int
+    start: int
+    samples: int
+
+    @classmethod
+    def of(cls, batch: BatchConfig) -> "BatchPlan":
+        """The plan that a valid configuration describes."""
+        if batch.ramp_start is None:
+            return cls(batch.global_size, batch.global_size, 0)
+        return cls(batch.global_size, batch.ramp_start, batch.ramp_samples)
+
+    def size(self, consumed: int) -> int:
+        """Samples of the step that starts after `consumed` samples."""
+        if consumed >= self.samples:
+            return self.full
+        linear = self.start + (self.full - self.start) * consumed // self.samples
+        return linear // self.start * self.start
+
+    def sizes(self) -> tuple[int, ...]:
+        """Every size that a run may take, ascending."""
+        return (*range(self.start, self.full, self.start), self.full)
+
+    def cursors(self, consumed: int) -> Iterator[int]:
+        """Samples consumed before each step, endless, from a step that starts after `consumed` on."""
+        while True:
+            yield consumed
+            consumed += self.size(consumed)
+
+    def consumed_after(self, steps: int, consumed: int = 0) -> int:
+        """Samples consumed once `steps` more steps have run after `consumed` samples."""
+        while steps > 0 and consumed < self.samples:
+            consumed, steps = consumed + self.size(consumed), steps - 1
+        return consumed + steps * self.full
+
+
+def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
+    """Every rule of a batch and its ramp that is broken, one message each.
+
+    share: samples of one micro-batch on every replica, batch.micro_size x data-parallel size.
+    """
+    sizes = {"batch.global_size": batch.global_size}
+    if batch.ramp_start is not None:
+        sizes["batch.ramp_start"] = batch.ramp_start
+    found = []
+    for name, size in sizes.items():
+        if size % share:
+            near = " or ".join(str(each) for each in (size // share * share, (size // share + 1) * share) if each)
+            found.append(
+                f"{name} {size} is not divisible by batch.micro_size {batch.micro_size} x data-parallel size "
+                f"{share // batch.micro_size}; use for example {near}"
+            )
+    return found

@@ -1,0 +1,128 @@
+"""Progress for people: a bar in a terminal, plain lines everywhere else."""
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from megapipe.training.records import EvaluationRecord, Listener, StepRecord
+from megapipe.training.throughput import Window
+
+BAR_WINDOW = 20
+"""Steps over which the bar's rates are taken."""
+
+
+def open_display(steps: int, log_every: int, total_samples: int) -> Listener:
+    """A bar when standard output is a terminal, else lines.
+
+    steps: of the whole run. log_every: steps between lines. total_samples: of the whole run, for the time left.
+    """
+    if sys.stdout.isatty():
+        return ProgressBar(steps, total_samples, Console())
+    return PlainLines(steps, log_every, total_samples, lambda line: print(line, flush=True))
+
+
+class PlainLines(Listener):
+    """A line every `log_every` steps, with rates over the steps since the last one; the first and last step too."""
+
+    def __init__(self, steps: int, log_every: int, total_samples: int, printer: Callable[[str], None]) -> None:
+        self._steps = steps
+        self._log_every = log_every
+        self._total_samples = total_samples
+        self._print = printer
+        self._window = Window(log_every)
+        self._first = True
+
+    def say(self, line: str) -> None:
+        self._print(line)
+
+    def step(self, record: StepRecord) -> None:
+        self._window.add(record)
+        if record.skipped:
+            self._print(skipped_line(record))
+        if self._first or record.step % self._log_every == 0 or record.step == self._steps:
+            self._first = False
+            left = self._window.seconds_for(self._total_samples - record.consumed_samples)
+            self._print(
+                f"step {record.step:>{len(str(self._steps))}}/{self._steps} | {vital_signs(record)} | "
+                f"{rates(self._window)} | {duration(left)} left"
+            )
+            self._window.clear()
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._print(evaluation_line(record))
+
+
+class ProgressBar(Listener):
+    """One bar at the bottom of the terminal; lines scroll above it."""
+
+    def __init__(self, steps: int, total_samples: int, console: Console) -> None:
+        self._console = console
+        self._total_samples = total_samples
+        self._window = Window(BAR_WINDOW)
+        self._validation = ""
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[signs]}"),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("training", total=steps, signs="")
+        self._progress.start()
+
+    def say(self, line: str) -> None:
+        self._console.print(Text(line))
+
+    def step(self, record: StepRecord) -> None:
+        self._window.add(record)
+        if record.skipped:
+            self.say(skipped_line(record))
+        left = self._window.seconds_for(self._total_samples - record.consumed_samples)
+        self._progress.update(
+            self._task,
+            completed=record.step,
+            description=f"step {record.step}",
+            signs=f"{vital_signs(record)}{self._validation} | {rates(self._window)} | {duration(left)} left",
+        )
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._validation = f" | validation {record.loss:.4f}"
+        self.say(evaluation_line(record))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def vital_signs(record: StepRecord) -> str:
+    """Loss, gradient norm and learning rate of a step."""
+    return (
+        f"loss {record.loss:.4f} | gradient norm {record.gradient_norm:.3f} | learning rate {record.learning_rate:.2e}"
+    )
+
+
+def rates(window: Window) -> str:
+    """Tokens per second and MFU."""
+    return f"{window.tokens_per_second:,.0f} tokens/s | MFU {window.mfu:.1%}"
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    """What an evaluation found."""
+    return (
+        f"after step {record.step}: validation loss {record.loss:.4f}, perplexity {record.perplexity:.2f} "
+        f"({record.loss_tokens:,} tokens in {record.seconds:.1f} s)"
+    )
+
+
+def skipped_line(record: StepRecord) -> str:
+    """Why a step changed nothing."""
+    return f"step {record.step}: gradients are not finite (norm {record.gradient_norm}); the update is skipped"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,55 @@
+"""The loss curve of a run as a picture."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megapipe.training.metrics import LossHistory
+from megapipe.training.references import References
+
+FILE_NAME = "loss_curve.png"
+
+_TRAINING, _EVALUATION, _REFERENCE = "#1f6fb4", "#d9541e", "#8a8a8a"
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Running mean, float64 [n], over a centred window of a fiftieth of the run, narrower at the ends."""
+    reach = max(1, len(values) // 100)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    starts, stops = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(values))
+    return (sums[stops] - sums[starts]) / (stops - starts)
+
+
+def draw_loss_curve(path: Path, history: LossHistory, references: References, title: str) -> None:
+    """Draw training and validation losses over steps, with both reference losses, to a PNG at `path`."""
+    # Importing matplotlib takes half a second, which only the end of a run spends.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps = np.array(sorted(history.training))
+    losses = np.array([history.training[step] for step in steps])
+    if len(steps):
+        axes.plot(steps, losses, color=_TRAINING, alpha=0.25, linewidth=0.8)
+        mean = smoothed(losses)
+        axes.plot(steps, mean, color=_TRAINING, linewidth=1.8, label=f"training, {mean[-1]:.3f} at the end")
+    if history.evaluation:
+        points = sorted(history.evaluation.items())
+        label = f"validation, {points[-1][1]:.3f} at the end"
+        axes.plot(*zip(*points, strict=True), "o-", color=_EVALUATION, markersize=4, linewidth=1.2, label=label)
+    for value, words in ((references.uniform, "ln(vocabulary)"), (references.unigram, "unigram\nentropy")):
+        axes.axhline(value, color=_REFERENCE, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(f"{words}\n{value:.2f}", (1, value), (6, 0), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", color=_REFERENCE, fontsize=9, va="center")  # fmt: skip
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.margins(x=0.01)
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="best")
+    figure.savefig(path)

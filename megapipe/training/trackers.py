@@ -1,0 +1,118 @@
+"""Metrics for TensorBoard and Weights & Biases, each imported only where it was asked for."""
+
+import netrc
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megapipe.config.run import PretrainConfig
+from megapipe.training.records import EvaluationRecord, Listener, StepRecord
+
+WANDB_HOST = "https://api.wandb.ai"
+
+
+def open_trackers(config: PretrainConfig, resumed: bool, say: Callable[[str], None]) -> list[Listener]:
+    """The trackers that the configuration asks for. resumed: the run goes on from a checkpoint."""
+    directory = Path(config.training.directory)
+    trackers: list[Listener] = []
+    if config.tracking.tensorboard:
+        trackers.append(TensorBoard(directory / "tensorboard"))
+        say(f"TensorBoard: tensorboard --logdir {directory / 'tensorboard'}")
+    if config.tracking.wandb_project:
+        trackers.append(WeightsAndBiases(config, resumed, say))
+    return trackers
+
+
+def step_scalars(record: StepRecord) -> dict[str, float]:
+    """A step's curves, by name."""
+    return {
+        "train/loss": record.loss,
+        "train/learning_rate": record.learning_rate,
+        "train/gradient_norm": record.gradient_norm,
+        "train/consumed_samples": record.consumed_samples,
+        "train/batch_size": record.samples,
+        "speed/tokens_per_second": record.tokens / record.seconds,
+        "speed/mfu": record.mfu,
+    }
+
+
+def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
+    """An evaluation's curves, by name."""
+    return {"validation/loss": record.loss, "validation/perplexity": record.perplexity}
+
+
+class TensorBoard(Listener):
+    """Event files in `directory`; a resumed run adds one that continues the curves."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(directory))
+
+    def step(self, record: StepRecord) -> None:
+        self._write(step_scalars(record), record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write(evaluation_scalars(record), record.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, scalars: dict[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WeightsAndBiases(Listener):
+    """A wandb run in the run's folder.
+
+    WANDB_MODE decides where it is set. Elsewhere the run is online if an API key is set up and offline if not, because
+    wandb would ask for one. A resumed run continues the curves of the one that the folder names.
+    """
+
+    def __init__(self, config: PretrainConfig, resumed: bool, say: Callable[[str], None]) -> None:
+        import wandb
+
+        directory = Path(config.training.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        identity = directory / "wandb-run-id"
+        previous = identity.read_text().strip() if resumed and identity.exists() else None
+        mode = wandb_mode()
+        self._run = wandb.init(
+            project=config.tracking.wandb_project,
+            dir=str(directory),
+            mode=mode,  # type: ignore[arg-type]  # one of its literals, or what WANDB_MODE holds
+            id=previous,
+            resume="allow" if previous else None,
+            config=asdict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        identity.write_text(self._run.id + "\n")
+        say(f"Weights & Biases: {mode} run {self._run.id} in {directory / 'wandb'}")
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log(step_scalars(record), step=record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._run.log(evaluation_scalars(record), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_mode() -> str:
+    """WANDB_MODE where it is set; else online exactly if wandb would find an API key without asking."""
+    if "WANDB_MODE" in os.environ:
+        return os.environ["WANDB_MODE"]
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
+    try:
+        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    return "online" if known else "offline"
