@@ -91,7 +91,7 @@ def _bytes(values: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory: only what is touched is read.
+    """A safetensors file, mapped into memory: only what is touched is read. keys: of its tensors.
 
     Raises DamagedCheckpointError when it is not one, CheckpointError when it is not there.
     """
@@ -108,16 +108,21 @@ class TensorFile:
             raise DamagedCheckpointError(
                 f"{path} is not a readable safetensors file: {error}", "unreadable"
             ) from error
-        self._keys = set(self._file.keys())
+        self.keys = frozenset(self._file.keys())
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor, not yet read. Raises DamagedCheckpointError when the file holds no such tensor."""
+        if key not in self.keys:
+            raise DamagedCheckpointError(f"{self._path} holds no tensor {key!r}", "unreadable")
+        tensor: Tensor = self._file.get_tensor(key)
+        return tensor
 
     def flat(self, key: str, dtype: str, num_elements: int) -> Tensor:
         """The elements of a tensor, in one dimension and not yet read.
 
         Raises DamagedCheckpointError when the file holds no such tensor, or not one of this type and size.
         """
-        if key not in self._keys:
-            raise DamagedCheckpointError(f"{self._path} holds no tensor {key!r}", "unreadable")
-        tensor: Tensor = self._file.get_tensor(key)
+        tensor = self.tensor(key)
         if tensor.dtype != DTYPES[dtype] or tensor.numel() != num_elements:
             raise DamagedCheckpointError(
                 f"{self._path}: tensor {key!r} has {tensor.numel()} elements of {tensor.dtype}; the manifest tells of "

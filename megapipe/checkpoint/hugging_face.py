@@ -1,0 +1,155 @@
+"""Initial weights from a Hugging Face folder: config.json and safetensors files, one or several with an index.
+
+The folder may come from anywhere, so nothing in it is run and no name in it leaves it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.checkpoint.agreement import agreed
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face_config import family_of, field_differences, model_fields
+from megapipe.checkpoint.shards import Shard, shards_of
+from megapipe.checkpoint.tensor_file import TensorFile
+from megapipe.config.model import ModelConfig
+from megapipe.models.gpt_hugging_face import Correspondence, correspondences
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+_BODIES = ("transformer.", "model.")
+"""What names begin with unless the folder holds the model without its language-modelling head."""
+_NO_WEIGHT = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder is meant to be read by this module."""
+    return (folder / CONFIG).is_file()
+
+
+def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelConfig, mesh: Mesh) -> None:
+    """Take the weights of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 folder as the weights before a first step.
+
+    A collective call. Each rank reads only the tensors that its shards come from, one at a time.
+
+    Raises:
+        CheckpointError: the folder is incomplete or unreadable, or the model configuration is not the folder's; the
+            message names the fields to set. The same on every rank; states are then not to be used.
+    """
+    agreed(mesh.world, lambda: _read(folder, states, model))
+
+
+def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None:
+    weights = _Weights.fitting(folder, model)
+    for shard in shards_of(states):
+        shard.of(shard.state.master).copy_(weights.values(shard))
+    for state in states:
+        state.restore(len(state.weights) - 1)
+
+
+class _Weights:
+    """A folder's tensors by canonical name."""
+
+    def __init__(self, files: "_Files", pairs: Sequence[Correspondence]) -> None:
+        self._files = files
+        self._pairs = {pair.spec.name: pair for pair in pairs}
+
+    @classmethod
+    def fitting(cls, folder: Path, model: ModelConfig) -> "_Weights":
+        """Open the folder and see that it holds the weights of `model` and no others."""
+        config = _object(folder / CONFIG)
+        files = _Files(folder)
+        try:
+            differences = field_differences(model, model_fields(config, files.names))
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / CONFIG} lacks what its model_type needs: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+        if differences:
+            raise CheckpointError(f"the model of {folder} is another one: {'; '.join(differences)}")
+        pairs = correspondences(model, family_of(config))
+        used = {name for pair in pairs for name in pair.theirs}
+        missing = sorted(name for name in used if name not in files.names)
+        unused = sorted(name for name in files.names - used if not _redundant(name, model))
+        if missing or unused:
+            told = [f"no tensor {name!r}" for name in missing[:3]] + [
+                f"an unknown tensor {name!r}" for name in unused[:3]
+            ]
+            raise CheckpointError(f"{folder} does not hold the model of its {CONFIG}: {', '.join(told)}")
+        return cls(files, pairs)
+
+    def values(self, shard: Shard) -> Tensor:
+        """The elements of a shard, in one dimension."""
+        pair = self._pairs[shard.name]
+        whole = pair.join([self._files.tensor(name) for name in pair.theirs])
+        if tuple(whole.shape) != pair.spec.shape:
+            raise CheckpointError(
+                f"{', '.join(pair.theirs)} give {shard.name} the shape {tuple(whole.shape)} and not {pair.spec.shape}"
+            )
+        box = shard.segment.box
+        index = tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
+        return whole[index].reshape(-1)
+
+
+class _Files:
+    """The safetensors files of a folder. names: of their tensors, as the model with its head has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, TensorFile] = {}
+        places = self._places()
+        bare = not any(name.startswith(_BODIES) for name in places)
+        body = "transformer." if any(name.startswith("h.") for name in places) else "model."
+        self._places_by_name = {
+            body + name if bare and name != "lm_head.weight" else name: (file, name) for name, file in places.items()
+        }
+        self.names = set(self._places_by_name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, mapped and not yet read."""
+        file, key = self._places_by_name[name]
+        return self._file(file).tensor(key)
+
+    def _places(self) -> dict[str, str]:
+        """Tensor -> file."""
+        if (self._folder / INDEX).is_file():
+            places = _object(self._folder / INDEX).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise CheckpointError(f"{self._folder / INDEX} has no weight_map from tensors to files")
+            return places
+        if (self._folder / SINGLE).is_file():
+            return dict.fromkeys(self._file(SINGLE).keys, SINGLE)
+        others = [path.name for pattern in ("*.bin", "*.pt") for path in self._folder.glob(pattern)]
+        told = (
+            f"; {others[0]} is a pickle, which can run code: have transformers save it as safetensors"
+            if others
+            else ""
+        )
+        raise CheckpointError(f"{self._folder} holds neither {SINGLE} nor {INDEX}{told}")
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._open:
+            if not name or name != Path(name).name or name in (".", ".."):
+                raise CheckpointError(f"{self._folder / INDEX} names the file {name!r}, which is not in its folder")
+            self._open[name] = TensorFile(self._folder / name)
+        return self._open[name]
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return found
+
+
+def _redundant(name: str, model: ModelConfig) -> bool:
+    """Whether a tensor repeats another or holds no weight."""
+    return name.endswith(_NO_WEIGHT) or (name == "lm_head.weight" and model.tie_embeddings)

@@ -1,0 +1,228 @@
+"""A run's checkpoints: go on from the newest, take initial weights from elsewhere, save, keep the last few."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megapipe.checkpoint.agreement import agreed, on_first_rank
+from megapipe.checkpoint.directory import keep_last, newest_valid, newest_whole, quarantine, set_aside, steps
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.fit import check_model, model_differences
+from megapipe.checkpoint.hugging_face import is_hugging_face, load_hugging_face
+from megapipe.checkpoint.load import load, load_weights
+from megapipe.checkpoint.lock import DirectoryLock
+from megapipe.checkpoint.manifest import Manifest, RunState
+from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
+from megapipe.checkpoint.save import save
+from megapipe.config.run import PretrainConfig
+from megapipe.optim.optimizer import FIRST, SECOND
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.replica import Replica
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+FIXED = (("training", "seed"), ("data", "sequence_length"), ("data", "split"), ("batch", "global_size"))
+"""What decides which samples a step sees; a run that changes them is another run."""
+
+
+def checkpoint_directory(config: PretrainConfig) -> Path:
+    """Where a run's checkpoints lie."""
+    return Path(config.training.directory) / "checkpoints"
+
+
+class Checkpointer:
+    """The checkpoints of one run, seen from every rank. Every method is a collective call.
+
+    path: the checkpoint that `restore` will go on from, None for a run that starts. precision: what that one was
+    trained in, which `training.precision: auto` keeps; known before the model is built.
+    """
+
+    def __init__(self, config: PretrainConfig, mesh: Mesh, say: Callable[[str], None] = print) -> None:
+        """Lock the directory and find what to go on from.
+
+        say: told on rank 0 of what a user should know.
+
+        Raises:
+            CheckpointError: another job uses the directory, it holds another run's checkpoints that this one would
+                mix with, or it holds damaged ones alone. The same on every rank.
+        """
+        self._config = config
+        self._mesh = mesh
+        self._say = say
+        self._lock: DirectoryLock | None = None
+        self.directory = checkpoint_directory(config)
+        try:
+            on_first_rank(mesh.world, self._take_directory)
+            self.path = self._newest()
+        except CheckpointError:
+            self.close()
+            raise
+        self._saved_step: int | None = None
+
+    @property
+    def precision(self) -> str | None:
+        """Precision of the checkpoint to go on from."""
+        path = self.path
+        return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
+
+    def restore(self, replica: Replica) -> RunState | None:
+        """Take over the newest whole checkpoint, or else the weights of `init_from`; None for a run that starts.
+
+        A checkpoint whose bytes turn out damaged is set aside and the one before it taken.
+
+        Raises:
+            CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run.
+        """
+        while self.path is not None:
+            try:
+                return self._resume(self.path, replica)
+            except DamagedCheckpointError as error:
+                self._set_aside(self.path, error)
+                self.path = self._newest()
+        if self._config.init_from:
+            self._initialize(Path(self._config.init_from), replica)
+        return None
+
+    def is_due(self, step: int, last: bool = False) -> bool:
+        """Whether the configuration asks for a checkpoint after `step`. last: the run ends here."""
+        every = self._config.checkpoint.every
+        return every is not None and (last or step % every == 0)
+
+    def save(self, replica: Replica, step: int, consumed: int, losses: Sequence[tuple[int, float]]) -> Path:
+        """Save the state after `step`, durably, then delete what is older than the last few.
+
+        A step that is saved already is not saved again. losses: the last (step, loss) pairs.
+
+        Raises:
+            CheckpointError: it could not be written; older checkpoints are untouched, and the run may go on.
+        """
+        if self.path is not None and self._saved_step == step:
+            return self.path
+        states = replica.states()
+        run = RunState(
+            step=step,
+            consumed_samples=consumed,
+            random={"seed": self._config.training.seed},
+            precision=PRECISIONS[states[0].weights[0].dtype],
+            losses=tuple(losses),
+            config=asdict(self._config),
+        )
+        self.path = save(self.directory, states, replica.optimizer.applied, run, self._mesh)
+        self._saved_step = step
+        if self._mesh.rank == 0 and self._config.checkpoint.keep_last is not None:
+            self._delete_older(self._config.checkpoint.keep_last)
+        return self.path
+
+    def close(self) -> None:
+        """Let another job use the directory."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _take_directory(self) -> None:
+        """Lock the directory, if this run reads or writes it, and see that it may be used."""
+        saves, exists = self._config.checkpoint.every is not None, self.directory.is_dir()
+        if not saves and not (self._config.checkpoint.resume and exists):
+            return
+        self._lock = DirectoryLock(self.directory)
+        if not self._config.checkpoint.resume and steps(self.directory):
+            raise CheckpointError(
+                f"{self.directory} holds the checkpoints of a run that checkpoint.resume false leaves alone; choose "
+                "another training.directory, or move them away"
+            )
+
+    def _newest(self) -> Path | None:
+        return on_first_rank(self._mesh.world, self._find_newest) if self._config.checkpoint.resume else None
+
+    def _find_newest(self) -> Path | None:
+        found = newest_valid(self.directory, self._say)
+        damaged = set_aside(self.directory)
+        if found is None and damaged:
+            raise CheckpointError(
+                f"every checkpoint in {self.directory} is damaged, the newest being {damaged[-1].name}; move them "
+                "away to start anew, or choose another training.directory"
+            )
+        return found
+
+    def _set_aside(self, path: Path, error: DamagedCheckpointError) -> None:
+        on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
+
+    def _resume(self, path: Path, replica: Replica) -> RunState:
+        agreed(self._mesh.world, lambda: self._check_fit(path, replica))
+        run = load(
+            path,
+            replica.states(),
+            replica.optimizer.applied,
+            self._mesh,
+            moments=(FIRST, SECOND),
+            updates_per_step=replica.schedule.header.updates_per_step,
+        )
+        self._saved_step = run.step
+        if self._mesh.rank == 0:
+            self._say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
+        return run
+
+    def _check_fit(self, path: Path, replica: Replica) -> None:
+        """Raise CheckpointError when the checkpoint is of another model or of a run on other samples."""
+        manifest = read_manifest(path)
+        self._check_model(path, manifest, replica)
+        config = asdict(self._config)
+        for group, name in FIXED:
+            here = config[group][name]
+            stored = manifest.run.config.get(group, {}).get(name, here)
+            if stored != here:
+                raise CheckpointError(
+                    f"{group}.{name} is {here!r} but {path} was saved by a run with {stored!r}; set it back to go on "
+                    "with that run, or start another one from its weights with init_from in a new training.directory"
+                )
+
+    def _check_model(self, path: Path, manifest: Manifest, replica: Replica) -> None:
+        specs = [spec for layer in replica.layout.layers for spec in layer.parameters.values()]
+        model = asdict(self._config.model)
+        try:
+            check_model(manifest, specs, model)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} does not fit: {error}") from error
+        if self._mesh.rank == 0:
+            for difference in model_differences(manifest, model):
+                self._say(f"note: {difference}")
+
+    def _initialize(self, folder: Path, replica: Replica) -> None:
+        """Weights alone, from a megapipe checkpoint or a Hugging Face folder."""
+        path = on_first_rank(self._mesh.world, lambda: _weights_folder(folder))
+        if is_hugging_face(path):
+            load_hugging_face(path, replica.states(), self._config.model, self._mesh)
+        else:
+            agreed(self._mesh.world, lambda: self._check_model(path, read_manifest(path), replica))
+            load_weights(path, replica.states(), self._mesh)
+        if self._mesh.rank == 0:
+            self._say(f"initial weights from {path}")
+
+    def _delete_older(self, count: int) -> None:
+        """A deletion that fails costs space alone, so the run goes on."""
+        try:
+            keep_last(self.directory, count)
+        except OSError as error:
+            self._say(f"warning: an old checkpoint in {self.directory} could not be deleted: {error}")
+
+
+def _weights_folder(folder: Path) -> Path:
+    """The folder that `init_from` means: itself, or the newest checkpoint of a run's folder."""
+    if (folder / MANIFEST).is_file() or is_hugging_face(folder):
+        return folder
+    found = newest_whole(folder) or newest_whole(folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or a run's folder with "
+            "whole checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
+            if folder.is_dir()
+            else f"init_from {folder} is not a folder"
+        )
+    return found
