@@ -1,0 +1,110 @@
+"""Attention paths against each other and against brute force; invariance of dropout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapipe.layers.attention import choose_path
+from megapipe.models.gpt import build_layer
+from megapipe.parallel.groups import SoloGroup
+from tests.layers.bound import GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
+
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paths_agree_in_double(shape: str) -> None:
+    x = torch.randn(2, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = []
+    for path in ("sdpa", "unfused"):
+        model = small_model(**SHAPES[shape], attention=path)
+        block = bind_model(model, dtype=torch.float64)[1]
+        leaf = x.clone().requires_grad_()
+        (y,) = block.module(leaf, context=make_context(model))
+        y.square().sum().backward()
+        found.append((y.detach(), leaf.grad, block.state.gradients[0]))
+    for fused, unfused in zip(*found, strict=True):
+        assert (fused - unfused).norm() <= 1e-12 * fused.norm()
+
+
+@pytest.mark.parametrize("path", ["sdpa", "unfused"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_no_token_sees_the_future_or_beyond_the_window(path: str, window: int | None) -> None:
+    """One block: a change of one token reaches exactly the outputs that may see it."""
+    model = small_model(**{**LLAMA, "sliding_window": window}, attention=path)
+    block = bind_model(model, dtype=torch.float64)[1]
+    x = torch.randn(1, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    changed = x.clone()
+    changed[0, 5] += 1.0
+    with torch.no_grad():
+        (before,) = block.module(x, context=make_context(model))
+        (after,) = block.module(changed, context=make_context(model))
+    reached = [row for row in range(12) if not torch.equal(before[0, row], after[0, row])]
+    assert reached == [*range(5, 12 if window is None else 5 + window)]
+
+
+def test_gradients_of_a_block_in_double() -> None:
+    model = small_model(**QWEN3)
+    block = bind_model(model, dtype=torch.float64)[1]
+    x = torch.randn(1, 4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: block.module(t, context=make_context(model, 1, 4))[0], x, fast_mode=True)
+
+
+def test_path_is_chosen_by_dtype_and_length() -> None:
+    assert choose_path("cpu", torch.float32, 64) == "sdpa"
+    assert choose_path("cpu", torch.bfloat16, 64) == "unfused"
+    assert choose_path("cpu", torch.bfloat16, 4096) == "sdpa"
+    assert choose_path("cuda", torch.bfloat16, 64) == "sdpa"
+
+
+def test_dropout_does_not_depend_on_the_micro_batch() -> None:
+    """Samples drop the same channels in whatever company they come; another seed drops others."""
+    model = small_model(embedding_dropout=0.2, attention_dropout=0.3, hidden_dropout=0.1)
+    layers = bind_model(model, dtype=torch.float64)
+    context = make_context(model, batch=3)
+    whole = run(layers, context)
+    parts = [
+        run(
+            layers,
+            replace(
+                context,
+                tokens=context.tokens[i : i + 1],
+                labels=context.labels[i : i + 1],
+                loss_mask=context.loss_mask[i : i + 1],
+                ordinals=context.ordinals[i : i + 1],
+            ),
+        )
+        for i in range(3)
+    ]
+    assert torch.allclose(whole, sum(parts), rtol=1e-12)
+    assert not torch.allclose(whole, run(layers, replace(context, seed=context.seed + 1)), rtol=1e-6)
+    still = run(layers, replace(context, training=False))
+    assert torch.equal(still, run(layers, replace(context, training=False, ordinals=None)))
+    assert not torch.allclose(whole, still, rtol=1e-6)
+
+
+def test_layers_drop_different_channels() -> None:
+    """The same block at another place in the model has other dropout sites."""
+    model = small_model(hidden_dropout=0.5)
+    first, second = bind_model(model)[1:3]
+    moved = replace(first.spec, index=second.spec.index)
+    twin = bind(moved, model)
+    x = torch.randn(2, 12, 32)
+    context = make_context(model)
+    assert torch.equal(first.state.weights[0], twin.state.weights[0])
+    assert not torch.equal(first.module(x, context=context)[0], twin.module(x, context=context)[0])
+
+
+def test_dropout_without_ordinals_is_refused() -> None:
+    model = small_model(hidden_dropout=0.5)
+    with pytest.raises(ValueError, match="ordinals"):
+        run(bind_model(model), replace(make_context(model), ordinals=None))
+
+
+def test_a_declaration_that_differs_from_the_module_is_named() -> None:
+    model = small_model()
+    spec = bind_model(model)[1].spec
+    extra = {**spec.parameters, "mlp.gate.weight": spec.parameters["mlp.up.weight"]}
+    with pytest.raises(ValueError, match=r"blocks\.0.*differ in mlp\.gate\.weight"):
+        build_layer(replace(spec, parameters=extra), model, SoloGroup("tensor"))
