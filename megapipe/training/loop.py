@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import EngineError
@@ -15,6 +17,7 @@ from megapipe.training.evaluation import Evaluation
 from megapipe.training.memory_report import OutOfMemory, out_of_memory_report
 from megapipe.training.records import Listener, StepRecord
 from megapipe.training.replica import Replica
+from megapipe.training.resume import Checkpointer
 from megapipe.training.signals import StopRequest
 from megapipe.training.throughput import UtilisationMeter
 
@@ -33,9 +36,16 @@ class Position:
     consumed: int = 0
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
 
+    @classmethod
+    def of(cls, run: RunState | None) -> "Position":
+        """Where a checkpoint was made; the beginning without one."""
+        if run is None:
+            return cls()
+        return cls(run.step, run.consumed_samples, deque(run.losses, maxlen=LOSSES_KEPT))
+
 
 class TrainingLoop:
-    """Runs a replica from a position to the end of the run. Every rank runs it, with listeners on rank 0 alone."""
+    """Runs a replica from a position to the end of the run. Every rank runs it; rank 0's listener tells of it."""
 
     def __init__(
         self,
@@ -43,6 +53,7 @@ class TrainingLoop:
         replica: Replica,
         loader: BatchLoader,
         evaluation: Evaluation | None,
+        checkpointer: Checkpointer,
         meter: UtilisationMeter,
         listener: Listener,
     ) -> None:
@@ -50,6 +61,7 @@ class TrainingLoop:
         self._replica = replica
         self._loader = loader
         self._evaluation = evaluation
+        self._checkpointer = checkpointer
         self._meter = meter
         self._listener = listener
         self._engine = replica.engine
@@ -64,6 +76,8 @@ class TrainingLoop:
                 last = stopped or position.step == steps
                 if self._evaluation is not None and not stopped and self._is_due(position, last):
                     self._listener.evaluation(self._evaluation.run(position.step))
+                if self._checkpointer.is_due(position.step, last):
+                    self._save(position, last)
                 if stopped:
                     return INTERRUPTED
         return 0
@@ -71,6 +85,17 @@ class TrainingLoop:
     def _is_due(self, position: Position, last: bool) -> bool:
         every = self._config.evaluation.every
         return every is not None and (last or position.step % every == 0)
+
+    def _save(self, position: Position, last: bool) -> None:
+        """Save. When that fails on the way, a full disk say, the run goes on: the next save may succeed."""
+        try:
+            path = self._checkpointer.save(self._replica, position.step, position.consumed, tuple(position.losses))
+        except CheckpointError as error:
+            if last:
+                raise
+            self._listener.say(f"warning: no checkpoint after step {position.step}: {error}")
+        else:
+            self._listener.event("checkpoint", step=position.step, path=str(path))
 
     def _step(self, position: Position, batches: Iterator[StepBatch], stop: bool) -> bool:
         """Run the next step and tell of it; whether some rank wants to stop."""

@@ -5,6 +5,7 @@ A processor without bf16 instructions emulates them and is several times slower 
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -15,7 +16,7 @@ from megapipe.training.matrix_product import product_seconds, product_size
 
 
 def with_precision(
-    config: PretrainConfig, mesh: Mesh, resumed: Precision | None, say: Callable[[str], None]
+    config: PretrainConfig, mesh: Mesh, resumed: str | None, say: Callable[[str], None]
 ) -> PretrainConfig:
     """The configuration with `auto` replaced by what this run computes in, the same on every rank.
 
@@ -26,7 +27,7 @@ def with_precision(
         return config
     if resumed is not None:
         say(f"precision: {resumed}, as in the checkpoint")
-        choice = resumed
+        choice = cast(Precision, resumed)
     else:
         choice = mesh.world.all_gather_object(_faster(mesh.device, say) if mesh.rank == 0 else None)[0]
     return replace(config, training=replace(config.training, precision=choice))

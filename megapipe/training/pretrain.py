@@ -8,7 +8,6 @@ from typing import cast
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import Precision
-from megapipe.costs.parameters import LayerSpec
 from megapipe.data.samples import GptSamples
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
@@ -23,6 +22,7 @@ from megapipe.training.precision import with_precision
 from megapipe.training.records import Listeners
 from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
+from megapipe.training.resume import Checkpointer
 from megapipe.training.throughput import UtilisationMeter, device_peak
 from megapipe.training.trackers import open_trackers
 from megapipe.training.validate import data_parallel_size, validate
@@ -55,21 +55,37 @@ def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
 
 def _train(config: PretrainConfig, mesh: Mesh, samples: GptSamples, validation: GptSamples | None) -> int:
     say = _print if mesh.rank == 0 else _say_nothing
-    config = with_precision(config, mesh, None, say)
-    layers = gpt_layers(config.model)
-    replica = Replica(config, mesh, layers)
-    evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
-    position = Position()
-    meter = _meter(config, mesh, layers, say)
+    with Checkpointer(config, mesh, say) as checkpointer:
+        config = with_precision(config, mesh, checkpointer.precision, say)
+        replica = Replica(config, mesh, gpt_layers(config.model))
+        position = Position.of(checkpointer.restore(replica))
+        if position.step >= config.training.steps:
+            say(f"already finished: {checkpointer.path} is after step {position.step} of {config.training.steps}")
+            return 0
+        evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
+        return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)
+
+
+def _run(
+    config: PretrainConfig,
+    mesh: Mesh,
+    replica: Replica,
+    samples: GptSamples,
+    evaluation: Evaluation | None,
+    checkpointer: Checkpointer,
+    position: Position,
+    say: Say,
+) -> int:
+    """Run the loop from `position` on, and on rank 0 tell of it."""
+    meter = _meter(config, mesh, say)
     references = _references(config, samples, say) if mesh.rank == 0 else None
+    loader = batch_loader(config, mesh, replica, samples)
     with _listeners(config, mesh, position) as listeners:
-        loop = TrainingLoop(
-            config, replica, batch_loader(config, mesh, replica, samples), evaluation, meter, listeners
-        )
+        loop = TrainingLoop(config, replica, loader, evaluation, checkpointer, meter, listeners)
         status = loop.run(position)
         listeners.event("end", status=status, step=position.step)
     if references is not None:
-        _sum_up(config, position, references, status, say)
+        _sum_up(config, position, references, checkpointer.path, status)
     return status
 
 
@@ -81,7 +97,8 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-def _meter(config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...], say: Say) -> UtilisationMeter:
+def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
+    layers = gpt_layers(config.model)
     unique = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
     say(
         f"{sum(unique.values()):,} parameters on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
@@ -113,14 +130,16 @@ def _listeners(config: PretrainConfig, mesh: Mesh, position: Position) -> Listen
     return Listeners([file, *trackers, open_display(training.steps, training.log_every, total)])
 
 
-def _sum_up(config: PretrainConfig, position: Position, references: References, status: int, say: Say) -> None:
+def _sum_up(
+    config: PretrainConfig, position: Position, references: References, checkpoint: Path | None, status: int
+) -> None:
     """Draw the loss curve and say where everything lies."""
     directory = Path(config.training.directory)
     history = metrics.read_losses(directory / metrics.FILE_NAME)
     curve = directory / loss_curve.FILE_NAME
     loss_curve.draw_loss_curve(curve, history, references, title=directory.name)
     end = "stopped by Ctrl-C" if status else "finished"
-    say(
+    _print(
         f"{end} after step {position.step}/{config.training.steps}, loss {position.losses[-1][1]:.4f} | "
-        f"metrics {directory / metrics.FILE_NAME} | loss curve {curve}"
+        f"metrics {directory / metrics.FILE_NAME} | loss curve {curve} | checkpoint {checkpoint or 'none'}"
     )
