@@ -3,7 +3,8 @@
 from megapipe.schedules.actions import COLUMNS, Action, Kind, Rows
 from megapipe.schedules.build import build, check_microbatches, order
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators.registry import GENERATORS
+from megapipe.schedules.generators.registry import GENERATORS, Options
+from megapipe.schedules.generators.weight_halves import Times
 from megapipe.schedules.lowering import lower
 from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
 from megapipe.schedules.simulation import Costs, Link, Simulation, rank_costs, simulate
@@ -18,6 +19,7 @@ __all__ = [
     "Header",
     "Kind",
     "Link",
+    "Options",
     "Report",
     "Rows",
     "Schedule",
@@ -25,6 +27,7 @@ __all__ = [
     "Sections",
     "Simulation",
     "StagePlace",
+    "Times",
     "build",
     "check_microbatches",
     "dumps",

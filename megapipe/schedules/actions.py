@@ -74,11 +74,11 @@ def rows_of(
     version: int | Ints | Rows = -1,
     slot: int | Ints | Rows = -1,
 ) -> Rows:
-    """Rows from columns; numbers and arrays broadcast against each other. Shape [n, len(COLUMNS)]."""
+    """Rows from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
     columns = np.broadcast_arrays(
         *(np.atleast_1d(np.asarray(column)) for column in (kind, stage, unit, microbatch, -1, version, slot))
     )
-    return np.stack(columns, axis=1).astype(np.int32)
+    return np.stack(columns, axis=-1).astype(np.int32)
 
 
 def empty_rows() -> Rows:

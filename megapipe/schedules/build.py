@@ -1,10 +1,13 @@
 """Building a named schedule: generate, place, lower."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Unpack
 
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.generators.registry import Options, find_generator
+from megapipe.schedules.generators.weight_halves import Times, split_backwards
 from megapipe.schedules.lowering import lower
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections
 
@@ -19,6 +22,7 @@ def build(
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
     receive_ahead: int = 1,
+    **options: Unpack[Options],
 ) -> Schedule:
     """The lowered schedule of that name.
 
@@ -31,15 +35,16 @@ def build(
         tied_groups: per tied weight, the stages that hold a use of it.
         data_parallel: reduce gradients over data-parallel replicas, unit by unit.
         receive_ahead: compute actions between a receive's posting and its use.
+        options: what the named schedule takes besides, see :class:`Options`.
 
     Raises:
-        ScheduleError: an unknown name, or sizes that the schedule cannot run.
+        ScheduleError: an unknown name or option, or sizes that the schedule cannot run.
     """
-    return lower(
-        order(name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
-              data_parallel=data_parallel),
-        receive_ahead=receive_ahead,
+    compute = order(
+        name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
+        data_parallel=data_parallel, **options,
     )  # fmt: skip
+    return lower(compute, receive_ahead=receive_ahead)
 
 
 def order(
@@ -51,41 +56,60 @@ def order(
     units_per_stage: Sequence[int] | None = None,
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
+    **options: Unpack[Options],
 ) -> Schedule:
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
-    check_microbatches(name, num_ranks, num_microbatches)
+    check_microbatches(name, num_ranks, num_microbatches, **options)
     generator = find_generator(name)
-    stages, routes = generator.placement(num_ranks)
-    sections = generator.order(num_ranks, num_microbatches)
+    placement = generator.placement(num_ranks, generator.number_of_chunks(options))
+    arguments = generator.arguments(generator.order_options, options)
+    sections = generator.order(num_ranks, num_microbatches, **arguments)
+    if options.get("two_bp", False):
+        sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
+    policy = generator.policy(num_ranks, num_microbatches, **generator.arguments(generator.policy_options, options))
     header = Header(
         name=name,
         mode=mode,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        stages=stages,
-        routes=routes,
-        units_per_stage=_checked_units(units_per_stage, len(stages)),
+        stages=placement.stages,
+        routes=placement.routes,
+        units_per_stage=_checked_units(units_per_stage, len(placement.stages)),
         numerical_class=generator.numerical_class,
-        versions_per_stage=(1,) * len(stages),
-        tied_groups=_checked_tied(tied_groups, len(stages)),
+        versions_per_stage=tuple(policy.versions_by_rank[place.rank] for place in placement.stages),
+        tied_groups=_checked_tied(tied_groups, len(placement.stages)),
         data_parallel=data_parallel,
+        updates_per_step=policy.updates_per_step,
+        gradient_buffers=policy.gradient_buffers,
     )
     schedule = Schedule(header, sections)
-    return _forward_only(schedule) if mode == "forward" else schedule
+    return forward_only(schedule) if mode == "forward" else schedule
 
 
-def check_microbatches(name: str, num_ranks: int, num_microbatches: int) -> None:
+def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **options: Unpack[Options]) -> None:
     """Raise ScheduleError if the named schedule cannot run that many micro-batches on that many ranks."""
-    find_generator(name)
+    generator = find_generator(name)
+    generator.check_options(options)
     for what, value in (("pipeline ranks", num_ranks), ("micro-batches", num_microbatches)):
         if value < 1:
             raise ScheduleError(f"{name} needs at least 1 of {what}, got {value}")
+    if "group_size" in options and options["group_size"] < 1:
+        raise ScheduleError(f"{name} needs a group of at least 1 micro-batch, got {options['group_size']}")
+    if generator.check is not None:
+        generator.check(name, num_ranks, num_microbatches)
 
 
-def _forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of one step in their order, for evaluation."""
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of one step in their order, for evaluation on the newest weights."""
     body = tuple(rows[rows[:, KIND] == Kind.FORWARD] for rows in schedule.expand(1))
-    return Schedule(schedule.header, Sections.flushing(body))
+    header = replace(
+        schedule.header,
+        mode="forward",
+        versions_per_stage=(1,) * len(schedule.header.stages),
+        updates_per_step=1,
+        gradient_buffers=1,
+    )
+    return Schedule(header, Sections.flushing(body))
 
 
 def _checked_units(units_per_stage: Sequence[int] | None, num_stages: int) -> tuple[int, ...]:

@@ -229,29 +229,21 @@ class Dependencies:
         return found
 
     def collective_needs(self) -> Needs:
-        """Rows that need a collective's result, against the start of that collective on each rank that takes part."""
+        """Rows that need a collective's result, against the start of that collective on each rank that takes part.
+
+        Scalars start without waiting, but their sum needs the tied gradients of every group, and so do updates.
+        """
         table, header = self.table, self.table.header
-        parts: list[Needs] = [
-            _against_all(self._counts_users(), self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches))
-        ]
-        tied = table.rows_with(Kind.REDUCE_TIED)
-        updates = table.rows_with(Kind.UPDATE)
+        counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
+        parts = [_against_all(self._counts_users(), counts)]
         if header.updates_per_step == 1:
+            updates, tied = table.rows_with(Kind.UPDATE), table.rows_with(Kind.REDUCE_TIED)
             scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.microbatches_per_update)
             place = table.rank[updates] * table.num_updates + table.update[updates]
             first_update = first_row_per(place, updates, scalars.size).reshape(scalars.shape)
             parts.append(_against_all(first_update, scalars))
-            waiting = scalars[table.rank[tied], table.update[tied]]
-        else:
-            place = table.stage * table.num_updates + table.update
-            first_update = first_row_per(place[updates], updates, table.num_stages * table.num_updates)
-            waiting = first_update[place[tied]]
-        group = table.unit[tied] - np.array(header.units_per_stage)[table.stage[tied]]
-        for row, needed in zip(tied.tolist(), waiting.tolist(), strict=True):
-            index = int(np.searchsorted(tied, row))
-            peers = tied[(group == group[index]) & (table.update[tied] == table.update[row])]
-            parts.append(Needs(np.full(len(peers), needed), peers))
-        both = Needs(np.concatenate([p.row for p in parts]), np.concatenate([p.needed for p in parts]))
+            parts.append(Needs(first_update[:, table.update[tied]].ravel(), np.tile(tied, header.num_ranks)))
+        both = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
         return both.where_known()
 
     def _counts_users(self) -> Ints:

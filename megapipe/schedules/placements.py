@@ -1,7 +1,9 @@
 """Which pipeline rank holds which stage, and the order in which a micro-batch visits them."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import StagePlace
 
 
@@ -12,11 +14,28 @@ class Placement(NamedTuple):
     routes: tuple[tuple[int, ...], ...]
 
 
-def linear(num_ranks: int) -> Placement:
+def linear(num_ranks: int, chunks: int) -> Placement:
     """One stage a rank: stage s on rank s."""
+    _require_chunks("linear", chunks, 1)
     return _single_route(range(num_ranks))
 
 
-def _single_route(ranks: range) -> Placement:
+def round_robin(num_ranks: int, chunks: int) -> Placement:
+    """``chunks`` stages a rank: stage s on rank ``s % num_ranks``."""
+    return _single_route(stage % num_ranks for stage in range(num_ranks * chunks))
+
+
+def v_shape(num_ranks: int, chunks: int) -> Placement:
+    """Two stages a rank, down the ranks and back up: rank r holds stages r and ``2 * num_ranks - 1 - r``."""
+    _require_chunks("v_shape", chunks, 2)
+    return _single_route([*range(num_ranks), *reversed(range(num_ranks))])
+
+
+def _require_chunks(name: str, chunks: int, wanted: int) -> None:
+    if chunks != wanted:
+        raise ScheduleError(f"placement {name} puts {wanted} chunk{'s' * (wanted > 1)} on each rank, not {chunks}")
+
+
+def _single_route(ranks: Iterable[int]) -> Placement:
     stages = tuple(StagePlace(part, 0, rank) for part, rank in enumerate(ranks))
     return Placement(stages, (tuple(range(len(stages))),))

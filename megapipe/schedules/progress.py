@@ -1,50 +1,50 @@
 """How far each rank gets when ranks wait for one another: the deadlock test that lowering and validator share."""
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from megapipe.schedules.actions import Ints
 
-SWEEPS_BETWEEN_CHECKS: Final = 16
+MOST_SWEEPS_BETWEEN_CHECKS: Final = 32
 
 
-@dataclass(frozen=True)
-class Waits:
-    """``row[i]`` cannot be passed before ``needed[i]`` has been; both index one table, rank by rank.
+class Progress:
+    """Ranks that pass their rows in order, each row once what it waits for has been passed.
 
-    A row may stand in several waits. Rows of the same rank are passed in order.
+    ``row[i]`` waits for ``needed[i]``; both index one table, rank by rank, whose first rows per rank are ``offsets``
+    (shape [ranks + 1]). A row may stand in several waits. All ranks advance together, one wait a sweep, as columns:
+    the cost is the longest chain of waits, whatever the number of ranks.
     """
 
-    row: Ints
-    needed: Ints
+    def __init__(self, row: Ints, needed: Ints, offsets: Ints) -> None:
+        num_ranks = len(offsets) - 1
+        self._order = np.argsort(row, kind="stable")
+        self._place = np.empty(len(row), dtype=np.int64)
+        ends = np.searchsorted(row[self._order], offsets[1:])
+        firsts = np.searchsorted(row[self._order], offsets[:-1])
+        # A rank that is through hangs in a wait of its own at the end of its rows that nothing can meet.
+        through = np.arange(num_ranks)
+        self._row = np.insert(row[self._order], ends, offsets[1:])
+        self._needed = np.insert(needed[self._order], ends, np.iinfo(np.int64).max)
+        self._needed_rank = np.searchsorted(offsets, self._needed, side="right") - 1
+        self._needed_rank = np.minimum(self._needed_rank, num_ranks - 1)
+        self._pointer, self._ends, self._through = firsts + through, ends + through, through
+        shift = np.searchsorted(offsets, row[self._order], side="right") - 1
+        self._place[self._order] = np.arange(len(row)) + shift
 
+    def stuck(self) -> Ints:
+        """Advance as far as possible; the wait that each stuck rank hangs in, empty when all are through."""
+        row, needed, needed_rank, pointer = self._row, self._needed, self._needed_rank, self._pointer
+        sweeps, before = 1, -1
+        while before != (before := int(pointer.sum())):
+            for _ in range(sweeps):
+                pointer += row[pointer][needed_rank[pointer]] > needed[pointer]
+            sweeps = min(2 * sweeps, MOST_SWEEPS_BETWEEN_CHECKS)
+        stuck = pointer < self._ends
+        hanging: Ints = self._order[(pointer - self._through)[stuck]]
+        return hanging
 
-def stuck_waits(waits: Waits, offsets: Ints) -> Ints:
-    """Indices into ``waits`` of the wait that each stuck rank hangs in; empty when every rank reaches its end.
-
-    ``offsets`` (shape [ranks + 1]) are the table's first rows per rank. All ranks advance together, one wait a
-    sweep, as columns: the cost is the longest chain of waits, whatever the number of ranks.
-    """
-    num_ranks = len(offsets) - 1
-    order = np.argsort(waits.row, kind="stable")
-    row, needed = waits.row[order], waits.needed[order]
-    firsts = np.searchsorted(row, offsets[:-1])
-    ends = np.searchsorted(row, offsets[1:])
-    # A rank that is through hangs in a wait of its own at the end of its rows that nothing can meet.
-    through = np.arange(num_ranks)
-    row = np.insert(row, ends, offsets[1:])
-    needed = np.insert(needed, ends, np.iinfo(np.int64).max)
-    needed_rank = np.minimum(np.searchsorted(offsets, needed, side="right") - 1, num_ranks - 1)
-    pointer, ends = firsts + through, ends + through
-    while True:
-        before = pointer.copy()
-        for _ in range(SWEEPS_BETWEEN_CHECKS):
-            reached = row[pointer]
-            pointer += reached[needed_rank[pointer]] > needed[pointer]
-        if np.array_equal(before, pointer):
-            break
-    stuck = pointer < ends
-    hanging: Ints = order[(pointer - through)[stuck]]
-    return hanging
+    def release(self, waits: Ints) -> None:
+        """Count the waits as met from now on."""
+        self._needed[self._place[waits]] = -1

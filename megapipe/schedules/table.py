@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -100,7 +101,15 @@ class Table:
 
     def rows_with(self, *kinds: Kind) -> Ints:
         """Indices of the rows that have one of the kinds, ascending."""
-        return np.flatnonzero(self.is_kind(*kinds))
+        parts = [self._rows_by_kind[kind] for kind in kinds]
+        return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+
+    @cached_property
+    def _rows_by_kind(self) -> list[Ints]:
+        """Indices of the rows of each kind, ascending."""
+        order = np.argsort(self.kind.astype(np.int8), kind="stable")  # eight bits: a linear-time sort
+        bounds = np.searchsorted(self.kind[order], np.arange(len(Kind) + 1))
+        return [order[first:last] for first, last in pairwise(bounds.tolist())]
 
     def opens_chunk(self) -> Mask:
         """Which rows take the chunk's input: whole chunks, a forward's first unit, a backward's last one."""

@@ -35,7 +35,8 @@ class Rank:
         self.halves: dict[tuple[int, int, int], int] = {}
         self.gradients: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self.reduced: dict[tuple[object, ...], int] = {}
-        self.last_collective: dict[object, int] = {}
+        self.started: dict[tuple[object, ...], int] = defaultdict(int)
+        self.meant_for: dict[tuple[tuple[object, ...], int], int] = {}
 
     def step(self) -> bool:
         """Run the next action if it does not have to wait."""
@@ -111,8 +112,9 @@ class Rank:
             if gradient is None:
                 raise Broken(f"no unit behind: {action}")
         elif schedule.next_stage(stage, microbatch) is None:
-            counts = self.world.result(("counts",), self.last_collective.get(("counts",), -1))
-            if counts is None:
+            step = microbatch // schedule.header.num_microbatches
+            counts = action._replace(microbatch=(step + 1) * schedule.header.num_microbatches - 1)
+            if self.world.result(("counts",), self.collective(("counts",), counts)) is None:
                 return False
             gradient = mix("loss", self.values.pop(("out activation", stage, microbatch), None))
         else:
@@ -212,54 +214,63 @@ class Rank:
         group = action.unit - header.units_per_stage[action.stage]
         buffer = self.buffer(action)
         uses = {
-            stage: self.summed(("use", group, stage, buffer))
+            str(stage): self.summed(("use", group, stage, buffer))
             for stage in header.tied_groups[group]
             if header.stages[stage].rank == self.rank
         }
-        self.join(("tied", group), uses)
+        self.join(("tied", group), action, uses)
         return True
 
     def reduce_counts(self, action: Action) -> bool:
-        self.join(("counts",), {})
+        self.join(("counts",), action, {})
         return True
 
     def reduce_scalars(self, action: Action) -> bool:
-        """Norms over everything reduced on this rank: it waits for the tied sums, not for the other ranks."""
-        buffer, local = self.buffer(action), {}
-        for (stage, unit), (sort, index, _) in self.names.items():
-            value = self.gradient_of(stage, unit, sort, index, buffer)
-            if value is None:
-                return False
-            local[stage, unit] = value
-        self.join(("scalars",), local)
+        """Norms over everything reduced on this rank; tied sums enter when they are there."""
+        buffer = self.buffer(action)
+        local = {
+            str((stage, unit)): self.plain_gradient(stage, unit, buffer)
+            if sort == "unit"
+            else (("tied", index), self.collective(("tied", index), action))
+            for (stage, unit), (sort, index, _) in self.names.items()
+        }
+        self.join(("scalars",), action, local)
         return True
 
-    def gradient_of(self, stage: int, unit: int, sort: str, index: int, buffer: int) -> int | None:
-        if sort == "tied":
-            return self.world.result(("tied", index), self.last_collective.get(("tied", index), -1))
+    def plain_gradient(self, stage: int, unit: int, buffer: int) -> int:
         key = ("unit", stage, unit, buffer)
-        return self.reduced.get(key, self.summed(key))
+        return self.reduced[key] if key in self.reduced else self.summed(key)
 
-    def join(self, name: tuple[object, ...], part: dict[object, int]) -> None:
-        number = self.last_collective.get(name, -1) + 1
-        self.last_collective[name] = number
+    def join(self, name: tuple[object, ...], action: Action, part: dict[str, object]) -> None:
+        """Start a collective: the members' n-th starts meet, whatever they were meant for."""
+        number = self.started[name]
+        self.started[name] += 1
+        self.meant_for[name, action.microbatch] = number
         self.world.collectives[name, number][self.rank] = part
+
+    def collective(self, name: tuple[object, ...], action: Action) -> int:
+        if (name, action.microbatch) not in self.meant_for:
+            raise Broken(f"{name} was never started for {action}")
+        return self.meant_for[name, action.microbatch]
 
     def update(self, action: Action) -> bool:
         header, buffer = self.world.schedule.header, self.buffer(action)
         sort, index, _ = name = self.names[action.stage, action.unit]
-        gradient = self.gradient_of(action.stage, action.unit, sort, index, buffer)
+        gradient: int | None
+        if sort == "tied":
+            gradient = self.world.result(("tied", index), self.collective(("tied", index), action))
+        else:
+            gradient = self.plain_gradient(action.stage, action.unit, buffer)
         scalars: int | None = 0
         if header.updates_per_step == 1:
-            scalars = self.world.result(("scalars",), self.last_collective.get(("scalars",), -1))
+            scalars = self.world.result(("scalars",), self.collective(("scalars",), action))
         if gradient is None or scalars is None:
             return False
         copies = self.weights[name]
-        copies[action.version % len(copies)] = mix(
-            "update", copies[(action.version - 1) % len(copies)], gradient, scalars
-        )
+        base = copies[(action.version - 1) % len(copies)]
+        copies[action.version % len(copies)] = mix("update", base, gradient, scalars)
         self.reduced.pop(("unit", action.stage, action.unit, buffer), None)
-        used = [("unit", action.stage, action.unit, buffer)]
+        used: list[tuple[object, ...]] = [("unit", action.stage, action.unit, buffer)]
         if sort == "tied":
             used = [("use", index, stage, buffer) for stage in header.tied_groups[index]]
         for key in used:
@@ -273,7 +284,7 @@ class World:
     def __init__(self, schedule: Schedule, steps: int, ordered: bool) -> None:
         self.schedule, self.ordered = schedule, ordered
         self.posted: dict[tuple[int, int], deque[tuple[Rank, tuple[str, int, int]]]] = defaultdict(deque)
-        self.collectives: dict[tuple[tuple[object, ...], int], dict[int, dict[object, int]]] = defaultdict(dict)
+        self.collectives: dict[tuple[tuple[object, ...], int], dict[int, dict[str, object]]] = defaultdict(dict)
         programs = schedule.expand(steps)
         self.ranks = [
             Rank(self, rank, [Action(Kind(row[0]), *row[1:]) for row in rows.tolist()])
@@ -288,13 +299,16 @@ class World:
 
     def result(self, name: tuple[object, ...], number: int) -> int | None:
         """A collective's result, None until every member has started it."""
-        if number < 0:
-            raise Broken(f"{name} was never started")
         parts = self.collectives[name, number]
         if set(parts) != self.members(name):
             return None
-        everything = {key: value for part in parts.values() for key, value in part.items()}
-        return mix(name, *sorted((str(key), value) for key, value in everything.items()))
+        values = []
+        for key, value in sorted((key, value) for part in parts.values() for key, value in part.items()):
+            resolved = self.result(*value) if isinstance(value, tuple) else value
+            if resolved is None:
+                return None
+            values.append((key, resolved))
+        return mix(name, *values)
 
 
 def run(schedule: Schedule, steps: int, *, ordered: bool = True) -> Weights:

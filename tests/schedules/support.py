@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from megapipe.schedules import Rows, Schedule, Sections
-from megapipe.schedules.schedule import SECTIONS, SectionName
+from megapipe.schedules import GENERATORS, Rows, Schedule, Sections, build
+from megapipe.schedules.schedule import SECTIONS, Mode, SectionName
 from megapipe.schedules.tokens import write_action
 
 
@@ -16,19 +16,43 @@ def words(schedule: Schedule, rank: int, section: SectionName = "body") -> str:
     return " ".join(write_action(action._replace(version=-1, slot=-1)) for action in schedule.actions(section, rank))
 
 
+OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "interleaved_1f1b": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},
+    "modular": {"chunks": st.integers(1, 3)},
+    "zb_v": {"chunks": st.just(2)},
+    "zb_auto": {"memory_limit": st.integers(1, 8)},
+    "2bw": {"update": st.sampled_from(["eager", "lazy"])},
+    "pipedream": {"vertical_sync": st.booleans()},
+}
+NEVER_FLUSHING = ("2bw", "pipedream")
+
+
 @st.composite
-def layouts(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 6) -> dict[str, Any]:
-    """Arguments of ``build`` for a schedule with one stage a rank, without its name and mode."""
+def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: int = 6) -> dict[str, Any]:
+    """Arguments of ``build`` for the named schedule."""
     ranks = draw(st.integers(1, max_ranks))
-    tied = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=3, unique=True)
-    return {
+    options = {option: draw(values) for option, values in OPTIONS.get(name, {}).items() if draw(st.booleans())}
+    if GENERATORS[name].takes_two_bp and draw(st.booleans()):
+        options |= {"two_bp": True, "max_pending": draw(st.integers(1, 4))}
+    stages = ranks * options.get("chunks", GENERATORS[name].chunks)
+    tied = st.lists(st.integers(0, stages - 1), min_size=1, max_size=3, unique=True)
+    if name == "pipedream":
+        tied = tied.filter(lambda group: len(group) == 1)
+    return options | {
         "num_ranks": ranks,
-        "num_microbatches": draw(st.integers(1, max_microbatches)),
-        "units_per_stage": draw(st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks)),
+        "num_microbatches": draw(st.integers(ranks if name in NEVER_FLUSHING else 1, max_microbatches)),
+        "units_per_stage": draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)),
         "tied_groups": draw(st.lists(tied, max_size=2)),
         "data_parallel": draw(st.booleans()),
         "receive_ahead": draw(st.integers(1, 3)),
     }
+
+
+@st.composite
+def schedules(draw: st.DrawFn, mode: Mode = "train", max_ranks: int = 4, max_microbatches: int = 6) -> Schedule:
+    """Any schedule that can be built."""
+    name = draw(st.sampled_from(sorted(GENERATORS)))
+    return build(name, mode=mode, **draw(layouts(name, max_ranks, max_microbatches)))
 
 
 def with_rank_rows(schedule: Schedule, section: SectionName, rank: int, rows: Rows) -> Schedule:

@@ -3,12 +3,10 @@
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import GENERATORS, Schedule, ScheduleError, build, validate
+from megapipe.schedules import Schedule, ScheduleError, validate
 from tests.schedules.interpreter import Broken, run
 from tests.schedules.serial import serial
-from tests.schedules.support import layouts, mutations
-
-FLUSHING = sorted(GENERATORS)
+from tests.schedules.support import mutations, schedules
 
 
 def accepted(schedule: Schedule) -> bool | None:
@@ -20,9 +18,8 @@ def accepted(schedule: Schedule) -> bool | None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.data(), st.sampled_from(FLUSHING), layouts())
-def test_a_changed_schedule_is_refused_or_trains_the_same_model(data, name, layout):
-    schedule = build(name, **layout)
+@given(st.data(), schedules())
+def test_a_changed_schedule_is_refused_or_trains_the_same_model(data, schedule):
     mutant = data.draw(mutations(schedule))
     canonical = accepted(mutant)
     event("refused" if canonical is None else "unchanged" if mutant == schedule else "still valid")
@@ -32,10 +29,10 @@ def test_a_changed_schedule_is_refused_or_trains_the_same_model(data, name, layo
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), layouts(max_ranks=3, max_microbatches=3))
-def test_a_schedule_that_trains_another_model_or_hangs_is_refused(data, layout):
+@given(st.data(), schedules(max_ranks=3, max_microbatches=3))
+def test_a_schedule_that_trains_another_model_or_hangs_is_refused(data, schedule):
     """The other way round: what the interpreter finds wrong, the validator refuses."""
-    mutant = data.draw(mutations(build("1f1b", **layout)))
+    mutant = data.draw(mutations(schedule))
     try:
         wrong = run(mutant, 1, ordered=False) != serial(mutant.header, 1, ordered=False)
     except (Broken, KeyError, IndexError, ValueError, TypeError, AttributeError):
@@ -46,9 +43,8 @@ def test_a_schedule_that_trains_another_model_or_hangs_is_refused(data, layout):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(FLUSHING), layouts())
-def test_a_changed_forward_schedule_never_passes_with_work_missing(data, name, layout):
-    schedule = build(name, mode="forward", **layout)
+@given(st.data(), schedules("forward"))
+def test_a_changed_forward_schedule_never_passes_with_work_missing(data, schedule):
     mutant = data.draw(mutations(schedule))
     if accepted(mutant) is not None:
         before, after = (

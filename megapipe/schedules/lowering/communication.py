@@ -7,7 +7,7 @@ import numpy as np
 from megapipe.schedules.actions import Ints, Kind, rows_of
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, Place, insert
-from megapipe.schedules.progress import Waits, stuck_waits
+from megapipe.schedules.progress import Progress
 from megapipe.schedules.table import Table
 
 
@@ -96,12 +96,9 @@ def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Ints
     section_key = table.rank * table.num_sections + table.section
     section_start = np.searchsorted(section_key, section_key[messages.consumer])
     post = np.maximum(messages.consumer - receive_ahead, section_start)
+    post = np.maximum(post, _slot_free(table, messages))
     post = _in_send_order(messages, post, len(table.rows))
-    while True:
-        earlier = _earlier_posts(table, messages, post)
-        if np.array_equal(earlier, post):
-            break
-        post = _in_send_order(messages, earlier, len(table.rows))
+    post = _early_enough(table, messages, post)
     if np.any(post < section_start):
         index = int(np.argmax(post < section_start))
         raise ScheduleError(
@@ -111,6 +108,15 @@ def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Ints
     return post
 
 
+def _slot_free(table: Table, messages: Messages) -> Ints:
+    """The compute row from which a message may have its slot: behind the backward of the same micro-batch of the step
+    before, since slots are the same every step."""
+    period = table.header.num_microbatches
+    done = table.last_by_key(Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    free: Ints = np.where(messages.microbatch < period, 0, done[table.key[messages.consumer] - period] + 1)
+    return free
+
+
 def _in_send_order(messages: Messages, post: Ints, num_rows: int) -> Ints:
     """Post no receive after one that the same link delivers later: a running minimum from each link's end."""
     lift = messages.link * (num_rows + 1)  # keeps the minimum of one link below every earlier seen link's
@@ -118,27 +124,29 @@ def _in_send_order(messages: Messages, post: Ints, num_rows: int) -> Ints:
     return ordered
 
 
-def _earlier_posts(table: Table, messages: Messages, post: Ints) -> Ints:
-    """Where receives must move so that the ranks that hang now get further; unchanged when none hangs."""
+def _early_enough(table: Table, messages: Messages, post: Ints) -> Ints:
+    """Move receives to where their rank stands when all ranks hang, one hang after another, until none hangs.
+
+    What a link delivered before is posted by then, so its receives stay in the order of the sends.
+    """
     lowered, index = insert(table, [messages.sends(table), messages.receives(table, post)])
     num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
     receive = index[num_compute + num_messages :]
     use = index[messages.consumer]
-    waits = Waits(np.concatenate([send, use]), np.concatenate([receive, send]))
-    stuck = stuck_waits(waits, lowered.offsets)
-    if len(stuck) == 0:
-        return post
-    blocked_sends = stuck[stuck < num_messages]
-    # The compute row that each hanging rank has come to: what stands behind it cannot be posted in time.
-    frontier = np.full(table.header.num_ranks, np.iinfo(np.int64).max, dtype=np.int64)
-    at = np.concatenate([messages.producer, messages.consumer])[stuck]
-    frontier[table.rank[at]] = at
-    earlier = post.copy()
-    earlier[blocked_sends] = np.minimum(post[blocked_sends], frontier[table.rank[messages.consumer[blocked_sends]]])
-    if np.array_equal(earlier, post):
-        raise ScheduleError(
-            f"{table.header.name} deadlocks: its compute actions wait for one another in a circle, first on rank "
-            f"{table.rank[at[0]]} at stage {table.stage[at[0]]}, micro-batch {table.microbatch[at[0]]}"
-        )
-    return earlier
+    progress = Progress(np.concatenate([send, use]), np.concatenate([receive, send]), lowered.offsets)
+    compute_row = np.concatenate([messages.producer, messages.consumer])
+    post = post.copy()
+    while len(stuck := progress.stuck()) > 0:
+        at = compute_row[stuck]
+        frontier = np.full(table.header.num_ranks, -1, dtype=np.int64)
+        frontier[table.rank[at]] = at
+        blocked = stuck[stuck < num_messages]
+        if len(blocked) == 0:
+            raise ScheduleError(
+                f"{table.header.name} deadlocks: its compute actions wait for one another in a circle, first on rank "
+                f"{table.rank[at[0]]} at stage {table.stage[at[0]]}, micro-batch {table.microbatch[at[0]]}"
+            )
+        post[blocked] = frontier[table.rank[messages.consumer[blocked]]]
+        progress.release(blocked)
+    return post

@@ -16,15 +16,16 @@ class Place(IntEnum):
 
     REDUCE_COUNTS = 0
     RECEIVE = 1
-    COMPUTE = 2
-    SEND = 3
-    REDUCE_GRADIENTS = 4
-    REDUCE_TIED = 5
-    REDUCE_SCALARS = 6
-    UPDATE = 7
+    UPDATE_AHEAD = 2
+    COMPUTE = 3
+    SEND = 4
+    REDUCE_GRADIENTS = 5
+    REDUCE_TIED = 6
+    REDUCE_SCALARS = 7
+    UPDATE = 8
 
 
-PLACES: Final = 8
+PLACES: Final = 9
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ STEADY_BODIES: Final = 3
 """Bodies that a never-flushing schedule is lowered over; the middle one is its steady state."""
 
 
-def lower(schedule: Schedule, *, receive_ahead: int = 1, lazy: bool = False) -> Schedule:
+def lower(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule:
     """Add to a schedule of compute actions everything else that a step does.
 
     ``receive_ahead``: compute actions between a receive's posting and its use (at least 1: less can hang where sends
-    wait for their receive). ``lazy``: updates wait until right before the first forward that reads the new version.
-    Raises ScheduleError where the compute actions do not fit together.
+    wait for their receive). With two gradient buffers updates wait until right before the first forward that reads the
+    new version. Raises ScheduleError where the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead {receive_ahead} is below 1: post receives before they are needed")
@@ -37,10 +37,10 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1, lazy: bool = False) -> 
     post = place_receives(table, messages, receive_ahead)
     insertions = [messages.sends(table), messages.receives(table, post)]
     if training:
-        insertions += add_reductions(table, lazy=lazy)
+        insertions += add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
     table, _ = insert(table, insertions)
     table = assign_slots(table, flushes=schedule.flushes)
-    header = replace(table.header, lowered=True, gradient_buffers=2 if lazy else 1)
+    header = replace(table.header, lowered=True)
     return Schedule(header, _sections(table, flushes=schedule.flushes))
 
 

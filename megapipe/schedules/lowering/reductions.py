@@ -2,19 +2,19 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind, rows_of
+from megapipe.schedules.actions import COLUMNS, Ints, Kind, Rows, rows_of
 from megapipe.schedules.lowering.insertion import Insertion, Place
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 
-def add_reductions(table: Table, *, lazy: bool) -> list[Insertion]:
+def add_reductions(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
     """Counts at the start of a step, reductions behind the last backward that they include, scalars, updates."""
     return [
         _counts(table),
         *([_gradients(table)] if table.header.data_parallel else []),
         *([_tied(table)] if table.header.tied_groups else []),
         *([_scalars(table)] if table.header.updates_per_step == 1 else []),
-        _updates(table, lazy=lazy),
+        *_updates(table, lazy=lazy, flushes=flushes),
     ]
 
 
@@ -91,30 +91,44 @@ def _scalars(table: Table) -> Insertion:
     return Insertion(rows, anchor, Place.REDUCE_SCALARS, table.section[anchor])
 
 
-def _updates(table: Table, *, lazy: bool) -> Insertion:
+def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
     """One optimizer step a state unit and update.
 
-    Eager updates follow the rank's last gradient of the update. Lazy ones wait until the section that the next
-    forward on the new version would begin: update t stands at the end of body t, and the last at the very end.
+    Eager updates follow the rank's last gradient of the update; where that ends a section, they open the next one
+    behind its first receives, so that a rank that waits in an update can still be sent to. Lazy ones wait for the end
+    of the section behind which the new version is read: update t stands at the end of body t, the last one at the end.
     """
-    header = table.header
-    last = _last_gradient_rows(table)
-    by_rank = _last_rows_by_rank(table, last)
-    updates = np.arange(last.shape[1])
-    rows, anchors, sections = [], [], []
-    for stage, place in enumerate(header.stages):
-        anchor = by_rank[place.rank]
-        section = table.section[anchor]
+    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))
+    section_key = table.rank * table.num_sections + table.section
+    updates = np.arange(by_rank.shape[1])
+    parts = []
+    for rank in range(table.header.num_ranks):
+        anchor, section = by_rank[rank], table.section[by_rank[rank]]
+        ahead = np.zeros(len(anchor), dtype=np.bool_)
         if lazy:
             section = updates + 1
-            mine = np.flatnonzero(table.rank == place.rank)
-            anchor = mine[np.searchsorted(table.section[mine], section, side="right") - 1]
-        for unit in header.state_units(stage):
-            version = updates + header.versions_per_stage[stage]
-            rows.append(rows_of(Kind.UPDATE, stage, _last_microbatch(table, updates), unit=unit, version=version))
-            anchors.append(anchor)
-            sections.append(section)
-    order = np.argsort(np.concatenate(anchors), kind="stable")
-    return Insertion(
-        np.concatenate(rows)[order], np.concatenate(anchors)[order], Place.UPDATE, np.concatenate(sections)[order]
+            anchor = np.searchsorted(section_key, rank * table.num_sections + section, side="right") - 1
+        elif not flushes:
+            opens = np.searchsorted(section_key, rank * table.num_sections + section + 1)
+            section = section + ((opens == anchor + 1) & (section + 1 < table.num_sections))
+            ahead = (np.append(section_key, -1)[opens] == rank * table.num_sections + section) & (opens == anchor + 1)
+            anchor = np.where(ahead, opens, anchor)
+        parts.append((_update_rows(table, rank, updates), anchor, section, ahead))
+    rows = np.concatenate([part[0].reshape(-1, len(COLUMNS)) for part in parts])
+    anchor, section, ahead = (
+        np.concatenate([np.repeat(part[column], part[0].shape[1]) for part in parts]) for column in (1, 2, 3)
     )
+    return [
+        Insertion(rows[mine], anchor[mine], place, section[mine])
+        for mine, place in ((ahead, Place.UPDATE_AHEAD), (~ahead, Place.UPDATE))
+    ]
+
+
+def _update_rows(table: Table, rank: int, updates: Ints) -> Rows:
+    """The rank's optimizer steps, every state unit of its stages in turn; shape [updates, states, columns]."""
+    header = table.header
+    states = [(stage, unit) for stage in header.stages_on(rank) for unit in header.state_units(stage)]
+    stage, unit = np.array(states, dtype=np.int64).T
+    update = updates[:, None]
+    version = update + np.array(header.versions_per_stage)[stage]
+    return rows_of(Kind.UPDATE, stage, _last_microbatch(table, update), unit=unit, version=version)

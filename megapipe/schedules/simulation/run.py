@@ -82,6 +82,7 @@ class _Clocks:
         self._kind: list[int] = table.kind.tolist()
         self._duration: list[float] = durations.of_row.tolist()
         self._blocking = costs.blocking_sends
+        self._scalars = costs.reduce_scalars
         self._awaits: dict[int, list[int]] = {}
         self._note_waits(messages.use.tolist(), messages.send.tolist())
         if self._blocking:
@@ -120,7 +121,7 @@ class _Clocks:
         elif kind in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS):
             # A collective is ready here; it ends for those who await it, when the last rank is ready.
             others = [self._reductions[rank]] if kind == Kind.REDUCE_SCALARS else []
-            self.start[row], self.cause[row] = max([self._compute[rank], *others, *self._awaited(row)])
+            self.start[row], self.cause[row] = max([self._compute[rank], *others])
             self.end[row] = self.start[row]
         elif kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
             self.start[row], self.cause[row] = self._compute[rank]
@@ -138,14 +139,13 @@ class _Clocks:
         """When each awaited row's result is here: a message's arrival, or a collective's end."""
         if row not in self._awaits:
             return []
-        return [
-            (self.end[other] + (self._duration[other] if self._is_collective(other) else 0.0), other)
-            for other in self._awaits[row]
-            if other != row
-        ]
+        return [(self.end[other] + self._delay(other), other) for other in self._awaits[row] if other != row]
 
-    def _is_collective(self, row: int) -> bool:
-        return self._kind[row] in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
+    def _delay(self, row: int) -> float:
+        """From a collective's start on its last rank to the result; the sum of scalars follows a tied one."""
+        if self._kind[row] == Kind.REDUCE_TIED:
+            return self._duration[row] + self._scalars
+        return self._duration[row] if self._kind[row] in (Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS) else 0.0
 
     def _send(self, rank: int, row: int) -> None:
         pair = self._link_of[row]
@@ -164,6 +164,7 @@ class _Clocks:
         pairs = list(zip(self._collectives.row.tolist(), self._collectives.needed.tolist(), strict=True))
         done: dict[int, float] = {}
         for row, member in pairs:
-            done[row] = max(done.get(row, 0.0), self.start[member] + self._duration[member])
+            done[row] = max(done.get(row, 0.0), self.start[member] + self._delay(member))
         for row, member in pairs:
-            self.end[member] = max(self.end[member], done[row])
+            tied = self._kind[member] == Kind.REDUCE_TIED
+            self.end[member] = max(self.end[member], done[row] - (self._scalars if tied else 0.0))

@@ -33,6 +33,11 @@ def check_header(header: Header) -> None:
     for group in header.tied_groups:
         if not group or not set(group) <= set(stages):
             raise ScheduleError(f"{header.name}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
+        if header.updates_per_step > 1 and len({header.stages[stage].rank for stage in group}) > 1:
+            raise ScheduleError(
+                f"{header.name} updates {header.updates_per_step} times a step, and stages {list(group)} on different "
+                "ranks tie a weight: every update would wait for all of them; untie it"
+            )
         if len({header.versions_per_stage[stage] for stage in group}) > 1:
             raise ScheduleError(
                 f"{header.name}: stages {list(group)} tie a weight and keep different numbers of versions"

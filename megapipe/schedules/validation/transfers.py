@@ -3,9 +3,9 @@
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.dependencies import Dependencies
+from megapipe.schedules.dependencies import Dependencies, Needs
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.progress import Waits, stuck_waits
+from megapipe.schedules.progress import Progress
 from megapipe.schedules.table import Table
 from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
@@ -63,16 +63,16 @@ def check_progress(dependencies: Dependencies) -> None:
     """Raise ScheduleError if ranks can end up waiting for one another, sends waiting until their receive is posted."""
     table, messages = dependencies.table, dependencies.messages
     collectives = dependencies.collective_needs()
-    waits = Waits(
+    waits = Needs(
         np.concatenate([messages.send, messages.use, collectives.row]),
         np.concatenate([messages.receive, messages.send, collectives.needed]),
     )
-    stuck = stuck_waits(waits, table.offsets)
+    stuck = Progress(waits.row, waits.needed, table.offsets).stuck()
     if len(stuck):
         raise _deadlock(table, waits, stuck)
 
 
-def _deadlock(table: Table, waits: Waits, stuck: Ints) -> ScheduleError:
+def _deadlock(table: Table, waits: Needs, stuck: Ints) -> ScheduleError:
     """Follow the waits from one stuck rank until they close, and tell the circle."""
     waits_of = {int(table.rank[waits.row[index]]): index for index in stuck}
     rank = min(waits_of)

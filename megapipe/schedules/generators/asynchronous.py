@@ -1,0 +1,55 @@
+"""Schedules that never flush: the next step's forwards run while the last step's backwards drain.
+
+On rank r the pipeline stays ``num_ranks - 1 - r`` micro-batches deep. The prologue fills it with step 0's forwards,
+each body runs one more step's forwards, each with the backward that is due, and the epilogue drains.
+"""
+
+import numpy as np
+
+from megapipe.schedules.actions import Kind, rows_of
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.generators.flush import alternate
+from megapipe.schedules.schedule import Sections
+
+
+def two_buffered_weights(num_ranks: int, num_microbatches: int) -> Sections:
+    """PipeDream-2BW: 1F1B without a flush on two weight versions (arXiv 2006.09503, section 3.1).
+
+    Batch t computes with the weights before batch t-1's update: ``W(t+1) = W(t) - lr * gradient(W(t-1))``, on every
+    stage alike. Needs at least as many micro-batches as ranks.
+    """
+    return _never_flushing(num_ranks, num_microbatches)
+
+
+def pipedream(num_ranks: int, num_microbatches: int) -> Sections:
+    """PipeDream: 1F1B without a flush and an update after every micro-batch, weights stashed until their backward
+    (arXiv 1806.03377, section 3.3).
+
+    Rank r keeps ``num_ranks - r`` versions, as many with vertical sync as the first rank.
+    """
+    return _never_flushing(num_ranks, num_microbatches)
+
+
+def check_enough_microbatches(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Raise ScheduleError where a step has fewer micro-batches than the pipeline is deep."""
+    if num_microbatches < num_ranks:
+        raise ScheduleError(
+            f"{name} needs at least as many micro-batches as pipeline ranks: {num_microbatches} micro-batches on "
+            f"{num_ranks} ranks would ask for weights that do not exist yet; use {num_ranks} micro-batches or more"
+        )
+
+
+def _never_flushing(num_ranks: int, num_microbatches: int) -> Sections:
+    microbatches = np.arange(num_microbatches)
+    prologue, body, epilogue = [], [], []
+    for rank in range(num_ranks):
+        depth = num_ranks - 1 - rank
+        forwards = rows_of(Kind.FORWARD, rank, microbatches)
+        backwards = rows_of(Kind.BACKWARD, rank, microbatches)
+        filled = alternate(forwards, backwards, depth)
+        prologue.append(filled[: len(filled) - depth])
+        next_forwards = rows_of(Kind.FORWARD, rank, microbatches + num_microbatches)
+        due = rows_of(Kind.BACKWARD, rank, microbatches + num_microbatches - depth)
+        body.append(alternate(next_forwards, due, 0))
+        epilogue.append(backwards[num_microbatches - depth :])
+    return Sections(tuple(prologue), tuple(body), tuple(epilogue))

@@ -1,0 +1,134 @@
+"""Published and exactly known figures of every schedule, simulated."""
+
+import time
+
+import pytest
+
+from megapipe.schedules import Link, Times, build, rank_costs, simulate, validate
+
+
+def simulated(name, ranks, microbatches, steps=1, costs=None, **options):
+    schedule = build(name, ranks, microbatches, **options)
+    validate(schedule)
+    return simulate(schedule, rank_costs(schedule.header, **(costs or {})), steps)
+
+
+HALVES = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks", "bubble", "stash"),
+    [(4, 8, 2, 0.1875, 5.5), (8, 32, 2, 0.109375, 11.5), (2, 4, 2, 0.125, 2.5)],
+)
+def test_interleaved(ranks, microbatches, chunks, bubble, stash):
+    run = simulated("interleaved_1f1b", ranks, microbatches, chunks=chunks)
+    assert run.bubble == pytest.approx(bubble, abs=1e-12)
+    assert run.peak_activations[0] == stash
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks", "bubble"),
+    [(4, 4, 4, 0.1875), (4, 8, 4, 0.09375), (4, 3, 4, 0.5), (5, 5, 32, 0.025)],
+)
+def test_modular(ranks, microbatches, chunks, bubble):
+    run = simulated("modular", ranks, microbatches, chunks=chunks)
+    assert run.bubble == pytest.approx(bubble, abs=1e-12)
+    assert run.peak_activations == (microbatches,) * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 12])
+def test_modular_formula(ranks, microbatches, chunks):
+    """(p-1)/(m v) of the ideal for m >= p, ((v-1)p + m + p - 1 - v m)/(v m) below."""
+    passes = chunks * microbatches
+    idle = ranks - 1 if microbatches >= ranks else (chunks - 1) * ranks + microbatches + ranks - 1 - passes
+    assert simulated("modular", ranks, microbatches, chunks=chunks).bubble == pytest.approx(idle / passes, abs=1e-12)
+
+
+TABLE_9 = [
+    (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
+    (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
+    (8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444)),
+    (16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672)),
+    (16, 64, (11.307, 11.254, 8.101, 0.379), (0.2082, 0.1088, 0.0516)),
+    (16, 128, (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0576, 0.0266)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "times", "rates"), TABLE_9)
+def test_zero_bubble_table_5(ranks, microbatches, times, rates):
+    """Bubble rates of arXiv 2401.10241, Table 5, from the times of its Table 9, to its four decimals."""
+    forward, backward_input, backward_weight, latency = times
+    costs = {
+        "forward": forward, "backward_input": backward_input, "backward_weight": backward_weight,
+        "link": Link(latency=latency),
+    }  # fmt: skip
+    for name, rate in zip(("1f1b", "zb_h1", "zb_h2"), rates, strict=True):
+        assert round(simulated(name, ranks, microbatches, costs=costs).bubble_rate, 4) == rate
+    given = Times(*times)
+    for limit, rate in ((ranks, rates[1]), (2 * ranks, rates[2])):
+        auto = simulated("zb_auto", ranks, microbatches, costs=costs, memory_limit=limit, times=given)
+        assert round(auto.bubble_rate, 4) <= rate
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 12), (8, 24)])
+def test_zb_v_has_no_bubble(ranks, microbatches):
+    """No idle time on any rank and the activations of 2p chunks, that is p whole micro-batches."""
+    run = simulated("zb_v", ranks, microbatches, costs=HALVES)
+    assert run.bubble == 0.0
+    assert run.peak_activations == (ranks,) * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_two_bp_bubble_rates(ranks):
+    """The ratios of arXiv 2405.18047, Table 1, before and after, with equal times."""
+    n = ranks
+    for name, microbatches, before, after in (
+        ("gpipe", 1, (n - 1) / n, 2 * (n - 1) / (2 * n + 1)),
+        ("gpipe", n, (n - 1) / (2 * n - 1), 2 * (n - 1) / (2 * (n - 1) + 3 * n)),
+        ("1f1b", n, (n - 1) / (2 * n - 1), (n - 1) / (4 * n - 1)),
+        ("1f1b", 2 * n, (n - 1) / (3 * n - 1), (n - 1) / (7 * n - 1)),
+    ):
+        assert simulated(name, n, microbatches, costs=HALVES).bubble_rate == pytest.approx(before, abs=1e-12)
+        split = simulated(name, n, microbatches, costs=HALVES, two_bp=True)
+        assert split.bubble_rate == pytest.approx(after, abs=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "steps"), [(4, 4, 6), (4, 8, 3), (2, 2, 5), (4, 5, 6), (1, 2, 3)])
+def test_2bw_never_idles_after_its_warm_up(ranks, microbatches, steps):
+    """(T m + p - 1)(tf + tb) for T batches, global norm and finite check included; stash p - r."""
+    run = simulated("2bw", ranks, microbatches, steps)
+    assert run.finish == (steps * microbatches + ranks - 1) * 3
+    assert run.peak_activations == tuple(range(ranks, 0, -1))
+
+
+def test_2bw_slack_hides_reductions():
+    """(m - p + 1) forward-backward pairs pass between a batch's last gradient and the first forward that needs it."""
+    for microbatches in (4, 6):
+        slack = (microbatches - 3) * 3.0
+        free, hidden, late = (
+            simulated("2bw", 4, microbatches, 20, costs={"reduce_scalars": wait}).finish - wait  # the last one shows
+            for wait in (0.0, slack, slack + 1.0)
+        )
+        assert free == hidden < late
+
+
+def test_eager_2bw_with_a_global_norm_is_nearly_a_flush():
+    lazy, eager = (simulated("2bw", 4, 4, 100, update=update) for update in ("lazy", "eager"))
+    flush = simulated("1f1b", 4, 4, 100)
+    assert lazy.finish / lazy.ideal < 1.01
+    assert 1.4 < eager.finish / eager.ideal < flush.finish / flush.ideal
+
+
+def test_pipedream_never_idles_after_its_warm_up():
+    assert simulated("pipedream", 4, 8, 5).finish == (5 * 8 + 3) * 3
+
+
+@pytest.mark.slow
+def test_largest_schedules_build_in_time():
+    """p=64, m=512, v=4 is 785 thousand actions: built, lowered and validated within a second on a free machine."""
+    began = time.perf_counter()
+    validate(build("interleaved_1f1b", 64, 512, chunks=4))
+    assert time.perf_counter() - began < 3.0
+    validate(build("interleaved_1f1b", 512, 2048, chunks=2))
