@@ -6,9 +6,10 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: help setup test test-slow lint docs format clean
+.PHONY: help setup quickstart test test-slow lint docs format clean
 
 help:
+	@echo "make quickstart  tokenize real text, train a GPT in a two-rank pipeline, resume, sample"
 	@echo "make test       fast tests, under 15 minutes on two cores"
 	@echo "make test-slow  the rest"
 	@echo "make lint       ruff, mypy, import-linter"
@@ -22,6 +23,9 @@ help:
 	@touch $@
 
 setup: .venv/.ready
+
+quickstart: setup
+	@BIN=$(BIN) bash examples/quickstart.sh
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
