@@ -1,7 +1,7 @@
 """Connects a rank's stages to their neighbours: both ends agree on shapes, links are made, slots allocated."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from megapipe.engine.errors import EngineError
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.transfers import Boundary, ReceiveSlots, Sender, Transfers
-from megapipe.parallel.links import Edge, LinkKind, make_links
+from megapipe.parallel.links import Edge, Link, LinkKind, make_links
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.schedule import Schedule
 
@@ -27,7 +27,28 @@ class Crossing:
     gradient: Edge
 
 
-def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], kind: LinkKind, timeout: float) -> Transfers:
+class LinkPool:
+    """A rank's links, made once. Engines of one pipeline take turns on them: each has drained them when its step ends.
+
+    kind, timeout: as in `make_links`.
+    """
+
+    def __init__(self, mesh: Mesh, kind: LinkKind, timeout: float) -> None:
+        self._mesh = mesh
+        self._kind: LinkKind = kind
+        self._timeout = timeout
+        self._asked: set[Edge] = set()
+        self._links: dict[Edge, Link] = {}
+
+    def links(self, edges: Sequence[Edge]) -> Mapping[Edge, Link]:
+        """At least this rank's ends of `edges`. A collective call over the pipeline group."""
+        new = [edge for edge in edges if edge not in self._asked]
+        self._asked.update(new)
+        self._links |= make_links(self._mesh, new, self._kind, timeout=self._timeout)
+        return self._links
+
+
+def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: LinkPool) -> Transfers:
     """Links and receive slots of this rank. A collective call over the pipeline group.
 
     Raises EngineError when a stage's outputs are not what the next stage takes.
@@ -40,7 +61,7 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], kind: L
     edges = [edge for crossing in crossings for edge in (crossing.activation, crossing.gradient)]
     if schedule.header.mode == "forward":
         edges = [crossing.activation for crossing in crossings]
-    links = make_links(mesh, edges, kind, timeout=timeout)
+    links = pool.links(edges)
     header, device = schedule.header, mesh.device
     training = header.mode == "train"
     transfers = Transfers({}, {}, {}, {})

@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from megapipe.training.records import EvaluationRecord, Listener, StepRecord
@@ -57,23 +58,20 @@ class PlainLines(Listener):
 
 
 class ProgressBar(Listener):
-    """One bar at the bottom of the terminal; lines scroll above it."""
+    """A bar with the rates and a line with the losses, at the bottom of the terminal; other lines scroll above."""
 
     def __init__(self, steps: int, total_samples: int, console: Console) -> None:
-        self._console = console
+        self._steps = steps
         self._total_samples = total_samples
+        self._console = console
         self._window = Window(BAR_WINDOW)
         self._validation = ""
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[signs]}"),
-            console=console,
-            expand=True,
-        )
-        self._task = self._progress.add_task("training", total=steps, signs="")
-        self._progress.start()
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[rates]}")
+        self._bar = Progress(*columns, expand=True)
+        self._task = self._bar.add_task("step 0", total=steps, rates="")
+        self._signs = Text(no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._bar, self._signs), console=console)
+        self._live.start()
 
     def say(self, line: str) -> None:
         self._console.print(Text(line))
@@ -83,19 +81,20 @@ class ProgressBar(Listener):
         if record.skipped:
             self.say(skipped_line(record))
         left = self._window.seconds_for(self._total_samples - record.consumed_samples)
-        self._progress.update(
+        self._bar.update(
             self._task,
             completed=record.step,
-            description=f"step {record.step}",
-            signs=f"{vital_signs(record)}{self._validation} | {rates(self._window)} | {duration(left)} left",
+            description=f"step {record.step}/{self._steps}",
+            rates=f"{rates(self._window)} | {duration(left)} left",
         )
+        self._signs.plain = vital_signs(record) + self._validation
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._validation = f" | validation {record.loss:.4f}"
         self.say(evaluation_line(record))
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
 
 def vital_signs(record: StepRecord) -> str:

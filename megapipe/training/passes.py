@@ -13,7 +13,7 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput
-from megapipe.engine.wiring import connect
+from megapipe.engine.wiring import LinkPool, connect
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -102,6 +102,8 @@ class Passes:
             stage: [[decoding_layer(layer, rows=shape.num_texts, capacity=shape.capacity)] for layer in layers]
             for stage, layers in model.layers.items()
         }
+        parallel = model.config.parallel
+        self._links = LinkPool(model.mesh, parallel.links, parallel.timeout_seconds)
         self._engines: dict[int, Engine] = {}
 
     def run(self, tokens: Tensor, positions: Tensor, last: Tensor) -> Tensor | None:
@@ -126,10 +128,10 @@ class Passes:
     def _engine(self, width: int) -> Engine:
         """The engine for `width` new tokens of every text, connected at its first use."""
         if width not in self._engines:
-            mesh, parallel = self._model.mesh, self._model.config.parallel
+            mesh = self._model.mesh
             schedule = self._model.schedule(self.shape.num_microbatches)
             stages = self._stages(width)
-            transfers = connect(schedule, mesh, stages, parallel.links, parallel.timeout_seconds)
+            transfers = connect(schedule, mesh, stages, self._links)
             groups = Communicators(world=mesh.world, data=mesh.group("data"), tied={})
             reductions = Reductions([], [], groups, torch.ones_like, None, mesh.device)
             rank = mesh.coordinate("pipeline")

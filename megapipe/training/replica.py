@@ -10,7 +10,7 @@ from megapipe.costs.parameters import LayerSpec
 from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage
-from megapipe.engine.wiring import connect
+from megapipe.engine.wiring import LinkPool, connect
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.optimizer import FlatAdamW
 from megapipe.parallel.mesh import Mesh
@@ -33,6 +33,7 @@ class Replica:
         self.schedule = build_schedule(config, mesh, self.layout)
         self.stages: dict[int, Stage] = Assembly(config, mesh, self.layout, self.schedule.header).stages()
         self.optimizer = FlatAdamW(config.optimizer)
+        self._links = LinkPool(mesh, config.parallel.links, config.parallel.timeout_seconds)
         self.engine = self._engine(self.schedule)
 
     @property
@@ -70,8 +71,7 @@ class Replica:
         return self._engine(build_schedule(config, self._mesh, self.layout))
 
     def _engine(self, schedule: Schedule) -> Engine:
-        parallel = self._config.parallel
-        transfers = connect(schedule, self._mesh, self.stages, parallel.links, parallel.timeout_seconds)
+        transfers = connect(schedule, self._mesh, self.stages, self._links)
         return Engine(schedule, self.rank, self.stages, transfers, self._reductions(schedule))
 
     def _reductions(self, schedule: Schedule) -> Reductions:

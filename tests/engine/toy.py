@@ -13,7 +13,7 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput
-from megapipe.engine.wiring import connect
+from megapipe.engine.wiring import LinkPool, connect
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.optimizer import FlatAdamW
 from megapipe.parallel.mesh import Mesh
@@ -118,7 +118,7 @@ def toy(mesh: Mesh, name: str, num_microbatches: int, layers_per_stage: Sequence
         RecordingAdamW(OptimizerConfig(), gradients),
         mesh.device,
     )
-    transfers = connect(schedule, mesh, stages, "auto", timeout=20.0)
+    transfers = connect(schedule, mesh, stages, LinkPool(mesh, "auto", timeout=20.0))
     return Toy(Engine(schedule, rank, stages, transfers, reductions), states_here, gradients)
 
 
