@@ -1,43 +1,54 @@
 """Forward and backward of one micro-batch through units: the only place of the engine that speaks to autograd."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.engine.errors import UnitError
-from megapipe.engine.stage import Stage, TensorSpec
+from megapipe.engine.stage import TensorSpec, Unit
 from megapipe.layers.split import SplitTape
 
 WHOLE = -1
 """Unit column of an action that covers its stage's whole chain of units."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Piece:
-    """What a forward leaves for its backward: the graph between `inputs` (leaves) and `outputs`."""
+    """What a forward leaves for its backward: the graph between `inputs` (leaves) and `edges`.
+
+    edges: where the gradients of the outputs enter, one for each output that requires grad. Not the outputs, so that
+    these are freed as soon as they have been sent.
+    """
 
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    edges: tuple[GradientEdge, ...]
     tape: SplitTape | None
 
+    @classmethod
+    def between(cls, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tape: SplitTape | None) -> "Piece":
+        """The graph that made `outputs` out of `inputs`."""
+        return cls(inputs, tuple(get_gradient_edge(output) for output in outputs if output.requires_grad), tape)
 
-def as_leaves(tensors: tuple[Tensor, ...], requires_grad: tuple[bool, ...]) -> tuple[Tensor, ...]:
+
+def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tuple[Tensor, ...]:
     """Cut the graph: the same storage as new autograd leaves."""
     return tuple(t.detach().requires_grad_(flag) for t, flag in zip(tensors, requires_grad, strict=True))
 
 
-def requires_grad_flags(specs: tuple[TensorSpec, ...]) -> tuple[bool, ...]:
+def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tuple[bool, ...]:
     """Which tensors of a boundary carry gradients."""
-    return tuple(spec.requires_grad for spec in specs)
+    return tuple(tensor.requires_grad for tensor in tensors)
 
 
-def run_units(stage: Stage, unit: int, version: int, inputs: tuple[Tensor, ...], context: Any) -> tuple[Tensor, ...]:
-    """Run one unit, or all of them when `unit` is WHOLE, at one weight version. Raises UnitError when one fails."""
-    for index in range(len(stage.units)) if unit == WHOLE else (unit,):
+def run_units(units: Sequence[Unit], inputs: tuple[Tensor, ...], context: Any) -> tuple[Tensor, ...]:
+    """Run a chain of units. Raises UnitError from what one of them raises."""
+    for index, unit in enumerate(units):
         try:
-            inputs = stage.units[index][version](*inputs, context=context)
+            inputs = unit(*inputs, context=context)
         except Exception as error:
             raise UnitError(index) from error
     return inputs
@@ -48,14 +59,17 @@ def backward(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     gradients: one for each output that requires grad, in order.
     """
-    outputs = tuple(output for output in piece.outputs if output.requires_grad)
-    torch.autograd.backward(outputs, gradients)
+    torch.autograd.backward(piece.edges, gradients)
     return tuple(leaf.grad for leaf in piece.inputs if leaf.grad is not None)
 
 
 def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Input half of a split backward; what the weight half needs stays on the piece's tape."""
+    """Input half of a split backward; what the weight half needs stays on the piece's tape.
+
+    That may be `gradients` themselves: whoever passes them must leave them as they are until the weight half is done.
+    """
     assert piece.tape is not None
-    outputs = tuple(output for output in piece.outputs if output.requires_grad)
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
-    return tuple(g for g in piece.tape.backward_input(outputs, gradients, inputs) if g is not None)
+    # torch.autograd.grad takes edges in the place of tensors.
+    found = piece.tape.backward_input(piece.edges, gradients, inputs)  # type: ignore[arg-type]
+    return tuple(gradient for gradient in found if gradient is not None)

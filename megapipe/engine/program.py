@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from megapipe.engine.compute import WHOLE, Piece, as_leaves, backward, backward_input, requires_grad_flags, run_units
 from megapipe.engine.errors import EngineError
@@ -17,6 +18,7 @@ from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import Schedule, SectionName
 
 Closure = Callable[[StepState], None]
+Tensors = tuple[Tensor, ...]
 
 
 class Program:
@@ -79,52 +81,54 @@ class Program:
     def _forward(self, action: Action) -> Closure:
         stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
         stage, key = self._stages[stage_id], (stage_id, microbatch)
+        chain = stage.units if unit == WHOLE else stage.units[unit : unit + 1]
+        twins = [[versions[copy] for versions in chain] for copy in range(len(stage.units[0]))]
         flags = requires_grad_flags(stage.inputs)
         enters = unit in (WHOLE, 0)
-        leaves = unit in (WHOLE, len(stage.units) - 1)
-        next_stage = self._schedule.next_stage(stage_id, microbatch)
-        local_next = next_stage if next_stage in self._stages else None
-        copies, split, training = len(stage.units[0]), key in self._split, self._training
+        hand_on = self._hand_on(action)
+        split, training, per_step = key in self._split, self._training, self._header.updates_per_step
         slots = self._transfers.receive_activation.get(stage_id)
 
         def run(step: StepState) -> None:
             if not enters:
-                inputs = as_leaves(*_with_flags(step.pieces[key][-1].outputs))
+                outputs = step.activations.pop(key)
+                inputs = as_leaves(outputs, requires_grad_flags(outputs))
             elif slots is not None and slot >= 0:
                 inputs = as_leaves(slots.take(slot), flags)
             else:
                 inputs = as_leaves(step.activations.pop(key, ()), flags)
-            version = (step.input.step * self._header.updates_per_step + action.version) % copies
+            units = twins[(step.input.step * per_step + action.version) % len(twins)]
             context = step.input.contexts[microbatch]
-            if split:
-                context = replace(context, tape=SplitTape())
-            with torch.set_grad_enabled(training):
-                outputs = run_units(stage, unit, version, inputs, context)
-            step.pieces.setdefault(key, []).append(Piece(inputs, outputs, context.tape if split else None))
-            if leaves:
-                self._hand_on(step, key, outputs, next_stage, local_next)
+            if not training:
+                with torch.no_grad():
+                    hand_on(step, run_units(units, inputs, context))
+                return
+            tape = SplitTape() if split else None
+            outputs = run_units(units, inputs, replace(context, tape=tape) if split else context)
+            step.pieces[stage_id, microbatch, unit] = Piece.between(inputs, outputs, tape)
+            hand_on(step, outputs)
 
         return run
 
-    def _hand_on(
-        self,
-        step: StepState,
-        key: tuple[int, int],
-        outputs: tuple[torch.Tensor, ...],
-        next_stage: int | None,
-        local_next: int | None,
-    ) -> None:
-        """Give a stage's outputs to whoever takes them: the next stage here, a send, or the step's result."""
-        if local_next is not None:
-            step.activations[local_next, key[1]] = outputs
-        elif next_stage is not None:
-            step.activations[key] = outputs
-        elif self._training:
-            step.loss_sums.append(outputs[0].detach())
-        else:
-            step.outputs[key[1]] = outputs
-        if not self._training:
-            del step.pieces[key]
+    def _hand_on(self, action: Action) -> Callable[[StepState, Tensors], None]:
+        """Gives a forward's outputs to whoever takes them: the next unit or stage here, a send, the step's result."""
+        key, microbatch = (action.stage, action.microbatch), action.microbatch
+        following = self._schedule.next_stage(action.stage, microbatch)
+        closes = action.unit in (WHOLE, len(self._stages[action.stage].units) - 1)
+        training = self._training
+        target = key
+        if closes and following is not None and following in self._stages:
+            target = (following, microbatch)
+
+        def run(step: StepState, outputs: Tensors) -> None:
+            if not closes or following is not None:
+                step.activations[target] = outputs
+            elif training:
+                step.loss_sums.append(outputs[0].detach())
+            else:
+                step.outputs[microbatch] = outputs
+
+        return run
 
     def _backward(self, action: Action) -> Closure:
         stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
@@ -132,51 +136,39 @@ class Program:
         enters = unit in (WHOLE, len(self._stages[stage_id].units) - 1)
         leaves = unit in (WHOLE, 0)
         previous = self._schedule.previous_stage(stage_id, microbatch)
-        last = self._schedule.next_stage(stage_id, microbatch) is None
-        slots = self._transfers.receive_gradient.get(stage_id)
+        target = key
+        if leaves and previous is not None and previous in self._stages:
+            target = (previous, microbatch)
+        has_receiver = not leaves or previous is not None
+        last = enters and self._schedule.next_stage(stage_id, microbatch) is None
+        slots = self._transfers.receive_gradient.get(stage_id) if enters and slot >= 0 else None
         half = action.kind == Kind.BACKWARD_INPUT
 
         def run(step: StepState) -> None:
-            pieces = step.pieces[key]
-            piece = pieces[-1] if not half else next(p for p in reversed(pieces) if p.outputs)
-            if not enters:
+            piece = step.pieces.pop((stage_id, microbatch, unit))
+            if last:
+                gradients: Tensors = (step.loss_gradient(),)
+            elif slots is None:
                 gradients = step.gradients.pop(key)
-            elif last:
-                gradients = (step.loss_gradient(piece.outputs[0]),)
-            elif slots is not None and slot >= 0:
-                gradients = slots.take(slot)
             else:
-                gradients = step.gradients.pop(key)
+                gradients = slots.take(slot)
             if half:
+                if slots is not None:
+                    # The tape may keep these very tensors, and the slot is filled anew before the weight half runs.
+                    gradients = tuple(gradient.clone() for gradient in gradients)
                 passed = backward_input(piece, gradients)
-                piece.outputs = ()
+                assert piece.tape is not None
+                step.tapes[stage_id, microbatch, unit] = piece.tape
             else:
                 passed = backward(piece, gradients)
-                pieces.pop()
-            if not leaves:
-                step.gradients[key] = passed
-            elif previous is not None:
-                target = previous if previous in self._stages else stage_id
-                step.gradients[target, microbatch] = passed
-            if leaves and not half:
-                del step.pieces[key]
+            if has_receiver:
+                step.gradients[target] = passed
 
         return run
 
     def _backward_weight(self, action: Action) -> Closure:
-        key, unit = (action.stage, action.microbatch), action.unit
-        num_units = len(self._stages[action.stage].units)
-
-        def run(step: StepState) -> None:
-            pieces = step.pieces[key]
-            piece = pieces[0] if unit == WHOLE else pieces[unit]
-            assert piece.tape is not None
-            piece.tape.backward_weight()
-            piece.tape = None
-            if unit == WHOLE or (len(pieces) == num_units and all(other.tape is None for other in pieces)):
-                del step.pieces[key]
-
-        return run
+        key = (action.stage, action.microbatch, action.unit)
+        return lambda step: step.tapes.pop(key).backward_weight()
 
     def _send_activation(self, action: Action) -> Closure:
         key, sender = (action.stage, action.microbatch), self._transfers.send_activation[action.stage]
@@ -206,7 +198,3 @@ class Program:
         states = [self._state(action) for action in actions]
         version, per_step = actions[0].version, self._header.updates_per_step
         return lambda step: self._reductions.update(step, states, step.input.step * per_step + version)
-
-
-def _with_flags(outputs: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
-    return outputs, tuple(output.requires_grad for output in outputs)

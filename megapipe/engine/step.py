@@ -8,10 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from megapipe.engine.compute import Piece
+from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
 
 Key = tuple[int, int]
 """(stage, micro-batch)."""
+
+UnitKey = tuple[int, int, int]
+"""(stage, micro-batch, unit); unit is WHOLE for the stage's whole chain."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,15 @@ class StepResult:
 
 @dataclass
 class StepState:
-    """Everything that is alive during one step on one rank."""
+    """Everything that is alive during one step on one rank.
+
+    pieces: from a forward to its backward or input half. tapes: from an input half to the weight half.
+    activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
+    """
 
     input: StepInput
-    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
+    pieces: dict[UnitKey, Piece] = field(default_factory=dict)
+    tapes: dict[UnitKey, SplitTape] = field(default_factory=dict)
     activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     loss_sums: list[Tensor] = field(default_factory=list)
@@ -62,6 +71,7 @@ class StepState:
     reductions: list[Work] = field(default_factory=list)
     loss: float = 0.0
     gradient_norm: float = 0.0
+    _loss_gradient: Tensor | None = None
 
     def global_counts(self) -> Tensor:
         """(loss tokens, ranks that want to stop) over the global batch, float64; awaits their reduction."""
@@ -72,10 +82,13 @@ class StepState:
             self.counts_work = None
         return self.counts
 
-    def loss_gradient(self, loss_sum: Tensor) -> Tensor:
+    def loss_gradient(self) -> Tensor:
         """Gradient of the mean loss over the global batch with respect to a micro-batch's loss sum: 1 / count."""
-        count = self.global_counts()[0].clamp(min=1.0)
-        return (1.0 / count).to(device=loss_sum.device, dtype=loss_sum.dtype)
+        if self._loss_gradient is None:
+            count = self.global_counts()[0].clamp(min=1.0)
+            like = self.loss_sums[0]
+            self._loss_gradient = (1.0 / count).to(device=like.device, dtype=like.dtype)
+        return self._loss_gradient
 
 
 def finished(state: StepState) -> StepResult:

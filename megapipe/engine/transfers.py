@@ -1,5 +1,6 @@
 """Activations and gradients between stages: preallocated receive slots, posted receives, sends in flight."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -37,23 +38,32 @@ class ReceiveSlots:
 
 
 class Sender:
-    """Sends over one boundary; each keeps its tensors alive until it has completed."""
+    """Sends over one boundary; each keeps its tensors alive until it has completed.
+
+    At most as many are in flight as the link has slots, so that a rank that runs ahead does not keep all it has sent.
+    Waiting for the oldest cannot hang: schedules are proved free of deadlock where every send waits for its receive.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._in_flight: list[tuple[Transfer, Tensor]] = []
+        self._in_flight: deque[tuple[Transfer, Tensor]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...]) -> None:
         """Start sending."""
         for tensor in tensors:
             payload = tensor.detach().contiguous()
             self._in_flight.append((self._link.send(payload), payload))
+        while len(self._in_flight) > self._link.edge.slots:
+            self._finish_oldest()
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
-        for transfer, _ in self._in_flight:
-            transfer.wait()
-        self._in_flight.clear()
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        transfer, _ = self._in_flight.popleft()
+        transfer.wait()
 
 
 class Transfers:

@@ -1,6 +1,6 @@
-"""A toy model of plain torch modules for engine tests: a chain of tanh layers, then a squared-error loss."""
+"""A toy model of plain torch modules for engine tests: a chain of residual layers, then a squared-error loss."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,11 +14,13 @@ from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput
 from megapipe.engine.wiring import LinkPool, connect
+from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.optimizer import FlatAdamW
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.schedules import build
+from megapipe.schedules import Schedule, lower, order
+from megapipe.schedules.schedule import Mode
 
 WIDTH, ROWS, SEED = 8, 3, 11
 SPEC = TensorSpec((ROWS, WIDTH), torch.float32)
@@ -30,6 +32,7 @@ class Context:
 
     inputs: Tensor
     targets: Tensor
+    tape: SplitTape | None = None
 
 
 def contexts(step: int, num_microbatches: int) -> list[Context]:
@@ -39,8 +42,11 @@ def contexts(step: int, num_microbatches: int) -> list[Context]:
     return [Context(draw(), draw()) for _ in range(num_microbatches)]
 
 
-class Tanh(nn.Module):
-    """tanh(x W) ; the first layer of the chain reads the context, the last one turns the result into a loss sum."""
+class Residual(SplitModule):
+    """x + tanh(x) W ; the first layer of the chain reads the context, the last one turns the result into a loss sum.
+
+    The gradient of the product is that of the output, the very tensor: what a pipeline's tapes keep in split mode.
+    """
 
     def __init__(self, first: bool, last: bool) -> None:
         super().__init__()
@@ -49,8 +55,18 @@ class Tanh(nn.Module):
 
     def forward(self, *inputs: Tensor, context: Context) -> tuple[Tensor, ...]:
         x = context.inputs if self.first else inputs[0]
-        y = torch.tanh(x @ self.weight)
+        y = x + self.product(torch.tanh(x), context.tape)
         return ((y - context.targets).square().sum(),) if self.last else (y,)
+
+    def product(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        if tape is None:
+            return x @ self.weight
+        record = tape.record(self, x.shape, x)
+        record.saved = (x.detach(),)
+        return x @ self.weight.detach() + record.probe
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        yield self.weight, saved[0].t() @ gradient
 
 
 def spec(layer: int) -> ParameterSpec:
@@ -78,23 +94,35 @@ class RecordingAdamW(FlatAdamW):
         super().update(states, version, learning_rate, coefficient)
 
 
-def toy(mesh: Mesh, name: str, num_microbatches: int, layers_per_stage: Sequence[int], mode: str = "train") -> Toy:
-    """Build this rank's part of a chain of sum(layers_per_stage) layers."""
-    schedule = build(
+def toy(
+    mesh: Mesh,
+    name: str,
+    num_microbatches: int,
+    layers_per_stage: Sequence[int],
+    *,
+    mode: Mode = "train",
+    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+) -> Toy:
+    """Build this rank's part of a chain of sum(layers_per_stage) layers.
+
+    change: applied to the named schedule before it is lowered.
+    """
+    compute = order(
         name,
         mesh.size("pipeline"),
         num_microbatches,
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,
         units_per_stage=layers_per_stage,
         data_parallel=mesh.size("data") > 1,
     )
+    schedule = lower(change(compute))
     rank, total = mesh.coordinate("pipeline"), sum(layers_per_stage)
     stages: dict[int, Stage] = {}
     for stage in schedule.header.stages_on(rank):
         start = sum(layers_per_stage[:stage])
         units, states = [], {}
         for unit, layer in enumerate(range(start, start + layers_per_stage[stage])):
-            module = Tanh(first=layer == 0, last=layer == total - 1)
+            module = Residual(first=layer == 0, last=layer == total - 1)
             state = UnitState(f"layers.{layer}", [spec(layer)])
             state.initialize(SEED)
             state.bind(module, {"weight": spec(layer)})
@@ -132,9 +160,16 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def train(mesh: Mesh, name: str, num_microbatches: int, layers_per_stage: Sequence[int], steps: int = 3) -> Outcome:
+def train(
+    mesh: Mesh,
+    name: str,
+    num_microbatches: int,
+    layers_per_stage: Sequence[int],
+    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+    steps: int = 3,
+) -> Outcome:
     """Run a few steps; num_microbatches counts those of one data replica."""
-    replica = toy(mesh, name, num_microbatches, layers_per_stage)
+    replica = toy(mesh, name, num_microbatches, layers_per_stage, change=change)
     data, of = mesh.coordinate("data"), mesh.size("data")
     losses, norms = [], []
     for step in range(steps):
@@ -164,7 +199,7 @@ def reference_gradients(
     batch = contexts(step, num_microbatches)
     x = torch.cat([context.inputs for context in batch]).double()
     for leaf in leaves.values():
-        x = torch.tanh(x @ leaf)
+        x = x + torch.tanh(x) @ leaf
     targets = torch.cat([context.targets for context in batch]).double()
     ((x - targets).square().sum() / (ROWS * num_microbatches)).backward()
     return {name: leaf.grad.view(-1) for name, leaf in leaves.items() if leaf.grad is not None}
