@@ -34,4 +34,6 @@ def logit_gradient(softmax: Tensor, targets: Tensor, owned: Tensor, share: Tenso
     if share is not None:
         softmax.mul_(share.unsqueeze(1))
     if softmax.shape[1]:
-        softmax.scatter_add_(1, targets.unsqueeze(1), owned.to(softmax.dtype).neg().unsqueeze(1))
+        # scatter_add_ copies the whole of a bf16 tensor on the CPU, which took longer than the softmax.
+        rows = torch.arange(softmax.shape[0], device=softmax.device)
+        softmax[rows, targets] -= owned.to(softmax.dtype)
