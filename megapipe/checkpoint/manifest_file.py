@@ -77,7 +77,8 @@ def encoded(manifest: Manifest) -> bytes:
     }
     plain = json.loads(json.dumps(document, allow_nan=False))  # tuples become lists, as a reader will see them
     entries = [f"{json.dumps(key)}: {_lines(value)}" for key, value in {**plain, _SELF: _checksum(plain)}.items()]
-    return ("{\n" + ",\n".join(entries) + "\n}\n").encode()
+    # No newline at the end: a file cut by a single byte is to be noticed.
+    return ("{\n" + ",\n".join(entries) + "\n}").encode()
 
 
 def _lines(value: Any) -> str:

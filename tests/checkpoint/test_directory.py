@@ -1,0 +1,114 @@
+"""The folder of checkpoints: the newest valid one, damaged ones set aside, old ones deleted, one job at a time."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megapipe.checkpoint import CheckpointError, DirectoryLock, newest_valid, newest_whole
+from megapipe.checkpoint.directory import keep_last, set_aside, steps
+from megapipe.checkpoint.manifest_file import MANIFEST
+from tests.checkpoint.toy import ALONE, alone, load_step, save_step
+
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        save_step(alone(), ALONE, tmp_path, step)
+    return tmp_path
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: (folder / MANIFEST).unlink(), "manifest"),
+        (lambda folder: cut(folder / MANIFEST), "manifest"),
+        (lambda folder: (folder / FILE).unlink(), "files"),
+        (lambda folder: cut(folder / FILE), "files"),
+        (lambda folder: (folder / FILE).write_bytes(b""), "files"),
+    ],
+    ids=["no manifest", "cut manifest", "no file", "cut file", "empty file"],
+)
+def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(
+    directory: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    damage(directory / "step-00000003")
+    assert newest_whole(directory) == directory / "step-00000002"
+    told: list[str] = []
+    assert newest_valid(directory, told.append) == directory / "step-00000002"
+    (aside,) = set_aside(directory)
+    assert aside.name.startswith(f"step-00000003.bad-{reason}")
+    (line,) = told
+    assert "step-00000003" in line
+    assert aside.name in line
+    assert list(steps(directory)) == [1, 2]
+
+
+def test_a_second_damaged_checkpoint_of_a_step_is_kept_too(directory: Path) -> None:
+    for _ in range(2):
+        cut(directory / "step-00000003" / MANIFEST)
+        newest_valid(directory)
+        save_step(alone(), ALONE, directory, 3)
+    assert [path.name for path in set_aside(directory)] == [
+        "step-00000003.bad-manifest",
+        "step-00000003.bad-manifest-2",
+    ]
+
+
+def test_a_checkpoint_under_another_steps_name_is_damaged(directory: Path) -> None:
+    (directory / "step-00000003").rename(directory / "step-00000007")
+    assert newest_valid(directory) == directory / "step-00000002"
+
+
+def test_names_that_are_almost_those_of_steps_are_left_alone(directory: Path) -> None:
+    for name in ("step-00000009.bak", "step-9", ".step-00000009.partial", "xstep-00000009"):
+        (directory / name).mkdir()
+    (directory / "step-00000010").write_text("a file")
+    assert newest_valid(directory) == directory / "step-00000003"
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path) is None
+    assert newest_valid(tmp_path / "nowhere") is None
+
+
+def test_a_step_is_never_saved_over(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"step-00000003 exists already"):
+        save_step(alone(), ALONE, directory, 3)
+    load_step(alone(), ALONE, directory / "step-00000003", 3)
+
+
+def test_the_last_few_are_kept(directory: Path) -> None:
+    keep_last(directory, 5)
+    assert list(steps(directory)) == [1, 2, 3]
+    keep_last(directory, 2)
+    assert list(steps(directory)) == [2, 3]
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_one_job_at_a_time(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*another training.directory"):
+        DirectoryLock(tmp_path)
+    lock.release()
+    DirectoryLock(tmp_path).release()
+
+
+def test_a_dead_jobs_lock_is_free(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, sys; from megapipe.checkpoint import DirectoryLock;"
+        "lock = DirectoryLock(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
+    assert killed.returncode == -9
+    assert (tmp_path / ".lock").exists()
+    DirectoryLock(tmp_path).release()

@@ -1,0 +1,126 @@
+"""A small model's unit states on any layout, whose every element is a known function of its global place."""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint import RunState, load, save
+from megapipe.checkpoint.manifest import WEIGHTS, earlier_weights
+from megapipe.checkpoint.shards import buffers, shards_of
+from megapipe.checkpoint.storage import DISK, StorageWriter
+from megapipe.costs.parameters import Init, ParameterSpec
+from megapipe.parallel.in_process import in_process_meshes
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+
+MOMENTS = ("first_moment", "second_moment")
+
+
+def spec(name: str, shape: tuple[int, ...], axis: int | None = 0, padded: bool = False) -> ParameterSpec:
+    return ParameterSpec(name, shape, axis, Init("zeros"), decay=len(shape) > 1, matrix=False, padded=padded)
+
+
+MODEL: dict[str, tuple[ParameterSpec, ...]] = {
+    "table": (spec("table", (11, 3), padded=True),),
+    "one": (spec("one.qkv", (4, 3, 2)), spec("one.bias", (5,), None), spec("one.output", (3, 8), 1)),
+    "two": (spec("two.up", (2, 8, 3), 1), spec("two.norm", (3,), None)),
+}
+"""Unit -> parameters. `table` is tied: the first and the last pipeline rank both hold it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """sizes: of the mesh. units: those of each pipeline rank. alignment: of padded shards. versions: of each unit."""
+
+    sizes: Mapping[str, int]
+    units: Sequence[Sequence[str]]
+    alignment: int = 1
+    versions: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+ALONE = Layout({}, [list(MODEL)])
+
+
+def value(name: str, kind: str, shape: tuple[int, ...], step: int) -> Tensor:
+    """A whole tensor: every element differs, and so do tensors, kinds and steps."""
+    base = zlib.crc32(f"{name} {kind} {step}".encode()) % 10_000
+    return (torch.arange(math.prod(shape), dtype=torch.float32) + base).reshape(shape) / 7
+
+
+def make_states(mesh: Mesh, layout: Layout, model: Mapping[str, Sequence[ParameterSpec]] = MODEL) -> list[UnitState]:
+    """This rank's states, all zero."""
+    return [
+        UnitState(
+            unit,
+            model[unit],
+            compute_dtype=layout.dtype,
+            tensor_rank=mesh.coordinate("tensor"),
+            tensor_size=mesh.size("tensor"),
+            alignment=layout.alignment,
+            num_versions=layout.versions,
+        )
+        for unit in layout.units[mesh.coordinate("pipeline")]
+    ]
+
+
+def fill(states: Sequence[UnitState], step: int, moments: Sequence[str] = MOMENTS) -> None:
+    """Give states the values of a step, as training would."""
+    for state in states:
+        state.newest = step + len(state.weights) - 1
+        state.moments = {kind: torch.zeros_like(state.master) for kind in moments}
+    for shard in shards_of(states):
+        for kind, buffer in buffers(shard.state).items():
+            shard.of(buffer).copy_(expected(shard.name, kind, shard.segment.spec.shape, shard.segment.box, step))
+    for state in states:
+        state.publish()
+
+
+def expected(name: str, kind: str, shape: tuple[int, ...], box: object, step: int) -> Tensor:
+    """The part of a whole tensor that lies in a box, in one dimension."""
+    index = tuple(slice(a, b) for a, b in zip(box.starts, box.stops, strict=True))  # type: ignore[attr-defined]
+    return value(name, kind, shape, step)[index].reshape(-1)
+
+
+def check(states: Sequence[UnitState], step: int, kinds: Sequence[str] = (WEIGHTS, *MOMENTS)) -> None:
+    """See that states hold the values of a step, and zeros where there is padding."""
+    for state in states:
+        assert state.newest == step + len(state.weights) - 1
+        found = buffers(state)
+        for kind in kinds:
+            whole = torch.zeros_like(found[kind])
+            for shard in shards_of([state]):
+                shard.of(whole).copy_(expected(shard.name, kind, shard.segment.spec.shape, shard.segment.box, step))
+            assert torch.equal(found[kind], whole), f"{kind} of {state.name}"
+
+
+def run_state(step: int) -> RunState:
+    return RunState(step, 8 * step, {"seed": 7}, "fp32", ((step, 1.0 / step),), {"model": {"hidden_size": 3}})
+
+
+def save_step(mesh: Mesh, layout: Layout, directory: Path, step: int, storage: StorageWriter = DISK) -> Path:
+    """Save the known values of a step."""
+    states = make_states(mesh, layout)
+    fill(states, step)
+    return save(directory, states, {state.name: step for state in states}, run_state(step), mesh, storage)
+
+
+def load_step(mesh: Mesh, layout: Layout, path: Path, step: int, earlier: int = 0) -> None:
+    """Load into fresh states and check them. earlier: how many older versions the checkpoint has."""
+    states = make_states(mesh, layout)
+    applied: dict[str, int] = {}
+    found = load(path, states, applied, mesh, moments=MOMENTS)
+    assert found == run_state(step)
+    assert applied == {state.name: step for state in states}
+    check(states, step, (WEIGHTS, *MOMENTS, *[earlier_weights(age) for age in range(1, earlier + 1)]))
+
+
+def alone() -> Mesh:
+    """The mesh of this process by itself."""
+    (mesh,) = in_process_meshes({}, "cpu", 10.0)
+    return mesh
