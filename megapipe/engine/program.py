@@ -145,7 +145,7 @@ class Program:
         half = action.kind == Kind.BACKWARD_INPUT
 
         def run(step: StepState) -> None:
-            piece = step.pieces.pop((stage_id, microbatch, unit))
+            piece = step.pieces[stage_id, microbatch, unit]
             if last:
                 gradients: Tensors = (step.loss_gradient(),)
             elif slots is None:
@@ -158,9 +158,11 @@ class Program:
                     gradients = tuple(gradient.clone() for gradient in gradients)
                 passed = backward_input(piece, gradients)
                 assert piece.tape is not None
-                step.tapes[stage_id, microbatch, unit] = piece.tape
+                step.tapes[piece_key] = piece.tape
             else:
                 passed = backward(piece, gradients)
+            del step.pieces[piece_key]  # only now: a report on a failed step looks into it
+            del step.pieces[stage_id, microbatch, unit]
             if has_receiver:
                 step.gradients[target] = passed
 
