@@ -158,11 +158,10 @@ class Program:
                     gradients = tuple(gradient.clone() for gradient in gradients)
                 passed = backward_input(piece, gradients)
                 assert piece.tape is not None
-                step.tapes[piece_key] = piece.tape
+                step.tapes[stage_id, microbatch, unit] = piece.tape
             else:
                 passed = backward(piece, gradients)
-            del step.pieces[piece_key]  # only now: a report on a failed step looks into it
-            del step.pieces[stage_id, microbatch, unit]
+            del step.pieces[stage_id, microbatch, unit]  # only now: a report on a failed step looks into it
             if has_receiver:
                 step.gradients[target] = passed
 
