@@ -5,6 +5,7 @@ Plain `python pretrain_gpt.py --config FILE` runs as one process. `--help` lists
 
 import os
 import sys
+import time
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_or_exit
@@ -30,6 +31,10 @@ def main() -> int:
     try:
         return pretrain_gpt(config, LaunchEnvironment.read(os.environ))
     except (ConfigError, DataError, LaunchError) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # The ranks of a host make the same mistake: one tells of it, before torchrun ends it for another's exit.
+            time.sleep(3)
+            return 2
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2

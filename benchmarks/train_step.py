@@ -1,8 +1,8 @@
 """Tokens per second of one training step: megapipe beside Hugging Face's GPT2LMHeadModel and a plain torch GPT.
 
-All contestants have the same size, dtype, micro-batches, gradient clip and AdamW, and take turns, so that a change of the
-machine's load meets all of them. A second part lays a two-rank megapipe pipeline beside one rank with as many threads.
-The last line of the output is one JSON object.
+All contestants have the same size, dtype, micro-batches, gradient clip and AdamW, and take turns, so that a change of
+the machine's load meets all of them. A second part lays a two-rank megapipe pipeline beside one rank with as many
+threads. The last line of the output is one JSON object.
 
     python benchmarks/train_step.py --repeats 9
 """

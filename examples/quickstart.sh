@@ -17,7 +17,8 @@ train() { # number of steps to stop after, then the layout
     shift
     "$bin/torchrun" --standalone --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \
         --data.prefix "$folder/corpus_text_document" --training.directory "$folder" \
-        --training.steps "$steps" --training.stop_at "$stop" "$@"
+        --training.steps "$steps" --training.stop_at "$stop" \
+        --optimizer.warmup_steps $((steps / 10)) "$@"
 }
 
 say "1/5 learn a vocabulary of 8192 pieces from Python's standard library"
@@ -42,7 +43,7 @@ say "5/5 sample from the trained model"
 say "done"
 cat <<TEXT
 metrics      $folder/metrics.jsonl
-loss curve   $folder/loss.png
+loss curve   $folder/loss_curve.png
 checkpoints  $folder/checkpoints
 
 what to try next

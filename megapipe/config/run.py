@@ -128,7 +128,9 @@ class TrainingConfig:
     """Duration, precision, reproducibility and output."""
 
     steps: int = 100
-    """Optimizer steps."""
+    """Optimizer steps of the whole run; the learning rate follows them."""
+    stop_at: int | None = None
+    """End after this step as if the run were over (save, evaluate), to be resumed later; null goes on to `steps`."""
     seed: int = 1234
     """Seeds weights, dropout and the order of the data."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
@@ -139,6 +141,11 @@ class TrainingConfig:
     """Steps between log lines."""
     directory: str = "runs/default"
     """Folder for metrics, the loss curve and checkpoints."""
+
+    @property
+    def last_step(self) -> int:
+        """The step that this start of the run ends after."""
+        return self.steps if self.stop_at is None else min(self.steps, self.stop_at)
 
 
 @dataclass(kw_only=True)
@@ -202,6 +209,7 @@ class PretrainConfig:
             "parallel.data": self.parallel.data,
             "schedule.receive_ahead": self.schedule.receive_ahead,
             "training.steps": self.training.steps,
+            "training.stop_at": 1 if self.training.stop_at is None else self.training.stop_at,
             "training.log_every": self.training.log_every,
             "evaluation.every": self.evaluation.every,
             "evaluation.samples": self.evaluation.samples,

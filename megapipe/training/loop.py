@@ -69,7 +69,7 @@ class TrainingLoop:
 
     def run(self, position: Position) -> int:
         """Advance `position` to the last step, or to where Ctrl-C stopped the run; returns the exit status."""
-        steps = self._config.training.steps
+        steps = self._config.training.last_step
         with StopRequest() as stop, self._loader.steps(position.consumed) as batches:
             while position.step < steps:
                 stopped = self._step(position, batches, stop.requested)

@@ -59,8 +59,9 @@ def _train(config: PretrainConfig, mesh: Mesh, samples: GptSamples, validation: 
         config = with_precision(config, mesh, checkpointer.precision, say)
         replica = Replica(config, mesh, gpt_layers(config.model))
         position = Position.of(checkpointer.restore(replica))
-        if position.step >= config.training.steps:
-            say(f"already finished: {checkpointer.path} is after step {position.step} of {config.training.steps}")
+        if position.step >= config.training.last_step:
+            end = config.training.last_step
+            say(f"already finished: {checkpointer.path} is after step {position.step}, the run ends after step {end}")
             return 0
         evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)
@@ -123,7 +124,7 @@ def _listeners(config: PretrainConfig, mesh: Mesh, position: Position) -> Listen
     if mesh.rank != 0:
         return Listeners([])
     training = config.training
-    total = BatchPlan.of(config.batch).consumed_after(training.steps - position.step, position.consumed)
+    total = BatchPlan.of(config.batch).consumed_after(training.last_step - position.step, position.consumed)
     trackers = open_trackers(config, position.step > 0, _print)
     file = metrics.MetricsFile(Path(training.directory))
     file.event("start", step=position.step, config=asdict(config), layout=dict(mesh.shape.sizes))
