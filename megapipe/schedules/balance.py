@@ -1,0 +1,84 @@
+"""Assigning a model's layers to stages so that the slowest stage is as fast as it can be."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from megapipe.schedules.actions import Ints
+from megapipe.schedules.errors import ScheduleError
+
+ROUNDING: Final = 1e-12
+
+
+def balance_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Cut layers into contiguous stages with the smallest possible largest cost.
+
+    Args:
+        costs: time of every layer in order, embedding and head counted as layers of their own.
+        num_stages: stages to fill, each with at least one layer.
+
+    Returns:
+        Per stage the first layer and the one behind its last. Of equally good cuts, the one whose stages' squared
+        costs add up to least.
+
+    Raises:
+        ScheduleError: more stages than layers, or a negative or endless cost.
+    """
+    layers = np.asarray(costs, dtype=np.float64)
+    if not 1 <= num_stages <= len(layers):
+        raise ScheduleError(f"{len(layers)} layers cannot fill {num_stages} stages with at least one layer each")
+    if not np.all(np.isfinite(layers)) or layers.min() < 0:
+        raise ScheduleError(f"layer costs must be finite and not negative, got {list(costs)}")
+    bottleneck = _smallest_bottleneck(layers, num_stages)
+    cuts = _evenest_cuts(layers, num_stages, bottleneck * (1 + ROUNDING))
+    return tuple((first, last) for first, last in pairwise(cuts.tolist()))
+
+
+def check_assignment(sizes: Sequence[int], num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """The same form of answer for numbers of layers given by hand; raises ScheduleError where they do not fit."""
+    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes, default=0) < 1:
+        raise ScheduleError(
+            f"layers per stage {list(sizes)} must be {num_stages} numbers of at least 1 that add up to {num_layers}"
+        )
+    ends = np.cumsum(sizes).tolist()
+    return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def _prefix(layers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.concatenate([[0.0], np.cumsum(layers)])
+
+
+def _smallest_bottleneck(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int) -> float:
+    """Dynamic programming over stages and layers: the smallest largest cost of any cut."""
+    total = _prefix(layers)
+    best = np.full(len(total), np.inf)
+    best[0] = 0.0
+    for _ in range(num_stages):
+        following = np.full(len(total), np.inf)
+        for end in range(1, len(total)):
+            following[end] = np.maximum(best[:end], total[end] - total[:end]).min()
+        best = following
+    return float(best[-1])
+
+
+def _evenest_cuts(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int, limit: float) -> Ints:
+    """Of the cuts whose stages cost at most ``limit``, the one with the least sum of squares; shape [stages + 1]."""
+    total = _prefix(layers)
+    best = np.full(len(total), np.inf)
+    best[0] = 0.0
+    came_from = np.zeros((num_stages, len(total)), dtype=np.int64)
+    for stage in range(num_stages):
+        following = np.full(len(total), np.inf)
+        for end in range(1, len(total)):
+            cost = total[end] - total[:end]
+            squares = np.where(cost <= limit, best[:end] + cost**2, np.inf)
+            came_from[stage, end] = int(np.argmin(squares))
+            following[end] = squares.min()
+        best = following
+    cuts = np.zeros(num_stages + 1, dtype=np.int64)
+    cuts[-1] = len(layers)
+    for stage in range(num_stages - 1, -1, -1):
+        cuts[stage] = came_from[stage, cuts[stage + 1]]
+    return cuts

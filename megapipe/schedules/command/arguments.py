@@ -1,0 +1,153 @@
+"""The flags of ``tools/schedule.py`` and what they ask for."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from megapipe.schedules.build import build
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
+from megapipe.schedules.generators.weight_halves import Times
+from megapipe.schedules.lowering import lower
+from megapipe.schedules.schedule import Header, Schedule
+from megapipe.schedules.simulation import Costs, Link, rank_costs
+from megapipe.schedules.text import loads
+
+NEVER_FLUSHING_STEPS = 4
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="schedule.py", description="Pipeline schedules: list, show, validate, simulate, compare, draw."
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
+    check = commands.add_parser("validate", help="check a schedule file")
+    check.add_argument("file", type=Path, help="text form; compute actions alone are lowered first")
+    _json(check)
+    for name, text in (
+        ("show", "text timeline"),
+        ("simulate", "makespan, bubble, activations, weight versions"),
+        ("draw", "SVG, interactive HTML or Chrome/Perfetto trace"),
+        ("write", "the schedule in its text form"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(GENERATORS)}")
+        command.add_argument("--file", type=Path, help="a schedule in text form instead of a named one")
+        _flags(command)
+        if name == "draw":
+            command.add_argument("--output", type=Path, required=True, help=".svg, .html or .json (trace)")
+        if name == "show":
+            command.add_argument("--width", type=int, default=120, help="most characters a line")
+    compare = commands.add_parser("compare", help="a table over schedules")
+    compare.add_argument("--schedule", default=",".join(GENERATORS), help="names, separated by commas; all by default")
+    _flags(compare)
+    return top
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; underscores in flags are taken for hyphens."""
+    return parser().parse_args([re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), a) for a in arguments])
+
+
+def _json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _flags(command: argparse.ArgumentParser) -> None:
+    _json(command)
+    shape = command.add_argument_group("shape")
+    shape.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
+    shape.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
+    shape.add_argument("--chunks", type=int, help="stages a rank (default 2 where a schedule has several)")
+    shape.add_argument("--steps", type=int, help="optimizer steps (default 1; 4 for schedules that never flush)")
+    shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
+    options = command.add_argument_group("options of single schedules")
+    options.add_argument("--group-size", type=int, help="interleaved_1f1b: micro-batches in a row through a chunk")
+    options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
+    options.add_argument(
+        "--vertical-sync", action="store_true", default=None, help="pipedream: one version everywhere"
+    )
+    options.add_argument(
+        "--two-bp", action="store_true", default=None, help="split backwards, weight halves when idle"
+    )
+    options.add_argument("--max-pending", type=int, help="with --two-bp: most weight halves that wait")
+    options.add_argument("--memory-limit", type=float, help="zb_auto: most micro-batches that a rank holds")
+    options.add_argument("--placement", help="refuse a schedule that places its stages otherwise")
+    times = command.add_argument_group("times, of one whole rank's share of the model, in any unit")
+    times.add_argument("--forward", type=float, default=1.0)
+    times.add_argument("--backward", type=float, help="default: its halves' sum, or twice the forward")
+    times.add_argument("--backward-input", type=float)
+    times.add_argument("--backward-weight", type=float)
+    times.add_argument("--latency", type=float, default=0.0, help="of a message between ranks")
+    times.add_argument("--bandwidth", type=float, help="bytes a time unit between two ranks; with --message")
+    times.add_argument("--message", type=float, help="bytes of a micro-batch's activations; with --bandwidth")
+    times.add_argument("--blocking-sends", action="store_true", help="a send holds its rank until it has arrived")
+    times.add_argument("--update-time", type=float, default=0.0, help="optimizer step of a rank's share")
+    times.add_argument("--reduce-time", type=float, default=0.0, help="gradient reduction of a rank's share")
+    times.add_argument("--scalars-time", type=float, default=0.0, help="global norm and finite flag over all ranks")
+
+
+def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
+    """The schedule that the flags ask for, named or read from a file; lowered."""
+    if getattr(flags, "file", None) is not None:
+        return read_schedule(flags.file)
+    generator = find_generator(name)
+    if flags.placement is not None and flags.placement != generator.placement.__name__:
+        raise ScheduleError(f"{name} places its stages {generator.placement.__name__}, not {flags.placement}")
+    costs = _times(flags)
+    options: dict[str, object] = {
+        key: getattr(flags, key)
+        for key in ("chunks", "group_size", "update", "vertical_sync", "two_bp", "max_pending", "memory_limit")
+        if getattr(flags, key) is not None
+    }
+    if "times" in generator.order_options or options.get("two_bp"):
+        options["times"] = costs
+    return build(
+        name, flags.ranks, flags.microbatches, data_parallel=flags.reduce_time > 0,
+        receive_ahead=flags.receive_ahead, **cast(Options, options),
+    )  # fmt: skip
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule in a file, lowered."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read {path}: {error}") from None
+    schedule = loads(text, str(path))
+    return schedule if schedule.header.lowered else lower(schedule)
+
+
+def _times(flags: argparse.Namespace) -> Times:
+    whole = flags.backward if flags.backward is not None else 2.0 * flags.forward
+    halves = [flags.backward_input, flags.backward_weight]
+    of_input, of_weight = (whole / 2.0 if half is None else half for half in halves)
+    return Times(flags.forward, of_input, of_weight, flags.latency)
+
+
+def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
+    """The times of the flags for the stages of a schedule."""
+    if (flags.bandwidth is None) != (flags.message is None):
+        raise ScheduleError(
+            "--bandwidth and --message go together: the one is in bytes a time unit, the other in bytes"
+        )
+    if flags.bandwidth is not None and flags.bandwidth <= 0:
+        raise ScheduleError(f"--bandwidth {flags.bandwidth:g} must be above 0")
+    transfer = 0.0 if flags.bandwidth is None else flags.message / flags.bandwidth
+    return rank_costs(
+        header, forward=flags.forward, backward=flags.backward, backward_input=flags.backward_input,
+        backward_weight=flags.backward_weight, update=flags.update_time, reduce_gradients=flags.reduce_time,
+        reduce_scalars=flags.scalars_time, link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends,
+    )  # fmt: skip
+
+
+def steps_of(flags: argparse.Namespace, schedule: Schedule) -> int:
+    """Optimizer steps to simulate."""
+    steps: int = flags.steps if flags.steps is not None else 1 if schedule.flushes else NEVER_FLUSHING_STEPS
+    if steps < 1:
+        raise ScheduleError(f"--steps {steps} is below 1")
+    return steps

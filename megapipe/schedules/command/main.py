@@ -1,0 +1,183 @@
+"""What ``tools/schedule.py`` does for each of its commands."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megapipe.schedules.command.arguments import costs_of, parse, read_schedule, schedule_of, steps_of
+from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.generators.registry import GENERATORS
+from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.simulation import Link, Simulation, simulate
+from megapipe.schedules.text import dumps
+from megapipe.schedules.validation import validate
+
+DRAWINGS = {".svg": draw_svg, ".html": draw_html, ".json": draw_trace}
+COLUMNS = (
+    ("schedule", 16), ("class", 5), ("bubble", 7), ("makespan", 9), ("activations", 11), ("weights", 7),
+    ("exposed", 8),
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; 0 on success, 2 on an error that the user can mend."""
+    flags = parse(arguments)
+    try:
+        COMMANDS[flags.command](flags)
+    except ScheduleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+def _list(flags: argparse.Namespace) -> None:
+    rows = [
+        {"name": generator.name, "class": generator.numerical_class, "placement": generator.placement.__name__,
+         "summary": generator.summary}
+        for generator in GENERATORS.values()
+    ]  # fmt: skip
+    if flags.json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(f"{row['name']:<17} {row['class']}  {row['placement']:<12} {row['summary']}")
+
+
+def _validate(flags: argparse.Namespace) -> None:
+    schedule = read_schedule(flags.file)
+    report = validate(schedule)
+    numbers = {
+        "peak_activations": report.peak_activations,
+        "pending_weight_halves": report.pending_weight_halves,
+        "weight_versions": report.weight_versions,
+    }
+    if flags.json:
+        print(json.dumps({"valid": True, "canonical_order": report.canonical_order, **numbers}))
+        return
+    order = "in micro-batch order" if report.canonical_order else "out of micro-batch order"
+    print(f"{schedule.header.name} is valid; gradients are added {order}")
+    for key, values in numbers.items():
+        print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
+
+
+def _listed(values: Iterable[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+def _run(flags: argparse.Namespace, name: str) -> tuple[Schedule, Simulation]:
+    schedule = schedule_of(flags, name)
+    validate(schedule)
+    return schedule, simulate(schedule, costs_of(flags, schedule.header), steps_of(flags, schedule))
+
+
+def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
+    header = schedule.header
+    free = replace(costs_of(flags, header), link=Link(), blocking_sends=False)
+    ideal_links = simulate(schedule, free, steps_of(flags, schedule))
+    return {
+        "schedule": header.name,
+        "class": header.numerical_class,
+        "ranks": header.num_ranks,
+        "microbatches": header.num_microbatches,
+        "steps": simulation.table.steps,
+        "makespan": simulation.makespan,
+        "finish": simulation.finish,
+        "bubble": simulation.bubble,
+        "bubble_rate": simulation.bubble_rate,
+        "peak_activations": list(simulation.peak_activations),
+        "pending_weight_halves": list(simulation.pending_weight_halves),
+        "weight_versions": list(simulation.weight_versions),
+        "gradient_buffers": header.gradient_buffers,
+        "exposed_communication": simulation.makespan - ideal_links.makespan,
+    }
+
+
+def _simulate(flags: argparse.Namespace) -> None:
+    schedule, simulation = _run(flags, flags.schedule)
+    figures = _figures(flags, schedule, simulation)
+    if flags.json:
+        print(json.dumps(figures))
+        return
+    for key, value in figures.items():
+        shown = _listed(value) if isinstance(value, list) else value
+        print(f"{key.replace('_', ' '):<24} {f'{shown:.6g}' if isinstance(shown, float) else shown}")
+
+
+def _show(flags: argparse.Namespace) -> None:
+    _, simulation = _run(flags, flags.schedule)
+    if flags.json:
+        print(draw_trace(simulation), end="")
+        return
+    print(draw_terminal(simulation, flags.width, colour=sys.stdout.isatty()))
+    print(f"bubble {simulation.bubble:.4g}, makespan {simulation.makespan:g}")
+
+
+def _compare(flags: argparse.Namespace) -> None:
+    rows: list[dict[str, Any]] = []
+    for name in flags.schedule.split(","):
+        wanted = argparse.Namespace(**vars(flags))
+        if name in GENERATORS and GENERATORS[name].chunks == 1:
+            wanted.chunks = None
+        try:
+            schedule, simulation = _run(wanted, name)
+        except ScheduleError as error:
+            rows.append({"schedule": name, "error": str(error).splitlines()[0]})
+            continue
+        rows.append(_figures(wanted, schedule, simulation))
+    if flags.json:
+        print(json.dumps(rows))
+        return
+    _print_table(rows)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    print("  ".join(f"{title:>{width}}" for title, width in COLUMNS))
+    for row in rows:
+        if "error" in row:
+            print(f"{row['schedule']:>{COLUMNS[0][1]}}  {row['error']}")
+            continue
+        cells = (
+            row["schedule"], row["class"], f"{row['bubble']:.4f}", f"{row['makespan']:.5g}",
+            f"{max(row['peak_activations']):g}", f"{max(row['weight_versions'])} + {row['gradient_buffers']}",
+            f"{row['exposed_communication']:.4g}",
+        )  # fmt: skip
+        print("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)))
+    print("\nactivations: micro-batches on the fullest rank; weights: versions + gradient buffers; exposed: time that")
+    print("transfers between ranks add to the makespan")
+
+
+def _draw(flags: argparse.Namespace) -> None:
+    draw = DRAWINGS.get(flags.output.suffix)
+    if draw is None:
+        raise ScheduleError(f"--output {flags.output} must end in {', '.join(DRAWINGS)}")
+    schedule, simulation = _run(flags, flags.schedule)
+    try:
+        flags.output.write_text(draw(simulation), encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"cannot write {flags.output}: {error}") from None
+    if flags.json:
+        print(json.dumps({"output": str(flags.output), **_figures(flags, schedule, simulation)}))
+    else:
+        print(f"wrote {flags.output}")
+
+
+def _write(flags: argparse.Namespace) -> None:
+    text = dumps(schedule_of(flags, flags.schedule))
+    print(json.dumps({"text": text}) if flags.json else text, end="\n" if flags.json else "")
+
+
+COMMANDS = {
+    "list": _list,
+    "validate": _validate,
+    "simulate": _simulate,
+    "show": _show,
+    "compare": _compare,
+    "draw": _draw,
+    "write": _write,
+}

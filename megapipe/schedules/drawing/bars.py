@@ -1,0 +1,71 @@
+"""What the drawings show: the simulated actions that take time, and the activations alive over time."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from megapipe.schedules.actions import Kind
+from megapipe.schedules.simulation.simulate import Simulation
+from megapipe.schedules.tokens import describe
+from megapipe.schedules.validation.failure import action_at
+
+COMPUTE, TRANSFER, REDUCTION = "compute", "transfer", "reduction"
+LANES: Final = {
+    Kind.SEND_ACTIVATION: TRANSFER,
+    Kind.SEND_GRADIENT: TRANSFER,
+    Kind.REDUCE_GRADIENTS: REDUCTION,
+    Kind.REDUCE_TIED: REDUCTION,
+    Kind.REDUCE_SCALARS: REDUCTION,
+}
+
+
+class Bar(NamedTuple):
+    """One action on one lane of a rank; ``critical`` if the finish hangs on it."""
+
+    rank: int
+    lane: str
+    kind: Kind
+    stage: int
+    chunk: int
+    microbatch: int
+    step: int
+    start: float
+    end: float
+    critical: bool
+    text: str
+
+
+def bars_of(simulation: Simulation) -> list[Bar]:
+    """Every action that takes time, by rank, then in program order; waiting alone is no bar."""
+    table, header = simulation.table, simulation.table.header
+    critical = set(simulation.critical_path())
+    chunk_of = {stage: index for rank in range(header.num_ranks) for index, stage in enumerate(header.stages_on(rank))}
+    bars = []
+    travelling = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
+    for row in np.flatnonzero(simulation.working | travelling).tolist():
+        action = action_at(table, row)
+        step, microbatch = divmod(action.microbatch, header.num_microbatches)
+        bars.append(
+            Bar(
+                int(table.rank[row]), LANES.get(action.kind, COMPUTE), action.kind, action.stage,
+                chunk_of.get(action.stage, 0), microbatch, step, float(simulation.start[row]),
+                float(simulation.end[row]), row in critical, describe(action),
+            )
+        )  # fmt: skip
+    return bars
+
+
+def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]:
+    """Per rank the (time, micro-batches of activations alive) at every change, counted as in ``peak_activations``."""
+    table = simulation.table
+    on_rank = np.bincount(table.header.stage_ranks, minlength=table.header.num_ranks)
+    share = 1.0 / (np.where(table.unit < 0, 1, table.units) * on_rank[table.rank])
+    opening, closing = table.rows_with(Kind.FORWARD), table.rows_with(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    curves = []
+    for rank in range(table.header.num_ranks):
+        begins, ends = opening[table.rank[opening] == rank], closing[table.rank[closing] == rank]
+        times = np.concatenate([simulation.end[ends], simulation.start[begins]])
+        order = np.argsort(times, kind="stable")
+        alive = np.cumsum(np.concatenate([-share[ends], share[begins]])[order])
+        curves.append([(float(time), round(float(count), 6)) for time, count in zip(times[order], alive, strict=True)])
+    return curves

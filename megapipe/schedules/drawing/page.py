@@ -1,0 +1,249 @@
+"""The interactive page; ``@TITLE@`` and ``@DATA@`` are filled in."""
+
+from typing import Final
+
+PAGE: Final = r"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>@TITLE@</title>
+<style>
+:root { --ink: #1d2430; --soft: #5c6675; --line: #dfe3e9; --lane: #f1f3f6; --paper: #ffffff; --accent: #c8234a; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8ebf0; --soft: #98a2b3; --line: #333b48; --lane: #232a35; --paper: #171c24; --accent: #ff5c7f; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; font: 14px/1.45 "Inter", "DejaVu Sans", system-ui, sans-serif; color: var(--ink);
+       background: var(--paper); }
+header { padding: 18px 24px 8px; }
+h1 { margin: 0 0 12px; font-size: 20px; }
+#figures { display: flex; flex-wrap: wrap; gap: 10px; }
+.figure { border: 1px solid var(--line); border-radius: 8px; padding: 6px 14px; min-width: 110px; }
+.figure b { display: block; font-size: 17px; }
+.figure span { color: var(--soft); font-size: 12px; }
+#bar { display: flex; flex-wrap: wrap; gap: 16px; align-items: center; padding: 10px 24px; color: var(--soft); }
+#bar i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
+         vertical-align: -1px; }
+#bar label { cursor: pointer; user-select: none; }
+#bar button { font: inherit; color: inherit; background: none; border: 1px solid var(--line); border-radius: 6px;
+              padding: 2px 10px; cursor: pointer; }
+#hint { margin-left: auto; font-size: 12px; }
+canvas { display: block; width: 100%; cursor: grab; touch-action: none; }
+canvas.dragging { cursor: grabbing; }
+h2 { margin: 14px 24px 2px; font-size: 13px; color: var(--soft); font-weight: 600; }
+#tooltip { position: fixed; pointer-events: none; display: none; z-index: 2; max-width: 360px; padding: 8px 12px;
+           border-radius: 8px; background: #10141b; color: #f4f6f9; font-size: 13px;
+           box-shadow: 0 6px 24px rgb(0 0 0 / 30%); }
+#tooltip b { display: block; }
+#tooltip span { color: #a9b4c4; }
+</style>
+</head>
+<body>
+<header><h1>@TITLE@</h1><div id="figures"></div></header>
+<div id="bar"></div>
+<canvas id="timeline"></canvas>
+<h2>Activations alive, in micro-batches of a whole rank's layers</h2>
+<canvas id="memory"></canvas>
+<div id="tooltip" role="tooltip"></div>
+<script id="data" type="application/json">@DATA@</script>
+<script>
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const FIELDS = ["rank", "lane", "kind", "stage", "microbatch", "step", "start", "end", "critical", "text", "fill",
+                "ink"];
+const bars = data.bars.map(row => Object.fromEntries(FIELDS.map((name, i) => [name, row[i]])));
+const LEFT = 76, RIGHT = 24, AXIS = 24, HEIGHT = 26, MEMORY = 150;
+const lanes = ["compute", "transfer", "reduction"].filter(lane => bars.some(bar => bar.lane === lane));
+const laneHeight = { compute: HEIGHT, transfer: 7, reduction: 7 };
+const rankHeight = lanes.reduce((sum, lane) => sum + laneHeight[lane] + 2, 8);
+const view = { from: 0, to: data.finish };
+let hovered = null, hoverTime = null, showCritical = true;
+const timeline = document.getElementById("timeline"), memory = document.getElementById("memory");
+const tooltip = document.getElementById("tooltip");
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function element(parent, tag, html, title) {
+  const node = document.createElement(tag);
+  node.innerHTML = html;
+  if (title) node.title = title;
+  parent.append(node);
+  return node;
+}
+for (const [name, value, title] of data.figures) {
+  const node = element(document.getElementById("figures"), "div", `<b>${value}</b><span>${name}</span>`, title);
+  node.className = "figure";
+}
+const controls = document.getElementById("bar");
+for (const [name, colour] of data.legend) element(controls, "span", `<i style="background:${colour}"></i>${name}`);
+const toggle = element(controls, "label", '<input type="checkbox" id="critical" checked> critical path');
+toggle.firstChild.onchange = event => { showCritical = event.target.checked; draw(); };
+element(controls, "button", "whole run").onclick = () => { view.from = 0; view.to = data.finish; draw(); };
+element(controls, "span", "wheel: zoom, drag: move, hover: details").id = "hint";
+
+const widthOf = canvas => canvas.clientWidth - LEFT - RIGHT;
+const xOf = time => LEFT + (time - view.from) / (view.to - view.from) * widthOf(timeline);
+const timeOf = x => view.from + (x - LEFT) / widthOf(timeline) * (view.to - view.from);
+function yOf(bar) {
+  let y = AXIS + bar.rank * rankHeight;
+  for (const lane of lanes) { if (lane === bar.lane) break; y += laneHeight[lane] + 2; }
+  return y;
+}
+function prepare(canvas, height) {
+  const ratio = window.devicePixelRatio || 1;
+  canvas.style.height = height + "px";
+  canvas.width = canvas.clientWidth * ratio;
+  canvas.height = height * ratio;
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
+  context.clearRect(0, 0, canvas.clientWidth, height);
+  context.font = '11px "Inter", "DejaVu Sans", sans-serif';
+  context.textBaseline = "middle";
+  return context;
+}
+function ticks() {
+  const span = view.to - view.from, rough = span / 10, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map(factor => factor * power).find(size => size >= rough);
+  const found = [];
+  for (let time = Math.ceil(view.from / step) * step; time <= view.to; time += step) found.push(time);
+  return found.map(time => Number(time.toPrecision(10)));
+}
+function drawTimeline() {
+  const context = prepare(timeline, AXIS + data.ranks * rankHeight + 6);
+  context.textAlign = "center";
+  context.fillStyle = css("--soft");
+  for (const time of ticks()) context.fillText(String(time), xOf(time), 10);
+  context.textAlign = "left";
+  for (let rank = 0; rank < data.ranks; rank++) {
+    context.fillStyle = css("--lane");
+    context.fillRect(LEFT, AXIS + rank * rankHeight, widthOf(timeline), rankHeight - 8);
+    context.fillStyle = css("--ink");
+    context.fillText("rank " + rank, 24, AXIS + rank * rankHeight + HEIGHT / 2);
+  }
+  context.save();
+  context.beginPath();
+  context.rect(LEFT, 0, widthOf(timeline), timeline.clientHeight);
+  context.clip();
+  context.textAlign = "center";
+  for (const bar of bars) drawBar(context, bar);
+  if (hoverTime !== null) {
+    context.fillStyle = css("--soft");
+    context.fillRect(xOf(hoverTime), AXIS - 6, 1, timeline.clientHeight);
+  }
+  context.restore();
+}
+function drawBar(context, bar) {
+  if (bar.end < view.from || bar.start > view.to) return;
+  const x = xOf(bar.start), width = Math.max(xOf(bar.end) - x, 0.6), y = yOf(bar), height = laneHeight[bar.lane];
+  context.fillStyle = bar.fill;
+  context.fillRect(x, y, Math.max(width - 0.7, 0.5), height);
+  if (showCritical && bar.critical && bar.lane === "compute") {
+    context.fillStyle = css("--accent");
+    context.fillRect(x, y + height - 3, width, 3);
+  }
+  if (bar === hovered) {
+    context.strokeStyle = css("--ink");
+    context.lineWidth = 2;
+    context.strokeRect(x + 1, y + 1, width - 2, height - 2);
+  }
+  const label = bar.microbatch >= 0 ? String(bar.microbatch) : "";
+  if (bar.lane === "compute" && width > 7 * label.length + 3) {
+    context.fillStyle = bar.ink;
+    context.fillText(label, x + width / 2, y + height / 2);
+  }
+}
+function drawMemory() {
+  const context = prepare(memory, MEMORY);
+  const top = Math.max(1, ...data.memory.flat().map(point => point[1]));
+  const y = count => MEMORY - 18 - count / top * (MEMORY - 34);
+  context.fillStyle = css("--soft");
+  for (const count of [0, top / 2, top]) {
+    context.fillText(String(Number(count.toPrecision(4))), 24, y(count));
+    context.fillRect(LEFT, y(count), widthOf(memory), 0.5);
+  }
+  context.save();
+  context.beginPath();
+  context.rect(LEFT, 0, widthOf(memory), MEMORY);
+  context.clip();
+  data.memory.forEach((curve, rank) => {
+    const chosen = hovered && hovered.rank === rank;
+    context.beginPath();
+    let last = 0;
+    context.moveTo(xOf(0), y(0));
+    for (const [time, count] of curve) {
+      context.lineTo(xOf(time), y(last));
+      context.lineTo(xOf(time), y(count));
+      last = count;
+    }
+    context.lineTo(xOf(data.finish), y(last));
+    context.strokeStyle = `hsl(${215 + 130 * rank / Math.max(1, data.ranks - 1)} 60% 55%)`;
+    context.globalAlpha = hovered && !chosen ? 0.25 : 1;
+    context.lineWidth = chosen ? 3 : 1.5;
+    context.stroke();
+  });
+  context.restore();
+}
+function draw() { drawTimeline(); drawMemory(); }
+
+function barAt(x, y) {
+  const time = timeOf(x);
+  return bars.find(bar => time >= bar.start && time < bar.end && y >= yOf(bar) && y < yOf(bar) + laneHeight[bar.lane]);
+}
+function aliveAt(rank, time) {
+  let alive = 0;
+  for (const [when, count] of data.memory[rank] || []) { if (when > time) break; alive = count; }
+  return alive;
+}
+const format = number => String(Number(number.toPrecision(6)));
+function hover(event) {
+  const box = timeline.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+  hovered = barAt(x, y) || null;
+  hoverTime = x >= LEFT ? timeOf(x) : null;
+  if (hovered) {
+    const lines = [`rank ${hovered.rank}`, `${format(hovered.start)} to ${format(hovered.end)}`];
+    if (hovered.step > 0) lines.push(`step ${hovered.step}`);
+    if (hovered.critical) lines.push("on the critical path");
+    tooltip.innerHTML = `<b>${data.kinds[hovered.kind]}</b>${hovered.text}<br><span>${lines.join(" · ")}<br>` +
+      `${format(aliveAt(hovered.rank, hovered.start))} micro-batches of activations alive</span>`;
+    tooltip.style.display = "block";
+    tooltip.style.left = Math.min(event.clientX + 14, innerWidth - tooltip.offsetWidth - 12) + "px";
+    tooltip.style.top = Math.min(event.clientY + 16, innerHeight - tooltip.offsetHeight - 12) + "px";
+  } else {
+    tooltip.style.display = "none";
+  }
+  draw();
+}
+function move(from, span) {
+  view.from = Math.min(Math.max(0, from), data.finish - span);
+  view.to = view.from + span;
+}
+timeline.addEventListener("wheel", event => {
+  event.preventDefault();
+  const centre = timeOf(event.offsetX), span = view.to - view.from;
+  const wanted = Math.min(data.finish, Math.max(data.finish / 2000, span * 1.0015 ** event.deltaY));
+  move(centre - (centre - view.from) * wanted / span, wanted);
+  hover(event);
+}, { passive: false });
+let grabbed = null;
+timeline.addEventListener("pointerdown", event => {
+  grabbed = { x: event.clientX, from: view.from };
+  timeline.setPointerCapture(event.pointerId);
+  timeline.classList.add("dragging");
+});
+timeline.addEventListener("pointermove", event => {
+  const span = view.to - view.from;
+  if (grabbed) move(grabbed.from - (event.clientX - grabbed.x) / widthOf(timeline) * span, span);
+  hover(event);
+});
+timeline.addEventListener("pointerup", () => { grabbed = null; timeline.classList.remove("dragging"); });
+timeline.addEventListener("pointerleave", () => {
+  hovered = hoverTime = null;
+  tooltip.style.display = "none";
+  draw();
+});
+addEventListener("resize", draw);
+draw();
+</script>
+</body>
+</html>
+"""

@@ -1,0 +1,45 @@
+"""Chrome trace events, which Perfetto and chrome://tracing open. Simulated and measured runs share this format."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, Final
+
+from megapipe.schedules.drawing.bars import COMPUTE, REDUCTION, TRANSFER, Bar, bars_of
+from megapipe.schedules.drawing.palette import NAMES
+from megapipe.schedules.simulation.simulate import Simulation
+
+THREADS: Final = {COMPUTE: 0, TRANSFER: 1, REDUCTION: 2}
+
+
+def trace_events(bars: Iterable[Bar], microseconds: float) -> list[dict[str, Any]]:
+    """One complete event a bar: a process a rank, a thread a lane; ``microseconds`` is the length of a time unit."""
+    events: list[dict[str, Any]] = []
+    named: set[tuple[int, str]] = set()
+    for bar in bars:
+        if (bar.rank, bar.lane) not in named:
+            named.add((bar.rank, bar.lane))
+            place = {"ph": "M", "pid": bar.rank, "tid": THREADS[bar.lane]}
+            events.append({**place, "name": "process_name", "args": {"name": f"rank {bar.rank}"}})
+            events.append({**place, "name": "thread_name", "args": {"name": bar.lane}})
+        events.append(
+            {
+                "ph": "X",
+                "name": NAMES[bar.kind],
+                "cat": bar.lane,
+                "pid": bar.rank,
+                "tid": THREADS[bar.lane],
+                "ts": bar.start * microseconds,
+                "dur": (bar.end - bar.start) * microseconds,
+                "args": {
+                    "stage": bar.stage, "microbatch": bar.microbatch, "step": bar.step,
+                    "critical": bar.critical, "action": bar.text,
+                },
+            }
+        )  # fmt: skip
+    return events
+
+
+def draw_trace(simulation: Simulation, microseconds: float = 1000.0) -> str:
+    """The simulated run as a trace file; a simulated time unit is a millisecond unless said otherwise."""
+    document = {"traceEvents": trace_events(bars_of(simulation), microseconds), "displayTimeUnit": "ms"}
+    return json.dumps(document) + "\n"

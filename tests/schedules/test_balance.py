@@ -1,0 +1,46 @@
+"""Layer assignment against every possible cut."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import ScheduleError
+from megapipe.schedules.balance import balance_layers, check_assignment
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.integers(0, 20), min_size=1, max_size=9))
+def test_no_cut_is_better(data, costs):
+    stages = data.draw(st.integers(1, len(costs)))
+    found = balance_layers(costs, stages)
+    assert found[0][0] == 0
+    assert found[-1][1] == len(costs)
+    assert all(here[1] == there[0] for here, there in pairwise(found))
+    assert all(first < last for first, last in found)
+    scores = []
+    for inner in combinations(range(1, len(costs)), stages - 1):
+        sums = [sum(costs[first:last]) for first, last in pairwise((0, *inner, len(costs)))]
+        scores.append((max(sums), sum(value**2 for value in sums)))
+    mine = [sum(costs[first:last]) for first, last in found]
+    assert (max(mine), sum(value**2 for value in mine)) == min(scores)
+
+
+def test_embedding_and_head_count():
+    """A head that costs three layers leaves fewer layers to the last stage."""
+    assert balance_layers([0.5, 1, 1, 1, 1, 1, 1, 3], 3) == ((0, 4), (4, 7), (7, 8))
+
+
+def test_by_hand():
+    assert check_assignment([3, 1, 2], 6, 3) == ((0, 3), (3, 4), (4, 6))
+    for sizes in ([3, 3], [3, 1, 1], [6, 0, 0]):
+        with pytest.raises(ScheduleError, match="3 numbers of at least 1 that add up to 6"):
+            check_assignment(sizes, 6, 3)
+
+
+def test_what_cannot_be_cut():
+    with pytest.raises(ScheduleError, match="2 layers cannot fill 3 stages"):
+        balance_layers([1, 1], 3)
+    with pytest.raises(ScheduleError, match="not negative"):
+        balance_layers([1, -1], 2)

@@ -1,0 +1,131 @@
+"""tools/schedule.py as a user runs it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megapipe.schedules import GENERATORS, build, dumps
+from megapipe.schedules.command.main import main
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "schedule.py"
+
+
+def output(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_list_names_every_schedule(capsys):
+    assert [row["name"] for row in json.loads(output(capsys, "list", "--json"))] == list(GENERATORS)
+    assert all(name in output(capsys, "list") for name in GENERATORS)
+
+
+def test_simulate_gives_the_promised_keys(capsys):
+    shape = ["--schedule", "1f1b", "--ranks", "4", "--microbatches", "8"]
+    found = json.loads(output(capsys, "simulate", *shape, "--forward", "1", "--backward", "2", "--json"))
+    assert found["bubble"] == 0.375
+    assert found["makespan"] == found["finish"] == 33
+    assert found["bubble_rate"] == pytest.approx(0.375 / 1.375)
+    assert found["peak_activations"] == [4, 3, 2, 1]
+    assert found["pending_weight_halves"] == [0, 0, 0, 0]
+    assert found["weight_versions"] == [1, 1, 1, 1]
+    assert found["exposed_communication"] == 0
+
+
+def test_never_flushing_schedules_run_four_steps_unless_told(capsys):
+    assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--json"))["finish"] == (4 * 8 + 3) * 3
+    assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--steps", "2", "--json"))["steps"] == 2
+
+
+def test_transfers_take_message_over_bandwidth(capsys):
+    slow = json.loads(output(capsys, "simulate", "--message", "10", "--bandwidth", "20", "--json"))
+    late = json.loads(output(capsys, "simulate", "--latency", "0.5", "--json"))
+    assert slow["makespan"] == late["makespan"] > 33
+    assert slow["exposed_communication"] == slow["makespan"] - 33
+
+
+def test_compare_shows_every_schedule_or_why_not(capsys):
+    rows = json.loads(output(capsys, "compare", "--microbatches", "2", "--json"))
+    assert [row["schedule"] for row in rows] == list(GENERATORS)
+    errors = {row["schedule"]: row["error"] for row in rows if "error" in row}
+    assert set(errors) == {"2bw", "pipedream"}
+    assert "use 4 micro-batches or more" in output(capsys, "compare", "--microbatches", "2")
+
+
+def test_options_reach_the_schedules(capsys):
+    for flags in (
+        "--schedule interleaved_1f1b --chunks 3 --group-size 5",
+        "--schedule 2bw --update eager",
+        "--schedule pipedream --vertical_sync",
+        "--schedule gpipe --two-bp --max-pending 2",
+        "--schedule zb_auto --memory-limit 6 --latency 0.2 --placement linear",
+        "--schedule zb_v --blocking-sends --update-time 0.5 --reduce-time 0.5 --scalars-time 0.1",
+    ):
+        assert json.loads(output(capsys, "simulate", "--json", *flags.split()))["bubble"] >= 0
+
+
+def test_show_draws_a_line_a_rank(capsys):
+    lines = output(capsys, "show", "--ranks", "3", "--microbatches", "4").splitlines()
+    assert [line[:6] for line in lines[:3]] == ["rank 0", "rank 1", "rank 2"]
+    assert lines[2][9:] == "....00aaaa11bbbb22cccc33dddd........"
+
+
+def test_files_round_trip(capsys, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(output(capsys, "write", "--schedule", "zb_h1"))
+    assert json.loads(output(capsys, "validate", str(path), "--json"))["canonical_order"] is True
+    assert json.loads(output(capsys, "simulate", "--file", str(path), "--json"))["schedule"] == "zb_h1"
+    assert "is valid" in output(capsys, "validate", str(path))
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".json"])
+def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
+    path = tmp_path / f"drawing{suffix}"
+    assert "wrote" in output(capsys, "draw", "--output", str(path))
+    assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("simulate --schedule 1f1c", "did you mean '1f1b'"),
+        ("simulate --bandwidth 3", "go together"),
+        ("simulate --bandwidth 0 --message 1", "must be above 0"),
+        ("simulate --steps 0", "--steps 0 is below 1"),
+        ("simulate --schedule zb_v --placement linear", "places its stages v_shape"),
+        ("draw --output picture.png", "must end in .svg, .html, .json"),
+        ("draw --output /nowhere/picture.svg", "cannot write"),
+        ("validate /nowhere/mine.txt", "cannot read"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(capsys, arguments, message):
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_validate_shows_where_a_file_goes_wrong(capsys, tmp_path):
+    path = tmp_path / "broken.txt"
+    path.write_text(dumps(build("1f1b", 2, 2)).replace("RA1.1^1 ", ""))
+    assert main(["validate", str(path)]) == 2
+    assert "rank 1, RECV_ACTIVATION stage 1, micro-batch 1: it never happens" in capsys.readouterr().err
+
+
+def test_the_tool_answers_quickly_and_without_torch():
+    program = f"import sys; sys.argv = ['schedule.py', 'list']; sys.path.insert(0, {str(ROOT)!r}); import runpy\n"
+    program += f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+    program += "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+    flags = ["simulate", "--schedule", "interleaved_1f1b", "--ranks", "8", "--microbatches", "32", "--json"]
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, TOOL, *flags], check=True, capture_output=True, timeout=60, cwd=ROOT)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 1.5  # 0.3 s on a machine with nothing else to do

@@ -1,0 +1,122 @@
+"""The drawings hold what was simulated, and the page shows it in a browser."""
+
+import json
+import os
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from megapipe.schedules import GENERATORS, Kind, Link, build, rank_costs, simulate
+from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
+from megapipe.schedules.drawing.bars import activation_curves, bars_of
+
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures" / "schedules"
+
+
+def run_of(name, ranks=4, microbatches=8, steps=1, **costs):
+    schedule = build(name, ranks, microbatches)
+    return simulate(schedule, rank_costs(schedule.header, **costs), steps)
+
+
+def test_bars_cover_all_compute():
+    run = run_of("zb_v", backward_input=1.0, backward_weight=1.0)
+    bars = [bar for bar in bars_of(run) if bar.lane == "compute"]
+    assert len(bars) == 3 * 2 * 4 * 8
+    assert sum(bar.end - bar.start for bar in bars) == pytest.approx(3 * 8 * 4)
+    assert {bar.chunk for bar in bars} == {0, 1}
+    assert any(bar.critical for bar in bars)
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_memory_curves_peak_where_the_report_says_and_end_at_zero(name):
+    run = run_of(name, backward_input=1.0, backward_weight=1.0)
+    for curve, peak in zip(activation_curves(run), run.peak_activations, strict=True):
+        assert max(count for _, count in curve) == pytest.approx(peak)
+        assert curve[-1][1] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_svg_is_well_formed_and_has_a_box_for_every_action(name):
+    run = run_of(name)
+    document = ElementTree.fromstring(draw_svg(run))
+    boxes = document.findall(".//{http://www.w3.org/2000/svg}g/{http://www.w3.org/2000/svg}g")
+    assert len(boxes) == sum(bar.lane == "compute" for bar in bars_of(run))
+
+
+def test_trace_has_an_event_for_every_bar():
+    run = run_of("1f1b", link=Link(latency=0.25), reduce_scalars=0.5)
+    events = json.loads(draw_trace(run))["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(bars_of(run))
+    assert {event["cat"] for event in complete} == {"compute", "transfer", "reduction"}
+    last = max(event["ts"] + event["dur"] for event in complete)
+    assert last == pytest.approx(run.finish * 1000)
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"rank 0", "rank 3", "compute"} <= names
+
+
+def test_terminal_lines_show_the_idle_time():
+    run = run_of("gpipe", 2, 2)
+    lines = draw_terminal(run).splitlines()
+    assert lines[0].split()[2] == "0011......aaaabbbb"
+    assert lines[1].split()[2] == "..0011aaaabbbb...."
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_pictures_of_the_guide_are_up_to_date(name):
+    """Redraw with: python -m tests.schedules.redraw"""
+    from tests.schedules.redraw import picture
+
+    assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == picture(name)
+
+
+def test_page_is_self_contained():
+    page = draw_html(run_of("1f1b"))
+    assert "@DATA@" not in page
+    assert "@TITLE@" not in page
+    assert "http" not in page
+
+
+def browser_path():
+    named = os.environ.get("MEGAPIPE_BROWSER")
+    return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def test_hovering_an_action_tells_what_it_is(tmp_path):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
+    if browser_path() is None:
+        pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
+    path = tmp_path / "page.html"
+    path.write_text(draw_html(run_of("zb_h1", link=Link(latency=0.1))), encoding="utf-8")
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        errors = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(path.as_uri())
+        wanted = "bars.find(bar => bar.rank === 2 && bar.text.startsWith('BACKWARD_WEIGHT') && bar.microbatch === 3)"
+        x, y = page.evaluate(
+            f"""() => {{ const bar = {wanted}, box = timeline.getBoundingClientRect();
+            return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 8]; }}"""
+        )
+        page.mouse.move(x, y)
+        text = page.inner_text("#tooltip")
+        page.mouse.wheel(0, -600)
+        page.wait_for_function("view.to - view.from < data.finish * 0.9")
+        page.click("#critical")
+        page.click("text=whole run")
+        assert page.evaluate("view.to - view.from") == page.evaluate("data.finish")
+        browser.close()
+    assert errors == []
+    assert "backward, weight half" in text
+    assert "BACKWARD_WEIGHT stage 2, micro-batch 3" in text
+    assert "rank 2" in text
+    assert "activations alive" in text
+
+
+def test_kinds_that_are_drawn_have_a_colour_and_a_name():
+    from megapipe.schedules.drawing.palette import FILLS, NAMES
+
+    assert set(FILLS) == set(NAMES) >= {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}

@@ -1,0 +1,8 @@
+"""Pipeline schedules: list, show, validate, simulate, compare, draw; see --help."""
+
+import sys
+
+from megapipe.schedules.command.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
