@@ -1,6 +1,8 @@
 """Generation: prompts pass through the model in chunks, then every text grows by a token a pass.
 
-A pass has a micro-batch for every pipeline rank where there are texts enough, so that the ranks work at the same time.
+Prompts pass as many micro-batches, so that pipeline ranks work at the same time. A pass of single tokens has no more
+of them than have enough tokens each: below that a second micro-batch costs as much as the first (measured: 8 texts on
+two ranks with a 10-million-parameter model take 10.8 ms a token as one micro-batch and 13.3 ms as two).
 """
 
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.training.passes import LoadedModel, Passes, Shape
+from megapipe.training.passes import LoadedModel, Passes
 from megapipe.training.sampling import SamplingSettings, pick, uniform
 
 CHUNK = 256
@@ -82,12 +84,10 @@ class _Growth:
         self._positions = model.config.model.max_positions
         longest = max(len(text.tokens) for text in texts)
         self._chunk = min(CHUNK, longest)
-        num_texts = min(limits.batch_size, len(texts))
-        num_microbatches = min(num_texts, model.config.parallel.pipeline)
-        chunks = -(-longest // self._chunk)
-        capacity = max(chunks * self._chunk, min(longest + limits.max_new_tokens, self._positions))
-        self._passes = Passes(model, Shape(num_microbatches, -(-num_texts // num_microbatches), capacity))
-        self.num_texts = self._passes.shape.num_texts
+        self.num_texts = min(limits.batch_size, len(texts))
+        whole_chunks = -(-longest // self._chunk) * self._chunk
+        capacity = max(whole_chunks, min(longest + limits.max_new_tokens, self._positions))
+        self._passes = Passes(model, self.num_texts, capacity, {self._chunk, 1})
 
     def run(self, texts: Sequence[Text]) -> None:
         """Grow up to `num_texts` texts to their ends."""

@@ -1,6 +1,6 @@
 """Forward-only passes of a model over texts that grow: the model's stages, their caches, and an engine per width."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,17 +27,26 @@ Restore = Callable[[Sequence[UnitState]], object]
 """Fills this rank's unit states with trained weights."""
 
 
+FULL_TOKENS = 256
+"""Tokens that a micro-batch should have: with fewer, the time goes into reading the weights, once a micro-batch."""
+
+
 @dataclass(frozen=True)
-class Shape:
-    """What passes are made for: `num_microbatches` micro-batches of `rows` texts of up to `capacity` tokens."""
+class Split:
+    """How the texts of a pass fall into micro-batches: `num_microbatches` of `rows` texts each, the last filled up."""
 
     num_microbatches: int
     rows: int
-    capacity: int
+
+    @classmethod
+    def of(cls, num_texts: int, width: int) -> "Split":
+        """For texts with `width` new tokens each. No layout enters, so that pipelines give one process's bits."""
+        num_microbatches = -(-num_texts // -(-FULL_TOKENS // width))
+        return cls(num_microbatches, -(-num_texts // num_microbatches))
 
     @property
-    def num_texts(self) -> int:
-        """Texts in one pass."""
+    def total(self) -> int:
+        """Rows of all micro-batches."""
         return self.num_microbatches * self.rows
 
 
@@ -93,13 +102,17 @@ class LoadedModel:
 
 
 class Passes:
-    """Passes of one shape through a model. Every rank makes the same calls in the same order."""
+    """Passes of `num_texts` texts of up to `capacity` tokens. Every rank makes the same calls in the same order.
 
-    def __init__(self, model: LoadedModel, shape: Shape) -> None:
+    widths: numbers of new tokens a text that passes may have.
+    """
+
+    def __init__(self, model: LoadedModel, num_texts: int, capacity: int, widths: Collection[int]) -> None:
         self._model = model
-        self.shape = shape
+        self._splits = {width: Split.of(num_texts, width) for width in widths}
+        rows = max(split.total for split in self._splits.values())
         self._units = {
-            stage: [[decoding_layer(layer, rows=shape.num_texts, capacity=shape.capacity)] for layer in layers]
+            stage: [[decoding_layer(layer, rows=rows, capacity=capacity)] for layer in layers]
             for stage, layers in model.layers.items()
         }
         parallel = model.config.parallel
@@ -109,27 +122,30 @@ class Passes:
     def run(self, tokens: Tensor, positions: Tensor, last: Tensor) -> Tensor | None:
         """Logits [n, v] behind one token of each text; None where the last stage is elsewhere.
 
-        tokens, positions: int64 [n, s], s new tokens of each of the shape's n texts and where they stand; a text's
-        earlier tokens have passed before. last: int64 [n], index of the wanted token within s.
+        tokens, positions: int64 [n, s], s new tokens of each of the n texts and where they stand; a text's earlier
+        tokens have passed before. last: int64 [n], index of the wanted token within s.
         """
-        device = self._model.mesh.device
+        num_texts, width = tokens.shape
+        split = self._splits[width]
         window = self._model.config.model.sliding_window
         length = int(positions.max()) + 1
-        tokens, positions, last = (each.to(device) for each in (tokens, positions, last))
+        # Texts fill the last micro-batch up a second time, in rows of the caches that are nobody's.
+        source = torch.arange(split.total).clamp(max=num_texts - 1)
+        tokens, positions, last = (each[source].to(self._model.mesh.device) for each in (tokens, positions, last))
         contexts = []
-        for first in range(0, self.shape.num_texts, self.shape.rows):
-            rows = slice(first, first + self.shape.rows)
+        for first in range(0, split.total, split.rows):
+            rows = slice(first, first + split.rows)
             contexts.append(
                 DecodingContext.of(rows, tokens[rows], positions[rows], last[rows], length=length, window=window)
             )
-        result = self._engine(tokens.shape[1]).run(StepInput(0, contexts, token_count=0.0))
-        return torch.cat([logits for (logits,) in result.outputs]) if result.outputs else None
+        result = self._engine(width).run(StepInput(0, contexts, token_count=0.0))
+        return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None
 
     def _engine(self, width: int) -> Engine:
         """The engine for `width` new tokens of every text, connected at its first use."""
         if width not in self._engines:
             mesh = self._model.mesh
-            schedule = self._model.schedule(self.shape.num_microbatches)
+            schedule = self._model.schedule(self._splits[width].num_microbatches)
             stages = self._stages(width)
             transfers = connect(schedule, mesh, stages, self._links)
             groups = Communicators(world=mesh.world, data=mesh.group("data"), tied={})
@@ -140,7 +156,7 @@ class Passes:
 
     def _stages(self, width: int) -> Mapping[int, Stage]:
         config = self._model.config
-        shape = (self.shape.rows, width, config.model.hidden_size)
+        shape = (self._splits[width].rows, width, config.model.hidden_size)
         boundary = (TensorSpec(shape, DTYPES[config.training.precision], requires_grad=False),)
         last = len(self._model.layout.ranges) - 1
         return {
