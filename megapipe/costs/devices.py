@@ -47,6 +47,8 @@ the name tells none."""
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
     """FLOP/s of dense matrix products of a GPU by the name that its driver gives it; None for an unknown one."""
+    if "Laptop" in device_name:  # another chip under the same number
+        return None
     for words, peak in PEAKS.items():
         if re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name):
             return getattr(peak, precision) * 1e12  # type: ignore[no-any-return]  # a field of a NamedTuple

@@ -7,6 +7,7 @@ them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megapipe.engine.compute import WHOLE
 from megapipe.engine.errors import EngineError, UnitError
 from megapipe.engine.program import Program
 from megapipe.engine.reductions import Reductions
@@ -79,6 +80,8 @@ class Engine:
         self, position: int, state: StepState, error: BaseException | None, unit: int | None = None
     ) -> EngineError:
         action = self._instructions[position].action
+        if unit is not None and action.unit != WHOLE:
+            unit += action.unit
         name = "" if unit is None else f", unit {self._unit_name(action.stage, unit)}"
         return EngineError(self._place(position, state.input.step) + f"{name}: {error}", action, state, unit)
 

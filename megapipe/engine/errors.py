@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 class EngineError(RuntimeError):
     """A step failed. The message names the rank, the step and the action, and the peer that it waited for, if any.
 
-    action: that failed. state: what was alive then. unit: index of the unit whose forward failed. None where there is
-    none.
+    action: that failed. state: what was alive then. unit: whose forward failed, by its place in the action's stage.
+    None where there is none.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class EngineError(RuntimeError):
 
 
 class UnitError(RuntimeError):
-    """A unit's forward failed, by the error that this one is raised from. unit: its index in the stage."""
+    """A unit's forward failed, by the error that this one is raised from. unit: its place in the chain that ran."""
 
     def __init__(self, unit: int) -> None:
         super().__init__(f"the forward of unit {unit} failed")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.engine.compute import Piece
+from megapipe.engine.compute import WHOLE, Piece
 from megapipe.engine.errors import EngineError
 from megapipe.engine.stage import Stage
+from megapipe.engine.step import StepState
 from megapipe.parallel.unit_state import UnitState
 
 CPU_ALLOCATOR = "can't allocate memory"
@@ -19,7 +20,7 @@ CPU_ALLOCATOR = "can't allocate memory"
 
 ADVICE = (
     "what helps: a smaller batch.micro_size or data.sequence_length, more ranks in parallel.pipeline or "
-    "parallel.tensor, training.precision bf16"
+    "parallel.tensor, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16"
 )
 
 Row = tuple[str, tuple[int, ...]]
@@ -43,45 +44,46 @@ def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str
     """The story of a failed step, None when memory was not the reason. stages: this rank's."""
     if error.action is None or error.state is None or not is_out_of_memory(error.__cause__):
         return None
-    stage, key = stages.get(error.action.stage), (error.action.stage, error.action.microbatch)
-    unit = error.unit
-    if stage is not None and unit is None:
-        unit = _unit_in_backward(stage, error.state.pieces.get(key, []))
-    where = f"unit {stage.states[unit].name}" if stage is not None and unit in stage.states else "a step"
-    weights = {tensor.untyped_storage().data_ptr() for state in _states(stages) for tensor in state.weights}
-    rows: list[Row] = [
-        (f"stage {stage_id}, micro-batch {microbatch}", (saved_bytes(pieces, weights),))
-        for (stage_id, microbatch), pieces in sorted(error.state.pieces.items())
-    ]
-    messages = [*error.state.activations.values(), *error.state.gradients.values()]
-    rows.append(("between stages", (sum(tensor.nbytes for tensors in messages for tensor in tensors),)))
+    states = _unique_states(stages)
     return "\n".join(
         [
-            f"out of memory in {where}: {error}",
-            *_table("unit", ("weights", "master", "gradients", "moments"), [_state_row(s) for s in _states(stages)]),
-            *_table("activations kept for the backward", ("saved",), rows),
-            *_device_lines(_states(stages)),
+            f"out of memory in {_failed_unit(error, error.state, stages)}: {error}",
+            *_table("alive by unit", ("weights", "master", "gradients", "moments"), [_state_row(s) for s in states]),
+            *_table("alive for backwards to come", ("saved",), _activation_rows(error.state, states)),
+            *_device_lines(states[0].master.device),
             ADVICE,
         ]
     )
 
 
-def saved_bytes(pieces: Iterable[Piece], weights: set[int]) -> int:
-    """Bytes of the storages that autograd keeps for the backward of these pieces, each once.
+def saved_bytes(pieces: Iterable[Piece]) -> dict[int, int]:
+    """Storages that autograd keeps for the backward of these pieces: address -> bytes.
 
-    weights: addresses of storages that are not counted. Integer tensors, the micro-batch's own, are not either.
+    Weights are among them. Integer tensors, the micro-batch's own, are not counted.
     """
-    storages = {}
+    kept: list[Tensor] = []
     for piece in pieces:
+        kept += piece.tape.kept if piece.tape is not None else []
         for node in _nodes(piece):
-            for tensor in _saved_tensors(node) or ():
-                storage = tensor.untyped_storage()
-                if tensor.is_floating_point() or tensor.dtype == torch.bool:
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(size for address, size in storages.items() if address not in weights)
+            kept += _saved_tensors(node) or []
+    return _storages(tensor for tensor in kept if tensor.is_floating_point() or tensor.dtype == torch.bool)
 
 
-def _unit_in_backward(stage: Stage, pieces: list[Piece]) -> int | None:
+def _failed_unit(error: EngineError, state: StepState, stages: Mapping[int, Stage]) -> str:
+    action, unit = error.action, error.unit
+    assert action is not None
+    if action.stage not in stages:
+        return action.kind.name
+    stage = stages[action.stage]
+    if unit is None and action.unit != WHOLE:
+        unit = action.unit
+    piece = state.pieces.get((action.stage, action.microbatch, action.unit))
+    if unit is None and piece is not None:
+        unit = _unit_in_backward(stage, piece)
+    return f"unit {stage.states[unit].name}" if unit in stage.states else f"stage {action.stage}"
+
+
+def _unit_in_backward(stage: Stage, piece: Piece) -> int | None:
     """The unit that a whole chain's backward had come to: the last one whose parameters it still needs.
 
     Autograd runs from the last unit to the first and frees what a node saved once it has run.
@@ -95,7 +97,6 @@ def _unit_in_backward(stage: Stage, pieces: list[Piece]) -> int | None:
     }
     waiting = [
         owner[id(variable)]
-        for piece in pieces[-1:]
         for node in _nodes(piece)
         if _saved_tensors(node)
         for following, _ in node.next_functions
@@ -105,8 +106,8 @@ def _unit_in_backward(stage: Stage, pieces: list[Piece]) -> int | None:
 
 
 def _nodes(piece: Piece) -> Iterator[Any]:
-    """The autograd nodes between a piece's outputs and its leaves."""
-    waiting = [output.grad_fn for output in piece.outputs if output.grad_fn is not None]
+    """The autograd nodes between where gradients enter a piece and its leaves."""
+    waiting: list[Any] = [edge.node for edge in piece.edges]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -130,22 +131,51 @@ def _saved_tensors(node: Any) -> list[Tensor] | None:
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
-def _states(stages: Mapping[int, Stage]) -> list[UnitState]:
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def _unique_states(stages: Mapping[int, Stage]) -> list[UnitState]:
     """Every state once: stages share tied ones."""
     return list({id(state): state for stage in stages.values() for state in stage.states.values()}.values())
 
 
 def _state_row(state: UnitState) -> Row:
-    weights = {tensor.data_ptr(): tensor.nbytes for tensor in state.weights}
-    master = 0 if state.master.data_ptr() in weights else state.master.nbytes
-    gradients, moments = (sum(t.nbytes for t in tensors) for tensors in (state.gradients, state.moments.values()))
-    return state.name, (sum(weights.values()), master, gradients, moments)
+    weights = _storages(state.weights)
+    master = _storages([state.master])
+    sizes = (
+        sum(weights.values()),
+        sum(master[address] for address in master.keys() - weights.keys()),
+        sum(_storages(state.gradients).values()),
+        sum(_storages(state.moments.values()).values()),
+    )
+    return state.name, sizes
+
+
+def _activation_rows(state: StepState, states: list[UnitState]) -> list[Row]:
+    """By stage and micro-batch, each storage in the first row that keeps it; weights are not counted."""
+    counted = set(_storages(tensor for each in states for tensor in each.weights))
+    rows: list[Row] = []
+    for key in sorted({(stage, microbatch) for stage, microbatch, _ in (*state.pieces, *state.tapes)}):
+        storages = saved_bytes(piece for place, piece in state.pieces.items() if place[:2] == key)
+        storages |= _storages(t for place, tape in state.tapes.items() if place[:2] == key for t in tape.kept)
+        rows.append((f"stage {key[0]}, micro-batch {key[1]}", (_new_bytes(storages, counted),)))
+    messages = [*state.activations.values(), *state.gradients.values()]
+    storages = _storages(tensor for tensors in messages for tensor in tensors)
+    rows.append(("on the way between stages", (_new_bytes(storages, counted),)))
+    return rows
+
+
+def _new_bytes(storages: Mapping[int, int], counted: set[int]) -> int:
+    """Bytes of the storages that were not counted yet; marks them as counted."""
+    new = storages.keys() - counted
+    counted |= new
+    return sum(storages[address] for address in new)
 
 
 def _table(heading: str, columns: tuple[str, ...], rows: list[Row]) -> list[str]:
-    """Lines of MiB, with a total under several rows."""
-    if len(rows) > 1:
-        rows = [*rows, ("total", tuple(sum(values) for values in zip(*(row for _, row in rows), strict=True)))]
+    """Lines of MiB with a total."""
+    rows = [*rows, ("total", tuple(sum(values) for values in zip(*(row for _, row in rows), strict=True)))]
     width = max(len(heading), *(len(name) for name, _ in rows))
     lines = [f"  {heading:<{width}}" + "".join(f"{column + ', MiB':>16}" for column in columns)]
     for name, values in rows:
@@ -153,9 +183,8 @@ def _table(heading: str, columns: tuple[str, ...], rows: list[Row]) -> list[str]
     return lines
 
 
-def _device_lines(states: list[UnitState]) -> list[str]:
-    """What the allocator of a GPU says of itself; the CPU's keeps no count."""
-    device = states[0].master.device
+def _device_lines(device: torch.device) -> list[str]:
+    """What a GPU's allocator says of itself; the CPU's keeps no count."""
     if device.type != "cuda":
         return []
     free, total = torch.cuda.mem_get_info(device)

@@ -1,0 +1,28 @@
+"""Records for tests of whoever listens to a run."""
+
+from typing import Any
+
+from megapipe.training.records import EvaluationRecord, StepRecord
+
+
+def step_record(step: int, **fields: Any) -> StepRecord:
+    """A step of 4 samples of 8 tokens that took half a second; `fields` override."""
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 5.0 - step / 10,
+        "learning_rate": 1e-3,
+        "gradient_norm": 0.75,
+        "skipped": False,
+        "samples": 4,
+        "consumed_samples": 4 * step,
+        "tokens": 32,
+        "loss_tokens": 30,
+        "seconds": 0.5,
+        "mfu": 0.25,
+    }
+    return StepRecord(**{**values, **fields})
+
+
+def evaluation_record(step: int, loss: float = 4.25) -> EvaluationRecord:
+    """An evaluation after `step` steps."""
+    return EvaluationRecord(step=step, loss=loss, perplexity=70.1, loss_tokens=512, seconds=1.5)

@@ -1,0 +1,60 @@
+"""What people see: plain lines off a terminal, a bar on one."""
+
+import io
+import math
+
+from rich.console import Console
+
+from megapipe.training.display import PlainLines, ProgressBar
+from tests.training.records import evaluation_record, step_record
+
+
+def test_lines_come_at_the_first_step_at_intervals_and_at_the_last() -> None:
+    lines: list[str] = []
+    display = PlainLines(steps=7, log_every=3, total_samples=28, printer=lines.append)
+    for step in range(1, 8):
+        display.step(step_record(step, seconds=0.5 if step < 4 else 0.25))
+    assert [line.split(" | ")[0] for line in lines] == ["step 1/7", "step 3/7", "step 6/7", "step 7/7"]
+    # Steps 2 and 3: 64 tokens and 8 samples in a second, 16 samples left. Steps 4 to 6: 96 tokens in 0.75 s.
+    assert lines[1].endswith("| loss 4.7000 | gradient norm 0.750 | learning rate 1.00e-03 | 64 tokens/s | MFU 25.0% "
+                             "| 0:00:02 left")  # fmt: skip
+    assert "| 128 tokens/s |" in lines[2]
+    assert lines[3].endswith("| 0:00:00 left")
+
+
+def test_rates_weigh_steps_by_their_time() -> None:
+    lines: list[str] = []
+    display = PlainLines(steps=9, log_every=2, total_samples=36, printer=lines.append)
+    display.step(step_record(1))
+    display.step(step_record(2, seconds=0.5, mfu=0.6))
+    display.step(step_record(3, seconds=1.5, mfu=0.2))
+    display.step(step_record(4, seconds=0.5, mfu=0.6))
+    assert "MFU 30.0%" in lines[2]  # 1.5 s at 20% and 0.5 s at 60%
+    assert "| 32 tokens/s |" in lines[2]
+
+
+def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:
+    lines: list[str] = []
+    display = PlainLines(steps=9, log_every=5, total_samples=36, printer=lines.append)
+    display.step(step_record(1))
+    display.step(step_record(2, skipped=True, gradient_norm=math.nan))
+    display.evaluation(evaluation_record(2))
+    assert lines[1] == "step 2: gradients are not finite (norm nan); the update is skipped"
+    assert lines[2] == "after step 2: validation loss 4.2500, perplexity 70.10 (512 tokens in 1.5 s)"
+
+
+def test_the_bar_shows_the_same_and_leaves_the_terminal_as_it_was() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=90, color_system=None, legacy_windows=False)
+    bar = ProgressBar(steps=4, total_samples=16, console=console)
+    bar.say("resumed [here]")
+    for step in (1, 2):
+        bar.step(step_record(step))
+    bar.evaluation(evaluation_record(2))
+    bar.step(step_record(3))
+    bar.close()
+    text = screen.getvalue()
+    for part in ("resumed [here]\n", "step 3/4", "64 tokens/s | MFU 25.0% | 0:00:00 left", "loss 4.7000"):
+        assert part in text
+    assert "learning rate 1.00e-03 | validation 4.2500" in text
+    assert text.endswith("\x1b[?25h")  # the cursor is visible again

@@ -1,0 +1,126 @@
+"""Out of memory: the report names the unit that asked for too much, and counts what was alive."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapipe.config.model import ModelConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.memory import activation_bytes
+from megapipe.engine.compute import Piece
+from megapipe.engine.errors import EngineError
+from megapipe.engine.step import StepInput
+from megapipe.layers.context import MicrobatchContext
+from megapipe.models.gpt import build_layer
+from megapipe.parallel.groups import SoloGroup
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.memory_report import is_out_of_memory, out_of_memory_report, saved_bytes
+from megapipe.training.replica import Replica
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
+
+SEQUENCE = 16
+
+
+def allocate_too_much(*_: object) -> None:
+    """What torch's allocator says when memory is really exhausted."""
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def report_of(folder: Path, break_unit: str, backward: bool, schedule: str = "gpipe") -> str:
+    """Run a step that fails in one block of the model, in the forward or the backward of micro-batch 2."""
+    mesh: Mesh = connected_mesh(MeshShape({}), torch.device("cpu"))
+    model = replace(GPT2_SHAPE, num_layers=3)
+    config = make_config(write_shard(folder), model, batch={"global_size": 4}, schedule={"name": schedule})
+    replica = Replica(config, mesh, gpt_layers(model))
+    stage = replica.stages[0]
+    names = [stage.states[index].name for index in range(len(stage.units))]
+    module = stage.units[names.index(break_unit)][0]
+    assert isinstance(module, nn.Module)
+    passes = 0
+
+    def hook(_: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 3:
+            if backward:
+                output[0].register_hook(allocate_too_much)
+            else:
+                allocate_too_much()
+
+    module.register_forward_hook(hook)
+    batch = batch_loader(config, mesh, replica, split_samples(config, "train")).load(0)
+    with pytest.raises(EngineError) as caught:
+        replica.engine.run(StepInput(0, batch.contexts, batch.token_count, 1e-3))
+    report = out_of_memory_report(caught.value, replica.stages)
+    assert report is not None
+    return report
+
+
+@pytest.mark.parametrize("unit", ["embedding", "blocks.1", "head"])
+def test_a_forward_that_does_not_fit_names_its_unit(tmp_path: Path, unit: str) -> None:
+    report = report_of(tmp_path, unit, backward=False)
+    assert report.startswith(f"out of memory in unit {unit}: pipeline rank 0, step 0, action ")
+    assert f"FORWARD stage 0 microbatch 2 version 0, unit {unit}: " in report
+    assert "you tried to allocate 1125899906842624 bytes" in report
+
+
+@pytest.mark.parametrize("unit", ["blocks.0", "blocks.1", "blocks.2", "head"])
+def test_a_backward_that_does_not_fit_names_the_unit_that_it_had_come_to(tmp_path: Path, unit: str) -> None:
+    report = report_of(tmp_path, unit, backward=True)
+    assert report.startswith(f"out of memory in unit {unit}: ")
+    assert "BACKWARD stage 0 microbatch 2" in report
+
+
+def test_the_tables_count_states_and_kept_activations(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "blocks.1", backward=False)
+    hidden, vocabulary = 32, 64
+    block = 12 * hidden**2 + 13 * hidden
+    rows = {
+        match[1]: [float(value) for value in match[2].split()]
+        for match in re.finditer(r"^  (\S.*?) {2,}([\d., ]+)$", report, re.MULTILINE)
+    }
+    for name, elements in (("blocks.0", block), ("embedding.word.weight", vocabulary * hidden)):
+        weights, master, gradients, moments = rows[name]
+        assert weights == pytest.approx(elements * 4 / 2**20, abs=0.051)
+        assert (master, moments) == (0.0, 0.0)
+        assert gradients == pytest.approx(weights * (2 if name.startswith("embedding") else 1), abs=0.051)
+    assert {"stage 0, micro-batch 0", "stage 0, micro-batch 1"} <= rows.keys()
+    assert "stage 0, micro-batch 2" not in rows
+    assert rows["stage 0, micro-batch 0"] == rows["stage 0, micro-batch 1"]
+    assert "batch.micro_size" in report
+
+
+@pytest.mark.parametrize("model", [GPT2_SHAPE, LLAMA_SHAPE], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("attention", ["sdpa", "unfused"])
+def test_kept_activations_are_what_the_cost_model_predicts(model: ModelConfig, attention: str) -> None:
+    model = replace(model, attention=attention)  # type: ignore[arg-type]
+    for layer in gpt_layers(model):
+        module = build_layer(layer, model, SoloGroup("tensor"))
+        for path, spec in layer.parameters.items():
+            owner, _, leaf = path.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(torch.full(spec.shape, 0.02)))
+        tokens = torch.zeros(2, SEQUENCE, dtype=torch.int64)
+        context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(2))
+        hidden = torch.randn(2, SEQUENCE, model.hidden_size, requires_grad=True)
+        inputs = () if layer.kind == "embedding" else (hidden,)
+        piece = Piece.between(inputs, module(*inputs, context=context), None)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        found = sum(size for address, size in saved_bytes([piece]).items() if address not in weights)
+        rotary_tables = 2 * SEQUENCE * (model.head_dim // 2) * 4
+        if layer.kind == "block" and model.positions == "rotary":
+            found -= rotary_tables
+        assert found == activation_bytes(model, layer, 2, SEQUENCE, "fp32", attention), layer.name  # type: ignore[arg-type]
+
+
+def test_other_failures_are_not_taken_for_it() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    error = EngineError("step 0: shape mismatch")
+    error.__cause__ = RuntimeError("shape mismatch")
+    assert out_of_memory_report(error, {}) is None

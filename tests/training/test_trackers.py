@@ -1,0 +1,86 @@
+"""TensorBoard and Weights & Biases: what was told can be read back, and nobody is asked anything."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megapipe.config.run import PretrainConfig
+from megapipe.training.trackers import TensorBoard, WeightsAndBiases, open_trackers, step_scalars, wandb_mode
+from tests.training.records import evaluation_record, step_record
+
+
+def configuration(directory: Path) -> PretrainConfig:
+    config = PretrainConfig()
+    config.training = replace(config.training, directory=str(directory))
+    config.tracking = replace(config.tracking, wandb_project="megapipe-test")
+    return config
+
+
+def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
+    for steps in ((1, 2), (3,)):  # the second one is a resumed run
+        tracker = TensorBoard(tmp_path)
+        for step in steps:
+            tracker.step(step_record(step))
+        tracker.evaluation(evaluation_record(steps[-1]))
+        tracker.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name, value in step_scalars(step_record(3)).items():
+        assert [event.step for event in events.Scalars(name)] == [1, 2, 3]
+        assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
+    assert [event.step for event in events.Scalars("validation/loss")] == [2, 3]
+
+
+def test_no_tracker_unless_asked_for(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    config.tracking = replace(config.tracking, wandb_project="")
+    assert open_trackers(config, resumed=False, say=print) == []
+
+
+@pytest.fixture
+def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(file))
+    return file
+
+
+def test_wandb_is_offline_without_an_account(no_account: Path) -> None:
+    assert wandb_mode() == "offline"
+    no_account.write_text("machine elsewhere.example login user password secret\n")
+    assert wandb_mode() == "offline"
+
+
+def test_wandb_is_online_with_one(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_account.write_text("machine api.wandb.ai login user password secret\n")
+    assert wandb_mode() == "online"
+    no_account.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert wandb_mode() == "online"
+
+
+def test_wandb_mode_rules(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode() == "disabled"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_account")
+def test_an_offline_run_is_kept_in_the_folder_and_continued(tmp_path: Path) -> None:
+    lines: list[str] = []
+    config = configuration(tmp_path / "run")
+    first = WeightsAndBiases(config, resumed=False, say=lines.append)
+    first.step(step_record(1))
+    first.evaluation(evaluation_record(1))
+    first.close()
+    identity = (tmp_path / "run/wandb-run-id").read_text().strip()
+    assert f"offline run {identity}" in lines[0]
+    assert list((tmp_path / "run/wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    WeightsAndBiases(config, resumed=True, say=lines.append).close()
+    assert f"offline run {identity}" in lines[1]
+    WeightsAndBiases(config, resumed=False, say=lines.append).close()
+    assert (tmp_path / "run/wandb-run-id").read_text().strip() != identity
