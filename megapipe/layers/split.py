@@ -6,6 +6,7 @@ gradient is the gradient of that output, and leaves what its weight half needs o
 autograd. Probes are inputs and saved tensors are outputs of the forward, so a compiled forward stays a pure function.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,25 +80,48 @@ class SplitTape:
         return self
 
     @property
-    def covered(self) -> set[int]:
-        """Identities of the parameters whose gradients the weight half will compute."""
-        return {id(parameter) for record in self._records for parameter in record.module.parameters(recurse=False)}
+    def kept(self) -> list[Tensor]:
+        """What the weight half needs: the inputs that the forward saved and, after the input half, the gradients."""
+        saved = [tensor for record in self._records for tensor in record.saved]
+        return saved + [gradient for gradient in self._gradients or () if gradient is not None]
 
     def backward_input(
-        self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self,
+        outputs: Sequence[Tensor],
+        grad_outputs: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        parameters: Iterable[nn.Parameter] = (),
     ) -> tuple[Tensor | None, ...]:
         """The input half: gradients of `inputs`, and, kept on the tape, of every probe. Frees the autograd graph.
 
-        An input that needs no gradient gets None. Raises SplitError when called twice.
+        An input that needs no gradient gets None. parameters: all that the forward may have used; those of modules
+        that cannot split get their whole gradient now, with a warning the first time. Raises SplitError when called
+        twice.
         """
         if self._gradients is not None:
             raise SplitError("the input half of this micro-batch has run already; each half runs once per forward")
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         probes = [record.probe for record in self._records]
-        found = torch.autograd.grad(outputs, [*wanted, *probes], grad_outputs, allow_unused=True)
-        self._gradients = found[len(wanted) :]
+        foreign = self._foreign(parameters)
+        found = torch.autograd.grad(outputs, [*wanted, *probes, *foreign], grad_outputs, allow_unused=True)
+        self._gradients = found[len(wanted) : len(wanted) + len(probes)]
+        for parameter, gradient in zip(foreign, found[len(wanted) + len(probes) :], strict=True):
+            if gradient is not None:
+                _accumulate(parameter, gradient)
         of_wanted = iter(found)
         return tuple(next(of_wanted) if tensor.requires_grad else None for tensor in inputs)
+
+    def _foreign(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Parameters that take gradients and that no recorded module owns."""
+        owned = {id(parameter) for record in self._records for parameter in record.module.parameters(recurse=False)}
+        foreign = [entry for entry in parameters if entry.requires_grad and id(entry) not in owned]
+        if foreign:
+            warnings.warn(
+                f"{len(foreign)} parameters belong to modules without a weight half (SplitModule): their gradients "
+                "are computed in the input half, so less work is left to fill bubbles with",
+                stacklevel=3,
+            )
+        return foreign
 
     def backward_weight(self) -> None:
         """The weight half: add every parameter's gradient to its `.grad`. Frees what the tape kept.

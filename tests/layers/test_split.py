@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitError, SplitTape
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
 
@@ -78,6 +80,38 @@ def test_halves_in_the_wrong_order_are_refused() -> None:
     context.tape.backward_weight()
     with pytest.raises(SplitError):
         context.tape.backward_weight()
+
+
+class Foreign(nn.Module):
+    """A block behind a module that knows nothing of tapes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.plain = nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor, context: MicrobatchContext) -> Tensor:
+        return self.plain(self.block(hidden, context=context)[0])
+
+
+def test_modules_that_cannot_split_get_their_gradient_with_the_input_half() -> None:
+    model = small_model()
+    block = bind_model(model)[1]
+    whole = Foreign(block.module)
+    x = torch.randn(2, 12, 32, requires_grad=True)
+    whole(x, make_context(model)).sum().backward()
+    expected = [x.grad, whole.plain.weight.grad, whole.plain.bias.grad, block.state.gradients[0].clone()]
+    whole.plain.zero_grad()
+    block.state.zero_gradients()
+    context = make_context(model)
+    context.tape = SplitTape()
+    output = whole(x, context)
+    with pytest.warns(UserWarning, match="2 parameters belong to modules without a weight half"):
+        (dx,) = context.tape.backward_input([output], [torch.ones_like(output)], [x], whole.parameters())
+    context.tape.backward_weight()
+    found = [dx, whole.plain.weight.grad, whole.plain.bias.grad, block.state.gradients[0]]
+    for ours, fused in zip(found, expected, strict=True):
+        assert torch.equal(ours, fused)
 
 
 def test_probes_take_no_memory() -> None:
