@@ -36,6 +36,18 @@ def test_modular(ranks, microbatches, chunks, bubble):
     assert run.peak_activations == (microbatches,) * ranks
 
 
+@pytest.mark.parametrize(
+    ("name", "rate", "late_rate", "stash"),
+    [("1f1b", 0.179, 0.284, 8), ("interleaved_1f1b", 0.099, 0.158, 11.5), ("modular", 0.099, 0.127, 32)],
+)
+def test_rates_of_another_implementations_orders(name, rate, late_rate, stash):
+    """p=8, m=32, two chunks, equal halves: figures simulated from torch.distributed.pipelining's own orders."""
+    run = simulated(name, 8, 32, costs=HALVES)
+    assert round(run.bubble_rate, 3) == rate
+    assert max(run.peak_activations) == stash
+    assert round(simulated(name, 8, 32, costs={**HALVES, "link": Link(latency=0.25)}).bubble_rate, 3) == late_rate
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 12])

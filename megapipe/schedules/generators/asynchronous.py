@@ -23,7 +23,7 @@ def two_buffered_weights(num_ranks: int, num_microbatches: int) -> Sections:
 
 def pipedream(num_ranks: int, num_microbatches: int) -> Sections:
     """PipeDream: 1F1B without a flush and an update after every micro-batch, weights stashed until their backward
-    (arXiv 1806.03377, section 3.3).
+    (arXiv 1806.03377; SOSP 2019, section 3.3).
 
     Rank r keeps ``num_ranks - r`` versions, as many with vertical sync as the first rank.
     """

@@ -32,7 +32,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, grou
 
 def modular(num_ranks: int, num_microbatches: int, *, chunks: int) -> Sections:
     """All micro-batches through a chunk before the next chunk: layered gradient accumulation in a pipeline
-    (arXiv 2106.02679, section 3; as breadth-first pipeline parallelism arXiv 2211.05953).
+    (arXiv 2106.02679; as breadth-first pipeline parallelism arXiv 2211.05953).
 
     A chunk's gradient is complete after one run of backwards, so its reduction overlaps all that follow, and sharded
     weights are gathered once a pass whatever the number of micro-batches. Every activation is kept.

@@ -1,4 +1,4 @@
-"""2BP: split any schedule's backwards and let the weight halves fill idle time (arXiv 2405.18047, section 3)."""
+"""Split any schedule's backwards and let the weight halves fill idle time (2BP, arXiv 2405.18047)."""
 
 from collections import deque
 from dataclasses import dataclass

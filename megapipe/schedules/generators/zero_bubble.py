@@ -19,7 +19,7 @@ FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Sections:
     """1F1B with late weight halves: a third of its bubble at the same activation memory (arXiv 2401.10241,
-    section 2.2).
+    section 2.1).
 
     Rank r keeps up to r weight halves waiting and runs them in the drain.
     """
@@ -57,7 +57,7 @@ def _one_stage(rank: int, count: int, warmup: int, waiting: int, drain_one_by_on
 
 def zb_v(num_ranks: int, num_microbatches: int, *, chunks: int) -> Sections:
     """Two stages a rank, placed in a V: no bubble at 1F1B's activation memory where forward, input half and weight
-    half take equal time (arXiv 2401.10241, section 6).
+    half take equal time (the ZB-V schedule of arXiv 2401.10241).
 
     The order is made for at least ``2 * num_ranks - 1`` micro-batches; of fewer, those that are too many are left out.
     """
