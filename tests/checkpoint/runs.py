@@ -1,0 +1,103 @@
+"""Tiny GPT runs that save and resume, on any mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.step import StepInput
+from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.replica import Replica
+from megapipe.training.resume import Checkpointer
+from tests.support.gpt_runs import Shard, assembled, make_config, shards
+from tests.support.meshes import run_mesh
+
+Sizes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank saw. losses: of the whole run, as (step, loss), those of the checkpoint included.
+
+    start: the step that it went on from. said: on rank 0. kept: kind -> this rank's shards at the end.
+    """
+
+    losses: list[tuple[int, float]]
+    start: int
+    said: list[str]
+    kept: dict[str, list[Shard]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of all ranks, put together. tensors: kind -> name -> whole tensor."""
+
+    losses: list[tuple[int, float]]
+    start: int
+    said: list[str]
+    tensors: dict[str, dict[str, Tensor]]
+
+
+def config_in(folder: Path, corpus: str, model: ModelConfig, **groups: dict[str, Any]) -> PretrainConfig:
+    """A run of 20 steps that saves every ten steps under `folder`."""
+    config = make_config(corpus, model)
+    config.checkpoint = replace(config.checkpoint, every=10)
+    config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+    config.training = replace(config.training, directory=str(folder))
+    return config
+
+
+def run(sizes: Sizes, config: PretrainConfig, until: int) -> Outcome:
+    """Resume or start on a mesh of `sizes`, train until step `until`, saving as configured and at the end."""
+    layout: dict[str, Any] = {name: sizes.get(name, 1) for name in ("data", "pipeline", "tensor")}
+    parallel = replace(config.parallel, **layout, timeout_seconds=30.0)
+    ranks: list[RankOutcome] = run_mesh(sizes, train, replace(config, parallel=parallel), until)
+    assert all(rank.losses == ranks[0].losses for rank in ranks)
+    kinds = ranks[0].kept
+    tensors = {kind: assembled([rank.kept[kind] for rank in ranks]) for kind in kinds}
+    return Outcome(ranks[0].losses, ranks[0].start, ranks[0].said, tensors)
+
+
+def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
+    """One rank of `run`."""
+    said: list[str] = []
+    with Checkpointer(config, mesh, said.append) as checkpointer:
+        replica = Replica(config, mesh, gpt_layers(config.model))
+        resumed = checkpointer.restore(replica)
+        start, consumed = (0, 0) if resumed is None else (resumed.step, resumed.consumed_samples)
+        losses = [] if resumed is None else list(resumed.losses)
+        loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+        for step in range(start, until):
+            batch = loader.load(consumed)
+            rate = learning_rate(config.optimizer, step + 1, config.training.steps)
+            result = replica.engine.run(StepInput(step, batch.contexts, batch.token_count, rate))
+            losses.append((step + 1, result.loss))
+            consumed += config.batch.global_size
+            if checkpointer.is_due(step + 1, last=step + 1 == until):
+                checkpointer.save(replica, step + 1, consumed, losses)
+        return RankOutcome(losses, start, said, kept(replica))
+
+
+def kept(replica: Replica) -> dict[str, list[Shard]]:
+    """Weights and moments of this rank."""
+    states: Sequence[Any] = replica.states()
+    kinds = set(states[0].moments)
+    found = {"weights": shards(states, [state.master for state in states])}
+    return found | {kind: shards(states, [state.moments[kind] for state in states]) for kind in sorted(kinds)}
+
+
+def assert_same_bits(found: Outcome, expected: Outcome) -> None:
+    """Losses, weights and moments are equal, bit for bit."""
+    assert found.losses == expected.losses
+    assert found.tensors.keys() == expected.tensors.keys()
+    for kind, tensors in expected.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(found.tensors[kind][name], tensor), f"{kind} of {name}"

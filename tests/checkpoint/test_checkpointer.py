@@ -1,0 +1,212 @@
+"""What a run does with the checkpoints that it finds: go on, fall back, or refuse with the reason and the way out."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.checkpoint import CheckpointError, DirectoryLock, read_manifest
+from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.replica import Replica
+from megapipe.training.resume import Checkpointer
+from tests.checkpoint.runs import config_in, train
+from tests.checkpoint.toy import alone
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards, write_shard
+from tests.support.meshes import run_threads
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, corpus: str) -> PretrainConfig:
+    """A run with checkpoints of steps 1, 2 and 3."""
+    config = config_in(tmp_path, corpus, GPT2_SHAPE, checkpoint={"every": 1, "keep_last": None})
+    train(alone(), config, 3)
+    return config
+
+
+def checkpoints(config: PretrainConfig) -> list[str]:
+    folder = Path(config.training.directory) / "checkpoints"
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def path_of(config: PretrainConfig, step: int) -> Path:
+    return Path(config.training.directory) / "checkpoints" / f"step-{step:08d}"
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+
+
+def restored(mesh: Mesh, config: PretrainConfig) -> int:
+    """The step that a run would go on from."""
+    with Checkpointer(config, mesh) as checkpointer:
+        found = checkpointer.restore(Replica(config, mesh, gpt_layers(config.model)))
+    return 0 if found is None else found.step
+
+
+def test_the_newest_is_taken_and_said(config: PretrainConfig) -> None:
+    outcome = train(alone(), config, 3)
+    assert outcome.start == 3
+    assert outcome.said == [f"resumed from {path_of(config, 3)} after step 3 (24 samples)"]
+    assert [step for step, _ in outcome.losses] == [1, 2, 3]
+
+
+def test_the_manifest_says_what_the_run_was(config: PretrainConfig) -> None:
+    manifest = read_manifest(path_of(config, 3))
+    assert (manifest.run.step, manifest.run.consumed_samples) == (3, 24)
+    assert manifest.run.random == {"seed": config.training.seed}
+    assert manifest.run.precision == "fp32"
+    assert manifest.run.config["model"]["hidden_size"] == 32
+    assert set(manifest.applied_updates.values()) == {3}
+    with Checkpointer(config, alone()) as checkpointer:
+        assert checkpointer.precision == "fp32"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_a_flipped_bit_is_found_set_aside_and_fallen_back_from(config: PretrainConfig, share: float) -> None:
+    (file,) = path_of(config, 3).glob("*.safetensors")
+    flip(file, int(share * file.stat().st_size))
+    outcome = train(alone(), config, 2)
+    assert outcome.start == 2
+    (bad,) = [name for name in checkpoints(config) if ".bad-" in name]
+    assert bad.startswith("step-00000003.bad-")
+    assert "step-00000003" in outcome.said[0]
+    assert bad in outcome.said[0]
+
+
+def test_the_resumed_run_after_a_fall_back_is_the_same_run(config: PretrainConfig) -> None:
+    expected = train(alone(), config, 3)
+    flip(path_of(config, 3) / MANIFEST, 200)
+    assert train(alone(), config, 3).losses == expected.losses
+    assert "step-00000003" in checkpoints(config)
+
+
+def test_when_all_are_damaged_nothing_starts_anew_unasked(config: PretrainConfig) -> None:
+    for step in (1, 2, 3):
+        (path_of(config, step) / MANIFEST).write_text("{")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged.*step-00000003\.bad-manifest"):
+            restored(alone(), config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_size": 64}, "model.hidden_size is 64 here and 32 in the checkpoint"),
+        ({"num_layers": 3}, r"blocks\.2\..* is missing.*model.num_layers is 3 here and 2"),
+        ({"num_layers": 1}, r"blocks\.1\..* has no place.*model.num_layers is 1 here and 2"),
+        ({"vocabulary_size": 64}, r"shape \(61, 32\) instead of \(64, 32\).*model.vocabulary_size is 64"),
+        ({"tie_embeddings": False}, "head.output.weight is missing.*model.tie_embeddings"),
+    ],
+    ids=str,
+)
+def test_another_models_checkpoint_is_refused_and_kept(
+    config: PretrainConfig, changes: dict[str, Any], told: str
+) -> None:
+    config.model = replace(config.model, **changes)
+    with pytest.raises(CheckpointError, match=told):
+        restored(alone(), config)
+    assert checkpoints(config) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_model_fields_without_a_shape_may_change_and_are_said(config: PretrainConfig) -> None:
+    config.model = replace(config.model, hidden_dropout=0.1)
+    assert "note: model.hidden_dropout is 0.1 here and 0.0 in the checkpoint" in train(alone(), config, 3).said
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "value"),
+    [
+        ("training", "seed", 5),
+        ("data", "sequence_length", 8),
+        ("batch", "global_size", 4),
+        ("data", "split", "80,10,10"),
+    ],
+)
+def test_a_run_on_other_samples_is_refused(config: PretrainConfig, group: str, field: str, value: object) -> None:
+    setattr(config, group, replace(getattr(config, group), **{field: value}))
+    with pytest.raises(CheckpointError, match=rf"{group}\.{field} is {value!r} but .*init_from"):
+        restored(alone(), config)
+
+
+def test_a_fresh_run_does_not_mix_with_what_is_there(config: PretrainConfig) -> None:
+    config.checkpoint = replace(config.checkpoint, resume=False)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume false.*another training.directory"):
+        restored(alone(), config)
+    config.checkpoint = replace(config.checkpoint, every=None)
+    assert restored(alone(), config) == 0
+
+
+def test_a_run_without_checkpoints_leaves_no_folder(tmp_path: Path, corpus: str) -> None:
+    config = config_in(tmp_path / "run", corpus, GPT2_SHAPE, checkpoint={"every": None})
+    assert train(alone(), config, 1).start == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_job_is_refused_until_the_first_ends(config: PretrainConfig) -> None:
+    lock = DirectoryLock(path_of(config, 1).parent)
+    with pytest.raises(CheckpointError, match="in use by process"):
+        restored(alone(), config)
+    lock.release()
+    assert restored(alone(), config) == 3
+
+
+def test_the_last_few_are_kept_and_a_step_is_saved_once(tmp_path: Path, corpus: str) -> None:
+    config = config_in(tmp_path, corpus, GPT2_SHAPE, checkpoint={"every": 1, "keep_last": 2})
+    train(alone(), config, 4)
+    assert checkpoints(config) == ["step-00000003", "step-00000004"]
+    mesh = alone()
+    with Checkpointer(config, mesh) as checkpointer:
+        replica = Replica(config, mesh, gpt_layers(config.model))
+        assert checkpointer.restore(replica) is not None
+        assert checkpointer.save(replica, 4, 32, []) == path_of(config, 4)
+
+
+def weights_after(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
+    with Checkpointer(config, mesh) as checkpointer:
+        replica = Replica(config, mesh, gpt_layers(config.model))
+        assert checkpointer.restore(replica) is None
+    states = replica.states()
+    assert all(state.newest == 0 and not state.moments for state in states)
+    return shards(states, [state.master for state in states])
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step-00000003"], ids=["run", "folder", "step"])
+def test_initial_weights_from_a_checkpoint(config: PretrainConfig, tmp_path: Path, corpus: str, named: str) -> None:
+    expected = assembled([train(alone(), config, 3).kept["weights"]])
+    new = config_in(tmp_path / "new", corpus, GPT2_SHAPE, parallel={"tensor": 2, "pipeline": 2})
+    new.init_from = str(Path(config.training.directory) / named)
+    ranks = run_threads({"tensor": 2, "pipeline": 2}, weights_after, new)
+    found = assembled(ranks)
+    assert found.keys() == expected.keys()
+    assert all((found[name] == tensor).all() for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "told"),
+    [
+        (LLAMA_SHAPE, "", "of another model"),
+        (GPT2_SHAPE, "nowhere", "is not a folder"),
+        (GPT2_SHAPE, "checkpoints/empty", "neither a megapipe checkpoint .* nor a Hugging Face model"),
+    ],
+    ids=["model", "nowhere", "empty"],
+)
+def test_unusable_initial_weights_are_refused(
+    config: PretrainConfig, tmp_path: Path, corpus: str, model: ModelConfig, source: str, told: str
+) -> None:
+    (Path(config.training.directory) / "checkpoints/empty").mkdir()
+    new = config_in(tmp_path / "new", corpus, model)
+    new.init_from = str(Path(config.training.directory) / source)
+    with pytest.raises(CheckpointError, match=told):
+        restored(alone(), new)

@@ -1,0 +1,119 @@
+"""Ten steps, a checkpoint and ten steps are twenty steps: bit for bit on one layout, within tolerance on others."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.runs import Outcome, Sizes, assert_same_bits, config_in, run
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, write_shard
+
+DROPOUT = replace(GPT2_SHAPE, tie_embeddings=False, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
+MODELS = {"gpt2-tied": GPT2_SHAPE, "gpt2-untied-dropout": DROPOUT, "llama-untied": LLAMA_SHAPE}
+LAYOUTS: list[Sizes] = [
+    {},
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"data": 2},
+    {"tensor": 2, "pipeline": 2},
+    {"pipeline": 2, "data": 2},
+    {"pipeline": 4},
+    {"tensor": 4},
+]
+SAME: list[tuple[str, Sizes]] = [
+    ("gpt2-tied", {}),
+    ("gpt2-tied", {"tensor": 2, "pipeline": 2}),
+    ("gpt2-untied-dropout", {"pipeline": 2}),
+    ("llama-untied", {"data": 2}),
+]
+OTHER: list[tuple[Sizes, Sizes]] = [
+    ({}, {"tensor": 2}),
+    ({"tensor": 2, "pipeline": 2}, {"data": 2}),
+    ({"tensor": 2, "pipeline": 2}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+class Runs:
+    """Runs of the test module, each made once: whole ones of 20 steps, and the first 10 steps of saved ones."""
+
+    def __init__(self, folder: Path, corpus: str) -> None:
+        self._folder = folder
+        self._corpus = corpus
+        self._whole: dict[str, Outcome] = {}
+        self._saved: dict[str, Path] = {}
+        self._resumed = 0
+
+    def whole(self, model: str, sizes: Sizes) -> Outcome:
+        """Twenty steps without a checkpoint."""
+        key = f"{model} {sizes}"
+        if key not in self._whole:
+            config = config_in(self._folder / "unused", self._corpus, MODELS[model], checkpoint={"every": None})
+            self._whole[key] = run(sizes, config, 20)
+        return self._whole[key]
+
+    def resumed(self, model: str, saved_on: Sizes, resumed_on: Sizes) -> Outcome:
+        """Ten steps on one layout, then steps 11 to 20 on another."""
+        key = f"{model} {saved_on}"
+        if key not in self._saved:
+            self._saved[key] = self._folder / f"saved-{len(self._saved)}"
+            run(saved_on, config_in(self._saved[key], self._corpus, MODELS[model]), 10)
+        self._resumed += 1
+        folder = self._folder / f"resumed-{self._resumed}"
+        shutil.copytree(self._saved[key], folder)
+        outcome = run(resumed_on, config_in(folder, self._corpus, MODELS[model]), 20)
+        assert outcome.start == 10
+        assert [step for step, _ in outcome.losses] == list(range(1, 21))
+        return outcome
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), corpus)
+
+
+@pytest.mark.parametrize(("model", "sizes"), SAME, ids=str)
+def test_the_same_layout_goes_on_bit_for_bit(runs: Runs, model: str, sizes: Sizes) -> None:
+    assert_same_bits(runs.resumed(model, sizes, sizes), runs.whole(model, sizes))
+
+
+def test_a_pipeline_goes_on_with_the_bits_of_one_process(runs: Runs) -> None:
+    assert_same_bits(runs.resumed("gpt2-tied", {}, {"pipeline": 2}), runs.whole("gpt2-tied", {}))
+
+
+def check_close(runs: Runs, model: str, saved_on: Sizes, resumed_on: Sizes) -> None:
+    """The losses of the ten steps after a checkpoint stay those of a run on one process."""
+    found, expected = runs.resumed(model, saved_on, resumed_on), runs.whole(model, {})
+    wanted = [loss for _, loss in expected.losses]
+    assert [loss for _, loss in found.losses] == pytest.approx(wanted, rel=1e-4)
+    for name, tensor in expected.tensors["weights"].items():
+        difference = float((found.tensors["weights"][name] - tensor).double().norm())
+        assert difference <= 1e-3 * float(tensor.double().norm()) + 1e-3, name
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), OTHER, ids=str)
+def test_another_layout_goes_on_within_tolerance(runs: Runs, saved_on: Sizes, resumed_on: Sizes) -> None:
+    check_close(runs, "gpt2-tied", saved_on, resumed_on)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed_on", LAYOUTS, ids=str)
+@pytest.mark.parametrize("saved_on", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", ["gpt2-tied", "gpt2-untied-dropout"])
+def test_all_pairs_of_layouts(runs: Runs, model: str, saved_on: Sizes, resumed_on: Sizes) -> None:
+    check_close(runs, model, saved_on, resumed_on)
+    if saved_on == resumed_on:
+        assert_same_bits(runs.resumed(model, saved_on, resumed_on), runs.whole(model, saved_on))
+
+
+def test_bf16_goes_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:
+    cut, whole = (
+        config_in(tmp_path / folder, corpus, GPT2_SHAPE, training={"precision": "bf16"}) for folder in ("cut", "whole")
+    )
+    run({}, cut, 3)
+    assert_same_bits(run({"pipeline": 2}, cut, 6), run({"pipeline": 2}, whole, 6))
