@@ -97,7 +97,10 @@ def test_rises_to_the_peak_and_never_again(
         ({"floor": 1.5}, "optimizer.floor is 1.5"),
         ({"warmup_steps": -1}, "optimizer.warmup_steps is -1"),
         ({"decay_steps": 0}, "optimizer.decay_steps is 0"),
-        ({"warmup_steps": 100}, "optimizer.warmup_steps 100 leaves no room for the cosine decay, steps 100 to 100"),
+        (
+            {"warmup_steps": 100, "decay_steps": 100},
+            "optimizer.warmup_steps 100 leaves no room for the cosine decay, steps 100 to 100",
+        ),
         ({"warmup_steps": 50, "decay_steps": 40}, "steps 50 to 40"),
         ({"decay": "wsd", "warmup_steps": 91}, "leaves no room for the wsd decay, steps 90 to 100"),
         ({"decay": "wsd", "decay_steps": 101}, "steps -1 to 100"),
@@ -112,6 +115,13 @@ def test_settings_that_agree_are_not_refused() -> None:
     assert learning_rate_problems(OptimizerConfig(), 100) == []
     assert learning_rate_problems(OptimizerConfig(decay="wsd", warmup_steps=90), 100) == []
     assert learning_rate_problems(OptimizerConfig(decay="constant", warmup_steps=500), 100) == []
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd"])
+def test_a_run_may_end_in_its_warmup(decay: Decay) -> None:
+    config = OptimizerConfig(learning_rate=1.0, decay=decay, warmup_steps=20)
+    assert learning_rate_problems(config, 4) == []
+    assert [learning_rate(config, step, 4) for step in range(1, 5)] == pytest.approx([0.05, 0.1, 0.15, 0.2])
 
 
 def test_steps_count_from_one() -> None:

@@ -1,0 +1,72 @@
+"""The README's commands run as they are written, and its links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines() if line.strip()
+]
+TRAINING = [command for command in COMMANDS if "pretrain_gpt.py" in command]
+QUICK = [command for command in COMMANDS if command not in TRAINING and not command.startswith("make test")]
+STATED_LOSS = {"bf16": 5.1, "fp32": 5.5}
+
+
+def run(command: str, timeout: float, **variables: str) -> str:
+    """Run one command in the repository's root with this environment's programs first on the PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    finished = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert finished.returncode == 0, f"{command}\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}"
+    return finished.stdout
+
+
+def test_the_commands_were_found() -> None:
+    assert "make quickstart" in COMMANDS
+    assert "make test" in COMMANDS  # this very run
+    assert len(TRAINING) == 2
+
+
+def test_quick_commands_run_as_written() -> None:
+    """In the README's order, since later ones read what earlier ones wrote; training ones take two steps."""
+    for command in COMMANDS:
+        if command in QUICK:
+            run(command, 300, QUICKSTART_STEPS="6")
+        elif command in TRAINING:
+            output = run(f"{command} --training.steps 2 --training.directory runs/readme", 120)
+            assert "step 2/2" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_run_as_written_and_learn(command: str) -> None:
+    run(COMMANDS[COMMANDS.index(TRAINING[0]) - 1], 120)
+    output = run(command, 900)
+    unigram = float(re.findall(r"unigram entropy (\d+\.\d+)", output)[0])
+    losses = [float(loss) for loss in re.findall(r"\| loss (\d+\.\d+)", output)]
+    assert losses[-1] < unigram - 0.5
+
+
+@pytest.mark.slow
+def test_the_quickstart_ends_below_the_stated_loss(tmp_path: Path) -> None:
+    output = run("make quickstart", 1500, QUICKSTART_FOLDER=str(tmp_path))
+    precision = "bf16" if "precision: bf16" in output else "fp32"
+    held_out = [float(loss) for loss in re.findall(r"validation loss (\d+\.\d+)", output)]
+    assert held_out[-1] < STATED_LOSS[precision]
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", TEXT))))
+def test_links_lead_to_files(target: str) -> None:
+    assert (ROOT / target).exists()
+
+
+def test_no_absolute_paths_or_machine_names() -> None:
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work)/", TEXT)
