@@ -68,6 +68,8 @@ def generate(
         for number, prompt in enumerate(prompts)
         for sample in range(num_samples)
     ]
+    if not texts:
+        return []
     growth = _Growth(model, texts, settings, limits)
     for first in range(0, len(texts), growth.num_texts):
         growth.run(texts[first : first + growth.num_texts])

@@ -88,11 +88,21 @@ def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
                 f"the model was trained on {data_prefix or 'a shard'} but nothing beside it here names its tokenizer: "
                 "name it with --tokenizer"
             )
-        name = manifest.tokenizer
-    tokenizer = open_tokenizer(name)
+        tokenizer = _shards_tokenizer(manifest.tokenizer)
+    else:
+        tokenizer = open_tokenizer(name)
     if manifest is not None:
-        manifest.check_tokenizer(name, tokenizer.fingerprint())
+        manifest.check_tokenizer(tokenizer.spec, tokenizer.fingerprint())
     return tokenizer
+
+
+def _shards_tokenizer(name: str) -> Tokenizer:
+    try:
+        return open_tokenizer(name)
+    except DataError as error:
+        raise DataError(
+            f"the training shard names its tokenizer {name!r}, but {error}; or name it with --tokenizer"
+        ) from error
 
 
 def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:

@@ -189,6 +189,11 @@ def test_a_prompt_that_cannot_be_continued_is_refused(length: int) -> None:
         alone(model, GREEDY, limits_of(model), prompts=[[1] * length])
 
 
+def test_no_prompts_give_no_texts() -> None:
+    model = SHAPES["gpt2-tied"]
+    assert alone(model, GREEDY, limits_of(model), prompts=[]) == []
+
+
 def test_loaded_models_keep_no_gradients() -> None:
     model = SHAPES["gpt2-tied"]
 

@@ -176,6 +176,22 @@ def test_another_tokenizer_than_the_shards_is_refused(generate: Generate, run_fo
     assert "the shard was tokenized with bytes" in messages
 
 
+def test_a_tokenizer_that_has_moved_is_told(generate: Generate, tmp_path: Path) -> None:
+    words = ["--input", str(ROOT / "megapipe/config"), "--include", "*.py"]
+    here, there = tmp_path / "t.json", tmp_path / "moved.json"
+    train = ["train-tokenizer", *words, "--type", "byte-level-bpe", "--vocabulary-size", "257", "--output", str(here)]
+    assert preprocess(train) == 0
+    prefix = str(tmp_path / "corpus")
+    assert preprocess([*words, "--tokenizer", str(here), "--workers", "1", "--output-prefix", prefix]) == 0
+    here.rename(there)
+    folder = save_run(tmp_path, f"{prefix}_text_document")
+    status, _, messages = generate("--prompt", "x", checkpoint=folder)
+    assert status == 1
+    assert str(here) in messages
+    assert "--tokenizer" in messages
+    assert generate("--prompt", "x", "--tokenizer", str(there), checkpoint=folder)[0] == 0
+
+
 def test_help_and_wrong_flags_need_no_torch() -> None:
     for words, status in ((["--help"], 0), (["--no-such-flag"], 2), (["--checkpoint", "x", "--num-samples", "0"], 2)):
         code = (
