@@ -1,5 +1,7 @@
 """Settings of the whole test suite."""
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # No deadline: an example's first run imports and compiles, and the cores are shared with other ranks.
@@ -8,3 +10,12 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
 settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` say why they do not run where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -17,7 +17,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     if step < 1:
         raise ValueError(f"learning rate asked for step {step}; optimizer steps count from 1")
     peak = config.learning_rate
-    if step < config.warmup_steps:
+    if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
     start, stop = _decay_range(config, total_steps)
     if config.decay == "constant" or step <= start:
