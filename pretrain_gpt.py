@@ -23,14 +23,16 @@ def main() -> int:
     config = parse_or_exit("Pretrain a GPT.", HINT)
 
     # Importing torch takes a second, which --help and a misspelt key need not wait for.
+    from megapipe.checkpoint.errors import CheckpointError
     from megapipe.data.errors import DataError
     from megapipe.parallel.errors import LaunchError
     from megapipe.parallel.launch import LaunchEnvironment
+    from megapipe.training.memory_report import OutOfMemory
     from megapipe.training.pretrain import pretrain_gpt
 
     try:
         return pretrain_gpt(config, LaunchEnvironment.read(os.environ))
-    except (ConfigError, DataError, LaunchError) as error:
+    except (ConfigError, DataError, LaunchError, CheckpointError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # The ranks of a host make the same mistake: one tells of it, before torchrun ends it for another's exit.
             time.sleep(3)
@@ -38,6 +40,9 @@ def main() -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except OutOfMemory as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -43,8 +43,9 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
     assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
 
 
-def test_ctrl_c_ends_all_ranks_after_a_whole_step(tmp_path: Path, corpus: str) -> None:
-    arguments = ["--data.prefix", corpus, "--training.steps", "100000", "--parallel.pipeline", "2"]
+def test_ctrl_c_ends_all_ranks_after_a_whole_step_and_saves_it(tmp_path: Path, corpus: str) -> None:
+    arguments = ["--data.prefix", corpus, "--optimizer.decay", "constant", "--checkpoint.every", "100000"]
+    arguments += ["--training.steps", "100000", "--parallel.pipeline", "2"]
     process = subprocess.Popen(
         command(2, *arguments),
         cwd=tmp_path,
@@ -62,8 +63,15 @@ def test_ctrl_c_ends_all_ranks_after_a_whole_step(tmp_path: Path, corpus: str) -
     subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
     output, _ = process.communicate(timeout=60)
     assert "stopped by Ctrl-C" in output
-    last = records(tmp_path)[-1]
-    assert (last["event"], last["status"]) == ("end", 128 + signal.SIGINT)
+    *_, last_step, saved, end = records(tmp_path)
+    assert end == {**end, "event": "end", "status": 128 + signal.SIGINT, "step": last_step["step"]}
+    assert saved == {**saved, "event": "checkpoint", "step": last_step["step"]}
+    assert str(saved["path"]) in output.splitlines()[-1]
+    done = end["step"]
+    assert isinstance(done, int)
+    resumed = launch(1, *arguments[:-4], "--training.steps", str(done + 1), folder=tmp_path)
+    assert f"after step {done} ({4 * done} samples)" in resumed.stdout
+    assert f"finished after step {done + 1}/{done + 1}" in resumed.stdout
 
 
 @pytest.mark.parametrize(

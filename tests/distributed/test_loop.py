@@ -1,0 +1,82 @@
+"""The loop over several ranks, and on a terminal: what one process does, a pipeline that resumes it does too."""
+
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import command, environment, launch
+
+RUN = ["--training.steps=6", "--batch.global_size=8", "--batch.ramp_start=2", "--batch.ramp_samples=12",
+       "--evaluation.every=3", "--evaluation.samples=8", "--checkpoint.every=2", "--data.split=80,20,0",
+       "--model.hidden_dropout=0.1", "--tracking.tensorboard=true"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def told(folder: Path) -> list[tuple[object, ...]]:
+    """Steps and evaluations, without times."""
+    lines = (folder / "runs/default/metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [
+        (record.get("event"), record["step"], record["loss"], record.get("samples"), record.get("gradient_norm"))
+        for record in found
+        if record.get("event") in (None, "evaluation")
+    ]
+
+
+def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(tmp_path: Path, corpus: str) -> None:
+    alone, split = tmp_path / "alone", tmp_path / "split"
+    for folder in (alone, split):
+        folder.mkdir()
+    first = launch(1, f"--data.prefix={corpus}", *RUN, folder=alone)
+    assert first.returncode == 0, first.stderr
+    layout = ["--parallel.pipeline=2"]
+    begun = launch(2, f"--data.prefix={corpus}", *RUN, *layout, "--training.stop_at=4", folder=split)
+    assert begun.returncode == 0, begun.stderr
+    assert begun.stdout.count("losses to beat") == 1
+    ended = launch(1, f"--data.prefix={corpus}", *RUN, folder=split)
+    assert "resumed from" in ended.stdout
+    expected = told(alone)
+    assert [entry[3] for entry in expected if entry[0] is None] == [2, 2, 4, 6, 8, 8]
+    # The first part evaluates once more where it stops.
+    assert [entry for entry in told(split) if entry[:2] != ("evaluation", 4)] == expected
+    assert list((split / "runs/default/tensorboard").glob("events.*"))
+
+
+def test_a_terminal_gets_a_bar_and_has_its_cursor_back(tmp_path: Path, corpus: str) -> None:
+    ours, theirs = pty.openpty()
+    arguments = [f"--data.prefix={corpus}", *RUN, "--training.steps=3"]
+    process = subprocess.Popen(
+        command(1, *arguments),
+        cwd=tmp_path,
+        env=environment(TERM="xterm-256color", COLUMNS="120", LINES="40"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux's end of file on a terminal that nobody holds any more
+            break
+        seen += part
+        if not part:
+            break
+    _, errors = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 0, errors.decode()
+    text = seen.decode()
+    for part in ("step 3/3", "tokens/s | MFU", "after step 3: validation loss", "finished after step 3/3"):
+        assert part in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "step 3/3 |" not in text  # that is how plain lines look

@@ -1,0 +1,60 @@
+"""training.deterministic: the switches are on, and two runs have the same bits."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.determinism import require_determinism
+from tests.support.gpt_runs import LLAMA_SHAPE, RankRun, make_config, run_gpt, write_shard
+from tests.support.launch import launch
+from tests.support.meshes import run_mesh
+
+
+def switches(mesh: Mesh) -> list[Any]:
+    require_determinism()
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        os.environ["CUBLAS_WORKSPACE_CONFIG"],
+    ]
+
+
+def test_the_switches_are_on() -> None:
+    assert run_mesh({"pipeline": 2}, switches) == [[True, False, False, ":4096:8"]] * 2
+
+
+def train(mesh: Mesh, config: PretrainConfig) -> RankRun:
+    require_determinism()
+    return run_gpt(mesh, config, steps=3)
+
+
+def test_two_runs_have_the_same_bits(tmp_path: Path) -> None:
+    config = make_config(write_shard(tmp_path), LLAMA_SHAPE, parallel={"pipeline": 2})
+    first, second = (run_mesh({"pipeline": 2}, train, config) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one.results == other.results
+        assert len(one.weights) == len(other.weights) > 0
+        for weight, same in zip(one.weights, other.weights, strict=True):
+            assert torch.equal(weight.values, same.values)
+
+
+@pytest.mark.slow
+def test_two_starts_of_the_program_have_the_same_bits(tmp_path: Path) -> None:
+    corpus = write_shard(tmp_path)
+    arguments = ["--data.prefix", corpus, "--training.steps", "3", "--training.deterministic", "true",
+                 "--checkpoint.every", "3", "--model.hidden_dropout", "0.1", "--parallel.pipeline", "2"]  # fmt: skip
+    found = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        finished = launch(2, *arguments, folder=tmp_path / name)
+        assert finished.returncode == 0, finished.stderr
+        step = tmp_path / name / "runs/default/checkpoints/step-00000003"
+        found.append({path.name: path.read_bytes() for path in sorted(step.glob("*.safetensors"))})
+    assert len(found[0]) == 2
+    assert found[0] == found[1]

@@ -1,0 +1,104 @@
+"""Evaluation: the token-weighted mean over the same samples, on every layout."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.layers.context import MicrobatchContext
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.training.batches import split_samples
+from megapipe.training.evaluation import Evaluation, perplexity
+from megapipe.training.records import EvaluationRecord
+from megapipe.training.replica import Replica
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.meshes import run_mesh
+
+DROPPING = replace(GPT2_SHAPE, hidden_dropout=0.3, embedding_dropout=0.3)
+"""Dropout that an evaluation must not apply."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def configuration(corpus: str, samples: int, sizes: dict[str, int] | None = None) -> PretrainConfig:
+    return make_config(
+        corpus,
+        DROPPING,
+        data={"split": "80,20,0"},
+        evaluation={"every": 1, "samples": samples},
+        parallel={"timeout_seconds": 30.0, **(sizes or {})},
+    )
+
+
+def evaluate(mesh: Mesh, config: PretrainConfig) -> tuple[EvaluationRecord, EvaluationRecord]:
+    replica = Replica(config, mesh, gpt_layers(config.model))
+    evaluation = Evaluation(config, mesh, replica, split_samples(config, "validation"))
+    return evaluation.run(3), evaluation.run(4)
+
+
+def one_by_one(config: PretrainConfig, limit: int) -> tuple[float, int]:
+    """Mean loss and number of predictions of the first windows, one at a time through the bare modules."""
+    samples = split_samples(config, "validation")
+    replica = Replica(config, connected_mesh(MeshShape({}), torch.device("cpu")), gpt_layers(config.model))
+    loss_sum, count = 0.0, 0
+    for ordinal in range(min(limit, len(samples))):
+        window = torch.from_numpy(samples.tokens(ordinal)[None])
+        mask = torch.arange(window.shape[1] - 1)[None] < int(samples.num_labels(ordinal))
+        for boundary in samples.boundaries([ordinal])[0]:
+            mask[0, boundary - 1] = False
+        context = MicrobatchContext(
+            tokens=window[:, :-1], labels=window[:, 1:], loss_mask=mask.float(), ordinals=torch.tensor([ordinal]),
+            training=False,
+        )  # fmt: skip
+        hidden: tuple[torch.Tensor, ...] = ()
+        with torch.no_grad():
+            for versions in replica.stages[0].units:
+                hidden = versions[0](*hidden, context=context)
+        loss_sum += float(hidden[0])
+        count += int(mask.sum())
+    return loss_sum / count, count
+
+
+@pytest.mark.parametrize("samples", [3, 8, 10, 1000])
+def test_the_mean_is_over_tokens_of_whole_batches(corpus: str, samples: int) -> None:
+    config = configuration(corpus, samples)
+    (record, again), = run_mesh({}, evaluate, config, backend="threads")  # fmt: skip
+    loss, count = one_by_one(config, limit=math.ceil(samples / 8) * 8)
+    assert record.loss == pytest.approx(loss, rel=1e-6)
+    assert record.loss_tokens == count
+    assert record.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+    assert (record.step, again.step) == (3, 4)
+    assert again.loss == record.loss
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tolerance"),
+    [
+        ({"pipeline": 2}, 0.0),
+        ({"data": 2}, 0.0),
+        ({"data": 2, "pipeline": 2}, 0.0),
+        ({"tensor": 2}, 1e-6),
+        ({"tensor": 2, "pipeline": 2}, 1e-6),
+    ],
+    ids=str,
+)
+def test_every_layout_gets_the_same_and_every_rank_knows_it(
+    corpus: str, sizes: dict[str, int], tolerance: float
+) -> None:
+    ((expected, _),) = run_mesh({}, evaluate, configuration(corpus, 20))
+    for record, _ in run_mesh(sizes, evaluate, configuration(corpus, 20, sizes)):
+        assert record.loss == pytest.approx(expected.loss, rel=tolerance, abs=0.0)
+        assert record.loss_tokens == expected.loss_tokens
+
+
+def test_perplexity_beyond_a_float_is_infinite() -> None:
+    assert perplexity(2.0) == math.exp(2.0)
+    assert perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan))

@@ -1,0 +1,154 @@
+"""The loop of one process from its configuration: ramp, evaluation, checkpoints, resumption, files, words."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.pretrain import pretrain_gpt
+from megapipe.training.resume import Checkpointer
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+
+RAMP = {"global_size": 8, "ramp_start": 2, "ramp_samples": 16}
+SIZES = [2, 2, 2, 4, 4, 6, 8, 8]
+"""2 + 6 * consumed / 16, rounded down to a multiple of 2 and of the start."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
+
+
+def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConfig:
+    config = make_config(
+        corpus,
+        replace(GPT2_SHAPE, hidden_dropout=0.1),
+        data={"split": "80,20,0"},
+        batch=RAMP,
+        optimizer={"warmup_steps": 2},
+        evaluation={"every": 3, "samples": 16},
+        checkpoint={"every": 2, "keep_last": None},
+        parallel={"device": "cpu"},
+        training={"steps": 8, "log_every": 4, "directory": str(directory)},
+    )
+    config.training = replace(config.training, **training)
+    return config
+
+
+def run(config: PretrainConfig) -> int:
+    return pretrain_gpt(config, LaunchEnvironment())
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(directory: Path) -> list[dict[str, Any]]:
+    return [record for record in records(directory) if "event" not in record]
+
+
+def evaluations(directory: Path) -> list[dict[str, Any]]:
+    return [record for record in records(directory) if record.get("event") == "evaluation"]
+
+
+def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k not in ("time", "seconds", "mfu")} for record in found]
+
+
+def test_a_whole_run_tells_all_it_did(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    assert run(configuration(corpus, directory)) == 0
+    assert [record["samples"] for record in steps(directory)] == SIZES
+    assert [record["consumed_samples"] for record in steps(directory)] == [sum(SIZES[: n + 1]) for n in range(8)]
+    assert [record["step"] for record in evaluations(directory)] == [3, 6, 8]
+    saved = [record["path"] for record in records(directory) if record.get("event") == "checkpoint"]
+    assert saved == [str(directory / f"checkpoints/step-{step:08d}") for step in (2, 4, 6, 8)]
+    assert all(Path(path).is_dir() for path in saved)
+    assert (directory / "loss_curve.png").stat().st_size > 10_000
+    output = capsys.readouterr().out
+    assert "losses to beat: ln(vocabulary) 4.111, unigram entropy 3." in output
+    assert "perplexity" in output
+    last = output.splitlines()[-1]
+    assert last.startswith(f"finished after step 8/8, loss {steps(directory)[-1]['loss']:.4f}")
+    for path in (directory / "metrics.jsonl", directory / "loss_curve.png", saved[-1]):
+        assert str(path) in last
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(configuration(corpus, whole))
+    run(configuration(corpus, parts, stop_at=4))  # in the middle of the ramp
+    capsys.readouterr()
+    run(configuration(corpus, parts))
+    assert "resumed from" in capsys.readouterr().out
+    assert without_times(steps(parts)) == without_times(steps(whole))
+    losses = {record["step"]: record["loss"] for record in evaluations(parts)}
+    assert {step: losses[step] for step in (3, 6, 8)} == {
+        record["step"]: record["loss"] for record in evaluations(whole)
+    }
+
+
+def test_a_finished_run_says_so_and_does_nothing(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(configuration(corpus, tmp_path))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert run(configuration(corpus, tmp_path)) == 0
+    assert "already finished" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_auto_precision_is_decided_once(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megapipe.training.precision.product_seconds", lambda dtype, device: dtype.itemsize * 1e-3)
+    run(configuration(corpus, tmp_path, precision="auto", stop_at=2))
+    assert "precision: bf16 is the faster" in capsys.readouterr().out
+    monkeypatch.setattr("megapipe.training.precision.product_seconds", lambda dtype, device: 1.0 / dtype.itemsize)
+    run(configuration(corpus, tmp_path, precision="auto"))
+    assert "precision: bf16, as in the checkpoint" in capsys.readouterr().out
+    starts = [record for record in records(tmp_path) if record.get("event") == "start"]
+    assert [start["config"]["training"]["precision"] for start in starts] == ["bf16", "bf16"]
+
+
+def test_a_save_that_fails_on_the_way_costs_that_checkpoint_alone(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = Checkpointer.save
+
+    def failing(self: Checkpointer, replica: Any, step: int, consumed: int, losses: Any) -> Path:
+        if step in (2, 8):
+            raise CheckpointError("no space left")
+        return save(self, replica, step, consumed, losses)
+
+    monkeypatch.setattr(Checkpointer, "save", failing)
+    with pytest.raises(CheckpointError, match="no space left"):  # the last one has no next one to make up for it
+        run(configuration(corpus, tmp_path))
+    assert "warning: no checkpoint after step 2: no space left" in capsys.readouterr().out
+    assert len(steps(tmp_path)) == 8
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000004", "step-00000006"}
+
+
+def test_nothing_is_evaluated_or_saved_unless_asked_for(tmp_path: Path, corpus: str) -> None:
+    config = configuration(corpus, tmp_path)
+    config.evaluation = replace(config.evaluation, every=None)
+    config.checkpoint = replace(config.checkpoint, every=None)
+    run(config)
+    assert [record.get("event") for record in records(tmp_path)] == ["start", *[None] * 8, "end"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss_curve.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_determinism_is_required_where_it_is_asked_for(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr("megapipe.training.pretrain.require_determinism", lambda: calls.append(True))
+    run(configuration(corpus, tmp_path, deterministic=asked, stop_at=1))
+    assert calls == [True] * asked
