@@ -72,16 +72,27 @@ class Reductions:
         step.reductions.append(state.reduce(self._communicators.data))
 
     def reduce_tied(self, step: StepState, state: UnitState, group: int) -> None:
-        """Sum a tied weight's gradients over its uses, here and on other ranks, then over replicas."""
+        """Start the sum of a tied weight's gradients over its uses, here and on other ranks.
+
+        Only started: with several stages a rank, others may have to finish work that waits for this rank first.
+        """
         state.sum_uses()
-        self._communicators.tied[group].all_reduce(state.gradients[0])
-        step.reductions.append(state.reduce(self._communicators.data))
+        work = self._communicators.tied[group].all_reduce(state.gradients[0], async_op=True)
+        step.tied_reductions.append((work, state))
+
+    def await_gradients(self, step: StepState) -> None:
+        """Await every gradient sum of the step; a tied weight's sum over uses is then summed over replicas."""
+        for work, state in step.tied_reductions:
+            work.wait()
+            self.reduce_gradients(step, state)
+        for work in step.reductions:
+            work.wait()
+        step.tied_reductions.clear()
+        step.reductions.clear()
 
     def reduce_scalars(self, step: StepState) -> None:
         """Await the step's gradient sums, then find the global loss, the canonical norm and the clip coefficient."""
-        for work in step.reductions:
-            work.wait()
-        step.reductions.clear()
+        self.await_gradients(step)
         scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
         if self._communicators.counts_norm:
             add_squared_norms(self._counted_states, self._positions, scalars)

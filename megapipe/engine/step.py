@@ -10,6 +10,7 @@ from torch import Tensor
 from megapipe.engine.compute import Piece
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
+from megapipe.parallel.unit_state import UnitState
 
 Key = tuple[int, int]
 """(stage, micro-batch)."""
@@ -57,6 +58,7 @@ class StepState:
 
     pieces: from a forward to its backward or input half. tapes: from an input half to the weight half.
     activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
+    reductions, tied_reductions: sums of gradients that were started and not awaited.
     """
 
     input: StepInput
@@ -69,6 +71,7 @@ class StepState:
     counts: Tensor | None = None
     counts_work: Work | None = None
     reductions: list[Work] = field(default_factory=list)
+    tied_reductions: list[tuple[Work, UnitState]] = field(default_factory=list)
     loss: float = 0.0
     gradient_norm: float = 0.0
     _loss_gradient: Tensor | None = None

@@ -18,7 +18,7 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.schedules.schedule import Mode
 from megapipe.training.assemble import Assembly, StageLayout, lay_out
-from megapipe.training.validate import num_microbatches
+from megapipe.training.validate import num_microbatches, num_stages
 
 
 class Replica:
@@ -29,7 +29,7 @@ class Replica:
         self._mesh = mesh
         self._layers = layers
         self.rank = mesh.coordinate("pipeline")
-        self.layout = lay_out(layers, config.model, config.parallel.pipeline, config.data.sequence_length)
+        self.layout = lay_out(layers, config.model, num_stages(config), config.data.sequence_length)
         self.schedule = build_schedule(config, mesh, self.layout)
         self.stages: dict[int, Stage] = Assembly(config, mesh, self.layout, self.schedule.header).stages()
         self.optimizer = FlatAdamW(config.optimizer)

@@ -7,7 +7,8 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.optim.learning_rate import learning_rate_problems
-from megapipe.schedules import ScheduleError, check_microbatches
+from megapipe.schedules import GENERATORS, ScheduleError, check_microbatches
+from megapipe.schedules.generators.registry import find_generator
 from megapipe.training.batch_plan import BatchPlan, ramp_problems
 
 
@@ -22,6 +23,11 @@ def data_parallel_size(config: PretrainConfig, world_size: int) -> int:
 def num_microbatches(config: PretrainConfig, world_size: int) -> int:
     """Micro-batches of one replica in one step."""
     return config.batch.global_size // (config.batch.micro_size * data_parallel_size(config, world_size))
+
+
+def num_stages(config: PretrainConfig) -> int:
+    """Stages of the model: each pipeline rank holds as many as the schedule gives it. Raises ScheduleError."""
+    return config.parallel.pipeline * find_generator(config.schedule.name).chunks
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
@@ -53,12 +59,6 @@ def _layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
             f"{parallel.tensor} = {model_ranks}; start torchrun with --nproc_per_node {model_ranks} (or a multiple), "
             "or change a parallel size"
         ]
-    layers = config.model.num_layers + 2
-    if parallel.pipeline > layers:
-        return [
-            f"parallel.pipeline {parallel.pipeline} exceeds the {layers} layers of the model (embedding, "
-            f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers}"
-        ]
     return []
 
 
@@ -67,11 +67,24 @@ def _batch_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 
 def _schedule_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    name, pipeline = config.schedule.name, config.parallel.pipeline
     share = config.batch.micro_size * data_parallel_size(config, world_size)
     for size in BatchPlan.of(config.batch).sizes():
         try:
-            check_microbatches(config.schedule.name, config.parallel.pipeline, size // share)
+            check_microbatches(name, pipeline, size // share)
         except ScheduleError as error:
             at = f" (a step of {size} samples on the way up the ramp)" if size != config.batch.global_size else ""
             return [f"schedule.name: {error}{at}"]
+    generator, layers = find_generator(name), config.model.num_layers + 2
+    if generator.numerical_class == "B":
+        return [
+            f"schedule.name: {name} never flushes its pipeline, and training runs schedules that flush every step: "
+            f"use {', '.join(other.name for other in GENERATORS.values() if other.numerical_class != 'B')}"
+        ]
+    if num_stages(config) > layers:
+        each = f" x {generator.chunks} stages a rank of {name}" if generator.chunks > 1 else ""
+        return [
+            f"parallel.pipeline {pipeline}{each} exceeds the {layers} layers of the model (embedding, "
+            f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers // generator.chunks}"
+        ]
     return []

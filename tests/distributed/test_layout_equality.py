@@ -13,6 +13,7 @@ import torch
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from tests.support.equality import check_bits, check_close, check_gradients
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
 from tests.support.meshes import run_mesh
 
@@ -54,21 +55,6 @@ def run_layout(corpus: str, model: str, sizes: dict[str, int], schedule: str = "
     return run_mesh(sizes, run_gpt, config_of(corpus, MODELS[model], sizes, schedule))
 
 
-def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Each gradient within 1e-5 of its own norm, or 1e-6 of its layer's, whichever is larger."""
-    assert found.keys() == expected.keys()
-    layer_of = {
-        name: ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in found
-    }
-    layer_norms: dict[str, float] = {}
-    for name, gradient in expected.items():
-        layer_norms[layer_of[name]] = layer_norms.get(layer_of[name], 0.0) + float(gradient.double().square().sum())
-    for name, gradient in expected.items():
-        allowed = max(1e-5 * float(gradient.double().norm()), 1e-6 * layer_norms[layer_of[name]] ** 0.5)
-        difference = float((found[name].double() - gradient.double()).norm())
-        assert difference <= allowed, f"{name}: off by {difference:.3g}, allowed {allowed:.3g}"
-
-
 def test_one_process_learns(corpus: str) -> None:
     losses = [result.loss for result in one_process(corpus, "gpt2-tied").results]
     assert losses[-1] < losses[0] - 0.2
@@ -80,32 +66,14 @@ def test_one_process_learns(corpus: str) -> None:
 def test_pipelines_equal_one_process_bit_for_bit(
     corpus: str, model: str, sizes: dict[str, int], schedule: str
 ) -> None:
-    expected = one_process(corpus, model)
-    ranks = run_layout(corpus, model, sizes, schedule)
-    for rank in ranks:
-        assert [result.loss for result in rank.results] == [result.loss for result in expected.results]
-        assert [result.gradient_norm for result in rank.results] == [r.gradient_norm for r in expected.results]
-    for found, wanted in (
-        (assembled([rank.gradients for rank in ranks]), assembled([expected.gradients])),
-        (assembled([rank.weights for rank in ranks]), assembled([expected.weights])),
-    ):
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), name
+    check_bits(run_layout(corpus, model, sizes, schedule), one_process(corpus, model))
 
 
 @pytest.mark.parametrize("sizes", REORDERED, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_reordered_sums_stay_within_tolerance(corpus: str, model: str, sizes: dict[str, int]) -> None:
-    expected = one_process(corpus, model)
-    ranks = run_layout(corpus, model, sizes)
-    losses = [result.loss for result in ranks[0].results]
-    for rank in ranks:
-        assert [result.loss for result in rank.results] == losses
-    wanted = [result.loss for result in expected.results]
-    assert losses[0] == pytest.approx(wanted[0], rel=1e-5 if "tensor" in sizes else 1e-6)
-    assert losses == pytest.approx(wanted, rel=1e-4)
-    check_gradients(assembled([rank.gradients for rank in ranks]), assembled([expected.gradients]))
+    first_loss = 1e-5 if "tensor" in sizes else 1e-6
+    check_close(run_layout(corpus, model, sizes), one_process(corpus, model), first_loss)
 
 
 @pytest.mark.parametrize("micro_size", [2, 4])

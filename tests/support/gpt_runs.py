@@ -47,14 +47,14 @@ LLAMA_SHAPE = ModelConfig(
 )
 
 
-def write_shard(folder: Path, documents: int = 40, seed: int = 0) -> str:
+def write_shard(folder: Path, documents: int = 40, seed: int = 0, vocabulary: int = VOCABULARY) -> str:
     """A shard of random documents of 5 to 40 tokens; ids favour small numbers, so that there is something to learn."""
     generator = np.random.default_rng(seed)
     prefix = folder / "corpus"
     with ShardWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(documents):
             length = int(generator.integers(5, 40))
-            writer.add_document([(generator.beta(1, 3, size=length) * VOCABULARY).astype(np.uint16)])
+            writer.add_document([(generator.beta(1, 3, size=length) * vocabulary).astype(np.uint16)])
         writer.commit()
     return str(prefix)
 

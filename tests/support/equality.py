@@ -1,0 +1,53 @@
+"""What "the same training run on another layout" means: bit for bit, or within the design's tolerances."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.gpt_runs import RankRun, assembled
+
+
+def check_bits(ranks: Sequence[RankRun], expected: RankRun) -> None:
+    """Losses, norms, first gradients and final weights are those of one process, to the last bit (class A)."""
+    for rank in ranks:
+        assert [result.loss for result in rank.results] == [result.loss for result in expected.results]
+        assert [result.gradient_norm for result in rank.results] == [r.gradient_norm for r in expected.results]
+    for found, wanted in (
+        (assembled([rank.gradients for rank in ranks]), assembled([expected.gradients])),
+        (assembled([rank.weights for rank in ranks]), assembled([expected.weights])),
+    ):
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), name
+
+
+def check_close(ranks: Sequence[RankRun], expected: RankRun, first_loss: float) -> None:
+    """All ranks tell one loss, the first within `first_loss` (relative) of one process, the curve within 1e-4.
+
+    Gradients as in `check_gradients`; copies of a weight on several ranks agree to the last bit.
+    """
+    losses = [result.loss for result in ranks[0].results]
+    for rank in ranks:
+        assert [result.loss for result in rank.results] == losses
+    wanted = [result.loss for result in expected.results]
+    assert losses[0] == pytest.approx(wanted[0], rel=first_loss)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    check_gradients(assembled([rank.gradients for rank in ranks]), assembled([expected.gradients]))
+    assembled([rank.weights for rank in ranks])
+
+
+def check_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Each gradient within 1e-5 of its own norm, or 1e-6 of its layer's, whichever is larger."""
+    assert found.keys() == expected.keys()
+    layer_of = {
+        name: ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in found
+    }
+    layer_norms: dict[str, float] = {}
+    for name, gradient in expected.items():
+        layer_norms[layer_of[name]] = layer_norms.get(layer_of[name], 0.0) + float(gradient.double().square().sum())
+    for name, gradient in expected.items():
+        allowed = max(1e-5 * float(gradient.double().norm()), 1e-6 * layer_norms[layer_of[name]] ** 0.5)
+        difference = float((found[name].double() - gradient.double()).norm())
+        assert difference <= allowed, f"{name}: off by {difference:.3g}, allowed {allowed:.3g}"
