@@ -9,12 +9,11 @@ from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
-from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.training.batches import BatchLoader, StepBatch
 from megapipe.training.evaluation import Evaluation
-from megapipe.training.memory_report import OutOfMemory, out_of_memory_report
+from megapipe.training.memory_report import out_of_memory_told
 from megapipe.training.records import Listener, StepRecord
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
@@ -70,7 +69,8 @@ class TrainingLoop:
     def run(self, position: Position) -> int:
         """Advance `position` to the last step, or to where Ctrl-C stopped the run; returns the exit status."""
         steps = self._config.training.last_step
-        with StopRequest() as stop, self._loader.steps(position.consumed) as batches:
+        told = out_of_memory_told(self._replica.stages)
+        with told, StopRequest() as stop, self._loader.steps(position.consumed) as batches:
             while position.step < steps:
                 stopped = self._step(position, batches, stop.requested)
                 last = stopped or position.step == steps
@@ -103,13 +103,7 @@ class TrainingLoop:
         batch = next(batches)
         rate = learning_rate(self._config.optimizer, position.step + 1, self._config.training.steps)
         engine = self._engine_for(batch.num_samples)
-        try:
-            result = engine.run(StepInput(position.step, batch.contexts, batch.token_count, rate, stop))
-        except EngineError as error:
-            report = out_of_memory_report(error, self._replica.stages)
-            if report is None:
-                raise
-            raise OutOfMemory(report) from error
+        result = engine.run(StepInput(position.step, batch.contexts, batch.token_count, rate, stop))
         position.step += 1
         position.consumed += batch.num_samples
         position.losses.append((position.step, result.loss))

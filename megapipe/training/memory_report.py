@@ -4,6 +4,7 @@ Everything is counted after the fact, from the state that the failed step left, 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,18 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+@contextmanager
+def out_of_memory_told(stages: Mapping[int, Stage]) -> Iterator[None]:
+    """Turn an engine's failure for want of memory, within the block, into OutOfMemory. stages: this rank's."""
+    try:
+        yield
+    except EngineError as error:
+        report = out_of_memory_report(error, stages)
+        if report is None:
+            raise
+        raise OutOfMemory(report) from error
 
 
 def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str | None:

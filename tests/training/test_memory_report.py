@@ -20,7 +20,7 @@ from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
 from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.memory_report import is_out_of_memory, out_of_memory_report, saved_bytes
+from megapipe.training.memory_report import OutOfMemory, is_out_of_memory, out_of_memory_told, saved_bytes
 from megapipe.training.replica import Replica
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 
@@ -55,11 +55,9 @@ def report_of(folder: Path, break_unit: str, backward: bool, schedule: str = "gp
 
     module.register_forward_hook(hook)
     batch = batch_loader(config, mesh, replica, split_samples(config, "train")).load(0)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(OutOfMemory) as caught, out_of_memory_told(replica.stages):
         replica.engine.run(StepInput(0, batch.contexts, batch.token_count, 1e-3))
-    report = out_of_memory_report(caught.value, replica.stages)
-    assert report is not None
-    return report
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("unit", ["embedding", "blocks.1", "head"])
@@ -123,4 +121,5 @@ def test_other_failures_are_not_taken_for_it() -> None:
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     error = EngineError("step 0: shape mismatch")
     error.__cause__ = RuntimeError("shape mismatch")
-    assert out_of_memory_report(error, {}) is None
+    with pytest.raises(EngineError, match="shape mismatch"), out_of_memory_told({}):
+        raise error

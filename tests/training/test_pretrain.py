@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.engine import Engine
 from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.memory_report import OutOfMemory
 from megapipe.training.pretrain import pretrain_gpt
+from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 
@@ -142,6 +146,29 @@ def test_nothing_is_evaluated_or_saved_unless_asked_for(tmp_path: Path, corpus: 
     run(config)
     assert [record.get("event") for record in records(tmp_path)] == ["start", *[None] * 8, "end"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss_curve.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize(("training", "steps_done"), [(True, 0), (False, 3)], ids=["step", "evaluation"])
+def test_running_out_of_memory_is_told_wherever_it_happens(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, training: bool, steps_done: int
+) -> None:
+    forward_engine = Replica.forward_engine
+
+    def allocate(*_: object) -> None:
+        if torch.is_grad_enabled() == training:
+            torch.empty(2**50, dtype=torch.uint8)
+
+    def broken(replica: Replica) -> Engine:
+        (head,) = replica.stages[0].units[-1]
+        assert isinstance(head, torch.nn.Module)
+        head.register_forward_hook(allocate)
+        return forward_engine(replica)
+
+    monkeypatch.setattr(Replica, "forward_engine", broken)
+    with pytest.raises(OutOfMemory, match=r"^out of memory in unit head: ") as caught:
+        run(configuration(corpus, tmp_path))
+    assert "alive by unit" in str(caught.value)
+    assert len(steps(tmp_path)) == steps_done
 
 
 @pytest.mark.parametrize("asked", [True, False])
