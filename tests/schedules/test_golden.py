@@ -139,8 +139,11 @@ def test_pipedream_never_idles_after_its_warm_up():
 
 @pytest.mark.slow
 def test_largest_schedules_build_in_time():
-    """p=64, m=512, v=4 is 785 thousand actions: built, lowered and validated within a second on a free machine."""
-    began = time.perf_counter()
-    validate(build("interleaved_1f1b", 64, 512, chunks=4))
-    assert time.perf_counter() - began < 3.0
+    """p=64, m=512, v=4 is 785 thousand actions: built, lowered and validated within a second of processor time."""
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        validate(build("interleaved_1f1b", 64, 512, chunks=4))
+        took.append(time.process_time() - began)
+    assert min(took) < 1.0
     validate(build("interleaved_1f1b", 512, 2048, chunks=2))

@@ -49,7 +49,7 @@ def bars_of(simulation: Simulation) -> list[Bar]:
             Bar(
                 int(table.rank[row]), LANES.get(action.kind, COMPUTE), action.kind, action.stage,
                 chunk_of.get(action.stage, 0), microbatch, step, float(simulation.start[row]),
-                float(simulation.end[row]), row in critical, describe(action),
+                float(simulation.end[row]), row in critical, describe(action._replace(slot=-1)),
             )
         )  # fmt: skip
     return bars

@@ -90,15 +90,19 @@ def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Ints
     """The compute row ahead of which each message's receive is posted.
 
     ``receive_ahead`` compute rows before its use, within its section, and on each link in the order of the sends.
-    Then, as long as sends that wait for their receive would hang, the receives that they hang on are posted where
-    the receiving rank hangs.
+    Where sends that wait for their receive would hang, all are posted one row earlier (that is enough where ranks send
+    in a ring, as interleaved chunks do), and then those that still hang where the receiving rank stands.
     """
     section_key = table.rank * table.num_sections + table.section
     section_start = np.searchsorted(section_key, section_key[messages.consumer])
-    post = np.maximum(messages.consumer - receive_ahead, section_start)
-    post = np.maximum(post, _slot_free(table, messages))
-    post = _in_send_order(messages, post, len(table.rows))
-    post = _early_enough(table, messages, post)
+    first = np.maximum(section_start, _slot_free(table, messages))
+    for ahead in (receive_ahead, receive_ahead + 1):
+        post = _in_send_order(messages, np.maximum(messages.consumer - ahead, first), len(table.rows))
+        progress = _progress(table, messages, post)
+        stuck = progress.stuck()
+        if len(stuck) == 0:
+            break
+    post = _early_enough(table, messages, post, progress, stuck)
     if np.any(post < section_start):
         index = int(np.argmax(post < section_start))
         raise ScheduleError(
@@ -124,24 +128,28 @@ def _in_send_order(messages: Messages, post: Ints, num_rows: int) -> Ints:
     return ordered
 
 
-def _early_enough(table: Table, messages: Messages, post: Ints) -> Ints:
-    """Move receives to where their rank stands when all ranks hang, one hang after another, until none hangs.
-
-    What a link delivered before is posted by then, so its receives stay in the order of the sends.
-    """
+def _progress(table: Table, messages: Messages, post: Ints) -> Progress:
+    """The ranks' progress with receives posted there: waits are those of all sends, then those of all uses."""
     lowered, index = insert(table, [messages.sends(table), messages.receives(table, post)])
     num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
     receive = index[num_compute + num_messages :]
     use = index[messages.consumer]
-    progress = Progress(np.concatenate([send, use]), np.concatenate([receive, send]), lowered.offsets)
+    return Progress(np.concatenate([send, use]), np.concatenate([receive, send]), lowered.offsets)
+
+
+def _early_enough(table: Table, messages: Messages, post: Ints, progress: Progress, stuck: Ints) -> Ints:
+    """Move receives to where their rank stands when all ranks hang, one hang after another, until none hangs.
+
+    What a link delivered before is posted by then, so its receives stay in the order of the sends.
+    """
     compute_row = np.concatenate([messages.producer, messages.consumer])
     post = post.copy()
-    while len(stuck := progress.stuck()) > 0:
+    while len(stuck) > 0:
         at = compute_row[stuck]
         frontier = np.full(table.header.num_ranks, -1, dtype=np.int64)
         frontier[table.rank[at]] = at
-        blocked = stuck[stuck < num_messages]
+        blocked = stuck[stuck < len(post)]
         if len(blocked) == 0:
             raise ScheduleError(
                 f"{table.header.name} deadlocks: its compute actions wait for one another in a circle, first on rank "
@@ -149,4 +157,5 @@ def _early_enough(table: Table, messages: Messages, post: Ints) -> Ints:
             )
         post[blocked] = frontier[table.rank[messages.consumer[blocked]]]
         progress.release(blocked)
+        stuck = progress.stuck()
     return post
