@@ -3,16 +3,14 @@
 The ranks are threads, which makes a case cheap; test_layout_equality.py runs the common layouts over processes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import PretrainConfig
 from megapipe.schedules import GENERATORS
 from tests.support.equality import check_bits, check_close
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt, write_shard
@@ -24,21 +22,17 @@ WIDE_VOCABULARY = 150
 64, 64, 22 and none."""
 
 
-Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
-"""Fields by group of the configuration, hashable."""
-
-
 @dataclass(frozen=True)
 class Corner:
     """A model on a layout; settings override groups of the configuration, of the one-process run too."""
 
     model: ModelConfig
     sizes: dict[str, int]
-    settings: Settings
+    settings: dict[str, dict[str, Any]]
 
 
 def corner(model: ModelConfig, sizes: dict[str, int], **settings: dict[str, Any]) -> Corner:
-    return Corner(model, sizes, tuple((group, tuple(fields.items())) for group, fields in settings.items()))
+    return Corner(model, sizes, settings)
 
 
 WIDE = replace(GPT2_SHAPE, vocabulary_size=WIDE_VOCABULARY)
@@ -84,42 +78,47 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def run(case: Corner, corpora: dict[int, str], schedule: str = "1f1b") -> list[RankRun]:
-    config = configured(case.model, case.settings, corpora[case.model.vocabulary_size])
+    config = make_config(corpora[case.model.vocabulary_size], case.model, **case.settings)
     layout = {name: case.sizes.get(name, 1) for name in ("pipeline", "tensor")}
     config.parallel = replace(config.parallel, **layout)
     config.schedule = replace(config.schedule, name=schedule)
     return run_threads(case.sizes, run_gpt, config, STEPS)
 
 
-def alone(case: Corner, corpora: dict[int, str]) -> RankRun:
-    return _alone(case.model, case.settings, corpora[case.model.vocabulary_size])
+@pytest.fixture(scope="module")
+def alone(corpora: dict[int, str]) -> Callable[[Corner], RankRun]:
+    """The same case on one rank, run once."""
+    runs: dict[str, RankRun] = {}
 
+    def of(case: Corner) -> RankRun:
+        key = repr((case.model, case.settings))
+        if key not in runs:
+            runs[key] = run(replace(case, sizes={}), corpora)[0]
+        return runs[key]
 
-@cache
-def _alone(model: ModelConfig, settings: Settings, corpus: str) -> RankRun:
-    return run_threads({}, run_gpt, configured(model, settings, corpus), STEPS)[0]
-
-
-def configured(model: ModelConfig, settings: Settings, corpus: str) -> PretrainConfig:
-    return make_config(corpus, model, **{group: dict(fields) for group, fields in settings})
+    return of
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_pipelines_equal_one_process_bit_for_bit(corpora: dict[int, str], name: str) -> None:
+def test_pipelines_equal_one_process_bit_for_bit(
+    corpora: dict[int, str], alone: Callable[[Corner], RankRun], name: str
+) -> None:
     case = EXACT[name]
-    check_bits(run(case, corpora), alone(case, corpora))
+    check_bits(run(case, corpora), alone(case))
 
 
 @pytest.mark.parametrize("name", CLOSE)
-def test_reordered_sums_stay_within_tolerance(corpora: dict[int, str], name: str) -> None:
+def test_reordered_sums_stay_within_tolerance(
+    corpora: dict[int, str], alone: Callable[[Corner], RankRun], name: str
+) -> None:
     case = CLOSE[name]
-    check_close(run(case, corpora), alone(case, corpora), first_loss=1e-5)
+    check_close(run(case, corpora), alone(case), first_loss=1e-5)
 
 
-def test_bf16_replicas_stay_near_one_process(corpora: dict[int, str]) -> None:
+def test_bf16_replicas_stay_near_one_process(corpora: dict[int, str], alone: Callable[[Corner], RankRun]) -> None:
     case = corner(GPT2_SHAPE, {"data": 2}, training={"precision": "bf16"})
     losses = [result.loss for result in run(case, corpora)[0].results]
-    assert losses == pytest.approx([result.loss for result in alone(case, corpora).results], rel=1e-3)
+    assert losses == pytest.approx([result.loss for result in alone(case).results], rel=1e-3)
 
 
 CLASS_A = [name for name, generator in GENERATORS.items() if generator.numerical_class == "A"]
@@ -130,20 +129,20 @@ SIX_LAYERS = replace(GPT2_SHAPE, num_layers=6)
 @pytest.mark.parametrize("schedule", CLASS_A)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied-dropout"])
 def test_class_a_schedules_equal_one_process_bit_for_bit(
-    corpora: dict[int, str], schedule: str, tied: bool, sizes: dict[str, int]
+    corpora: dict[int, str], alone: Callable[[Corner], RankRun], schedule: str, tied: bool, sizes: dict[str, int]
 ) -> None:
     model = replace(SIX_LAYERS, tie_embeddings=tied, hidden_dropout=0.0 if tied else 0.1)
     case = corner(model, sizes)
-    check_bits(run(case, corpora, schedule), alone(case, corpora))
+    check_bits(run(case, corpora, schedule), alone(case))
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("schedule", CLASS_A)
 def test_class_a_schedules_over_replicas_and_tensor_ranks(
-    corpora: dict[int, str], schedule: str, sizes: dict[str, int]
+    corpora: dict[int, str], alone: Callable[[Corner], RankRun], schedule: str, sizes: dict[str, int]
 ) -> None:
     case = corner(GPT2_SHAPE, sizes)
-    check_close(run(case, corpora, schedule), alone(case, corpora), first_loss=1e-5)
+    check_close(run(case, corpora, schedule), alone(case), first_loss=1e-5)
 
 
 def test_two_runs_are_bit_identical(corpora: dict[int, str]) -> None:
