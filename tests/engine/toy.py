@@ -17,6 +17,7 @@ from megapipe.engine.wiring import LinkPool, connect
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.optimizer import FlatAdamW
+from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, lower, order
@@ -78,6 +79,7 @@ class Toy:
     """One rank's toy replica."""
 
     engine: Engine
+    modules: list[Residual]
     states: list[UnitState]
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
@@ -102,10 +104,11 @@ def toy(
     *,
     mode: Mode = "train",
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+    data_group: Group | None = None,
 ) -> Toy:
     """Build this rank's part of a chain of sum(layers_per_stage) layers.
 
-    change: applied to the named schedule before it is lowered.
+    change: applied to the named schedule before it is lowered. data_group: by default the mesh's.
     """
     compute = order(
         name,
@@ -118,6 +121,7 @@ def toy(
     schedule = lower(change(compute))
     rank, total = mesh.coordinate("pipeline"), sum(layers_per_stage)
     stages: dict[int, Stage] = {}
+    modules: list[Residual] = []
     for stage in schedule.header.stages_on(rank):
         start = sum(layers_per_stage[:stage])
         units, states = [], {}
@@ -127,6 +131,7 @@ def toy(
             state.initialize(SEED)
             state.bind(module, {"weight": spec(layer)})
             units.append([module])
+            modules.append(module)
             states[unit] = state
         last = stage == len(layers_per_stage) - 1
         stages[stage] = Stage(units, states, (SPEC,) if stage else (), () if last else (SPEC,))
@@ -137,7 +142,7 @@ def toy(
         [spec(layer).name for layer in range(total)],
         Communicators(
             mesh.world,
-            mesh.group("data"),
+            mesh.group("data") if data_group is None else data_group,
             {},
             counts_loss=len(layers_per_stage) - 1 in stages,
             counts_norm=mesh.coordinate("data") == 0,
@@ -147,7 +152,7 @@ def toy(
         mesh.device,
     )
     transfers = connect(schedule, mesh, stages, LinkPool(mesh, "auto", timeout=20.0))
-    return Toy(Engine(schedule, rank, stages, transfers, reductions), states_here, gradients)
+    return Toy(Engine(schedule, rank, stages, transfers, reductions), modules, states_here, gradients)
 
 
 @dataclass(frozen=True)
