@@ -55,13 +55,12 @@ def _one_stage(rank: int, count: int, warmup: int, waiting: int, drain_one_by_on
     return steps + [(WEIGHT, rank, microbatch) for microbatch in range(done, count)]
 
 
-def zb_v(num_ranks: int, num_microbatches: int, *, chunks: int) -> Sections:
+def zb_v(num_ranks: int, num_microbatches: int) -> Sections:
     """Two stages a rank, placed in a V: no bubble at 1F1B's activation memory where forward, input half and weight
     half take equal time (the ZB-V schedule of arXiv 2401.10241).
 
     The order is made for at least ``2 * num_ranks - 1`` micro-batches; of fewer, those that are too many are left out.
     """
-    assert chunks == 2  # the placement has refused others
     padded = max(num_microbatches, 2 * num_ranks - 1)
     programs = [_v_order(rank, num_ranks, padded) for rank in range(num_ranks)]
     return _sections([[step for step in steps if step[2] < num_microbatches] for steps in programs])
