@@ -1,5 +1,7 @@
 """`training.precision: auto`: bf16 where the device multiplies faster in it, else fp32.
 
+`python -m megapipe.training.precision` prints what it would choose here.
+
 A processor without bf16 instructions emulates them and is several times slower in bf16 than in fp32.
 """
 
@@ -42,3 +44,7 @@ def _faster(device: torch.device, say: Callable[[str], None]) -> Precision:
         f"{fp32 * 1e3:.2f} ms in fp32)"
     )
     return choice
+
+
+if __name__ == "__main__":
+    print(_faster(torch.device("cuda" if torch.cuda.is_available() else "cpu"), lambda line: None))
