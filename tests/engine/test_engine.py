@@ -1,5 +1,7 @@
 """The engine against plain autograd, and every layout of a toy model against one rank, bit for bit."""
 
+import os
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
 from tests.engine.toy import ROWS, Outcome, contexts, merged, reference_gradients, toy, train
-from tests.support.meshes import Backend, run_mesh, run_threads
+from tests.support.meshes import Backend, in_mesh, run_mesh, run_threads
+from tests.support.ranks import run_ranks
 
 LAYERS = 4
 SPLITS = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
@@ -110,6 +113,29 @@ def test_a_failing_unit_is_named_with_its_action() -> None:
         EngineError, match=r"pipeline rank 0, step 7, action \d+ of 1f1b: FORWARD stage 0 microbatch 1"
     ):
         replica.engine.run(StepInput(7, broken, 1.0))
+
+
+def message_of_the_survivor(mesh: Mesh, victim: int) -> str:
+    """The victim fails in a unit and ends; the other rank returns what it was told."""
+    replica = toy(mesh, "1f1b", 4, SPLITS[2])
+    batch = contexts(0, 4)
+    if mesh.rank == victim:
+        batch[2].inputs = batch[2].targets = torch.zeros(ROWS + 1, ROWS + 1)
+    try:
+        replica.engine.run(StepInput(0, batch, float(ROWS * 4), 0.01))
+    except EngineError as error:
+        if mesh.rank == victim:
+            os._exit(1)
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_peer_of_a_failed_rank_names_it_and_its_own_action(victim: int) -> None:
+    told = run_ranks(2, in_mesh, {"pipeline": 2}, message_of_the_survivor, victim, may_die=[victim])[1 - victim]
+    assert f"pipeline rank {1 - victim}, step 0, action" in told
+    assert f"rank {1 - victim} waited for rank {victim} to send message" in told
+    assert f"rank {victim} has ended" in told
 
 
 def test_stages_of_another_rank_are_refused() -> None:

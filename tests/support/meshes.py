@@ -23,7 +23,7 @@ def run_mesh(
     """Run `function(mesh, *args)` on every rank of a mesh of `sizes` and return the results in rank order."""
     if backend == "threads":
         return run_threads(sizes, function, *args, timeout=timeout)
-    return run_ranks(MeshShape(sizes).world_size, _with_mesh, dict(sizes), timeout, function, *args, timeout=timeout)
+    return run_ranks(MeshShape(sizes).world_size, in_mesh, dict(sizes), function, *args, timeout=timeout)
 
 
 def run_threads(
@@ -33,5 +33,6 @@ def run_threads(
     return run_in_process(in_process_meshes(sizes, device, timeout), function, *args)
 
 
-def _with_mesh(rank: int, sizes: Mapping[str, int], timeout: float, function: Callable[..., Any], *args: Any) -> Any:
-    return function(connected_mesh(MeshShape(sizes), torch.device("cpu"), timeout), *args)
+def in_mesh(rank: int, sizes: Mapping[str, int], function: Callable[..., Any], *args: Any) -> Any:
+    """For `run_ranks`: `function(mesh, *args)` on a rank of a mesh of `sizes`."""
+    return function(connected_mesh(MeshShape(sizes), torch.device("cpu"), timeout=60.0), *args)

@@ -1,0 +1,74 @@
+"""Samples, replicas and whole batches without a single loss token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.step import StepInput, StepResult
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.replica import Replica
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.meshes import run_threads
+
+LAYOUTS = [{}, {"data": 2}, {"data": 2, "pipeline": 2}, {"tensor": 2}]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Sums are split over torch's threads, so bits depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[StepResult]:
+    """Three steps, in which samples of the batch before number `first_kept` have no loss token."""
+    sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
+    config = replace(config, parallel=replace(config.parallel, **sizes))
+    replica = Replica(config, mesh, gpt_layers(config.model))
+    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    results = []
+    for step in range(3):
+        contexts = loader.load(step * config.batch.global_size).contexts
+        count = 0.0
+        for context in contexts:
+            assert context.ordinals is not None
+            if context.loss_mask is not None:
+                context.loss_mask[context.ordinals - step * config.batch.global_size < first_kept] = 0
+                count += float(context.loss_mask.sum())
+        results.append(replica.engine.run(StepInput(step, contexts, count, learning_rate=0.01)))
+    return results
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS[1:], ids=str)
+@pytest.mark.parametrize("first_kept", [4, 7])
+def test_samples_without_loss_tokens_count_on_every_layout_alike(
+    corpus: str, sizes: dict[str, int], first_kept: int
+) -> None:
+    config = make_config(corpus, GPT2_SHAPE)
+    (expected,) = run_threads({}, masked_steps, config, first_kept)
+    for results in run_threads(sizes, masked_steps, config, first_kept):
+        assert [result.token_count for result in results] == [result.token_count for result in expected]
+        assert [result.loss for result in results] == pytest.approx([result.loss for result in expected], rel=1e-4)
+        norms = [result.gradient_norm for result in results]
+        assert norms == pytest.approx([result.gradient_norm for result in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_a_batch_without_loss_tokens_has_no_loss_and_no_gradient(corpus: str, sizes: dict[str, int]) -> None:
+    config = make_config(corpus, GPT2_SHAPE)
+    for results in run_threads(sizes, masked_steps, config, config.batch.global_size):
+        for result in results:
+            assert (result.token_count, result.loss, result.gradient_norm) == (0.0, 0.0, 0.0)
+            assert not result.skipped
