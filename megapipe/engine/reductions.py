@@ -96,9 +96,8 @@ class Reductions:
         scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
         if self._communicators.counts_norm:
             add_squared_norms(self._counted_states, self._positions, scalars)
-        if self._communicators.counts_loss:
-            for loss_sum in step.loss_sums:
-                scalars[-1] += loss_sum.double()
+        if self._communicators.counts_loss and step.loss_sums:
+            scalars[-1] = torch.stack(step.loss_sums).double().sum()
         self._communicators.world.all_reduce(scalars)
         norm = scalars[:-1].sum().sqrt()
         count = step.global_counts()[0]

@@ -1,4 +1,4 @@
-"""A killed rank ends the job quickly, and the job says which one it was."""
+"""A rank that is killed or hangs ends the job quickly, and the job says which one it was."""
 
 import os
 import signal
@@ -32,21 +32,17 @@ def children(pid: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc")
-@pytest.mark.parametrize("links", ["shared_memory", "gloo"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, links: str, victim: int) -> None:
-    corpus = write_shard(tmp_path)
-    arguments = [
-        "--data.prefix",
-        corpus,
-        "--training.steps=1000000",
-        "--parallel.pipeline=2",
-        f"--parallel.links={links}",
-    ]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc")
+
+
+def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str, limit: float = LIMIT_SECONDS) -> str:
+    """Start a run that would never end, signal one rank after its first step, and return what the job says.
+
+    The job must fail within `limit` seconds and leave no process behind.
+    """
     process = subprocess.Popen(
-        command(2, *arguments),
-        cwd=tmp_path,
+        command(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments),
+        cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -59,18 +55,37 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, links: str, 
             if line.startswith("step "):
                 break
         workers = children(process.pid)
-        os.kill(workers[victim], signal.SIGKILL)
-        killed = time.monotonic()
-        _, errors = process.communicate(timeout=LIMIT_SECONDS)
-        assert time.monotonic() - killed < LIMIT_SECONDS
+        os.kill(workers[victim], signal_number)
+        signalled = time.monotonic()
+        _, errors = process.communicate(timeout=limit)
+        assert time.monotonic() - signalled < limit
         assert process.returncode != 0
-        survivor = 1 - victim
-        # torchrun names the rank that died, and the survivor the peer that it waited for and the action it was in.
-        assert f"rank      : {victim}" in errors
-        assert f"pipeline rank {survivor}, step" in errors
-        assert f"rank {victim}" in errors
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
+        return errors
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+
+
+@pytest.mark.parametrize("links", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, links: str, victim: int) -> None:
+    arguments = ["--parallel.pipeline=2", f"--parallel.links={links}"]
+    errors = errors_after(signal.SIGKILL, victim, tmp_path, *arguments)
+    # torchrun names the rank that died, and the survivor the peer that it waited for and the action it was in.
+    assert f"rank      : {victim}" in errors
+    assert f"pipeline rank {1 - victim}, step" in errors
+    assert f"rank {victim}" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [["--parallel.pipeline=2"], ["--parallel.tensor=2"], ["--parallel.data=2"]], ids=lambda each: each[0]
+)
+def test_a_hanging_rank_is_named_after_the_time_out(tmp_path: Path, arguments: list[str]) -> None:
+    # torchrun itself gives a process that ignores its signals half a minute before it kills it.
+    errors = errors_after(signal.SIGSTOP, 1, tmp_path, "--parallel.timeout_seconds=5", *arguments, limit=120)
+    told = [line for line in errors.splitlines() if "pipeline rank 0, step" in line]
+    assert told, errors
+    assert "rank 1" in told[0]
