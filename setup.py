@@ -23,6 +23,7 @@ EXTRAS = {
         "hypothesis>=6.100",  # property tests of schedules, shapes and parsers
         "transformers>=4.50",  # outside oracle for GPT-2, Llama and Qwen2 logits
         'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards; no wheel from 3.14 on
+        "playwright>=1.45",  # hovers over the interactive schedule page in a browser that the machine has
         "ruff>=0.8",  # linter and formatter
         "mypy>=1.13",  # type checker
         "import-linter>=2.1",  # holds the rooms' import contract
