@@ -73,7 +73,11 @@ class Engine:
                 raise self._failure(position, state, error.__cause__, error.unit) from error.__cause__
             except Exception as error:
                 raise self._failure(position, state, error) from error
-        self._transfers.drain()
+        try:
+            self._transfers.drain()
+        except Exception as error:
+            place = f"pipeline rank {self._rank}, step {step_input.step}, behind the last action of {self._name}"
+            raise EngineError(f"{place}: {error}", state=state) from error
         return finished(state)
 
     def _failure(

@@ -138,6 +138,21 @@ def test_the_peer_of_a_failed_rank_names_it_and_its_own_action(victim: int) -> N
     assert f"rank {victim} has ended" in told
 
 
+def unanswered_send(mesh: Mesh) -> str:
+    """Rank 1 never runs, so that rank 0's last sends stay under way: a forward-only rank 0 waits for nothing else."""
+    replica = toy(mesh, "1f1b", 2, SPLITS[2], mode="forward", timeout=0.2)
+    if mesh.rank == 1:
+        return ""
+    with pytest.raises(EngineError) as caught:
+        replica.engine.run(StepInput(3, contexts(0, 2), 0.0))
+    return str(caught.value)
+
+
+def test_a_send_that_nobody_takes_is_named_at_the_end_of_the_step() -> None:
+    told = run_threads({"pipeline": 2}, unanswered_send)[0]
+    assert told.startswith("pipeline rank 0, step 3, behind the last action of 1f1b: rank 0 waited for rank 1 to take")
+
+
 def test_stages_of_another_rank_are_refused() -> None:
     def build_wrong(mesh: Mesh) -> None:
         replica = toy(mesh, "1f1b", 2, SPLITS[2])

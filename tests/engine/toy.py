@@ -105,10 +105,12 @@ def toy(
     mode: Mode = "train",
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     data_group: Group | None = None,
+    timeout: float = 20.0,
 ) -> Toy:
     """Build this rank's part of a chain of sum(layers_per_stage) layers.
 
     change: applied to the named schedule before it is lowered. data_group: by default the mesh's.
+    timeout: seconds that a link waits.
     """
     compute = order(
         name,
@@ -151,7 +153,7 @@ def toy(
         RecordingAdamW(OptimizerConfig(), gradients),
         mesh.device,
     )
-    transfers = connect(schedule, mesh, stages, LinkPool(mesh, "auto", timeout=20.0))
+    transfers = connect(schedule, mesh, stages, LinkPool(mesh, "auto", timeout))
     return Toy(Engine(schedule, rank, stages, transfers, reductions), modules, states_here, gradients)
 
 
