@@ -1,46 +1,20 @@
 """Text to shards: the same bytes for any number of workers, documents as they stand in the input, clear refusals."""
 
-import json
-import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.data.errors import DataError
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import read_manifest
-from megapipe.data.preprocess.command import main
 from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.inputs import InputFile, find_inputs
 from megapipe.data.preprocess.parts import cut_into_parts
-from megapipe.data.preprocess.workers import map_in_order
 from megapipe.data.tokenizers import open_tokenizer
-
-ROOT = Path(__file__).parents[2]
-TOOL = [sys.executable, str(ROOT / "tools" / "preprocess.py")]
-fresh_files = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def texts_of(prefix: Path | str) -> list[str]:
-    dataset, tokenizer = IndexedDataset(prefix), open_tokenizer("bytes")
-    return [tokenizer.decode(dataset.document(index).tolist()) for index in range(dataset.num_documents)]
-
-
-def write_json_lines(path: Path, records: list) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
-    return path
-
-
-def preprocess(*arguments: object) -> int:
-    return main(["--tokenizer", "bytes", "--workers", "1", *map(str, arguments)])
-
+from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
 
 lines = st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12), max_size=12)
 
@@ -222,34 +196,6 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_shard(tmp_path: Path, capsys
     assert not list(tmp_path.glob("*.part*"))
 
 
-def test_what_a_killed_run_left_is_not_trusted(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("good")
-    (tmp_path / "out.parts").mkdir()
-    (tmp_path / "out.parts" / "000000_0.bin").write_bytes(b"bad")
-    (tmp_path / "out_text_document.bin.partial").write_bytes(b"bad")
-    assert preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out") == 0
-    assert texts_of(tmp_path / "out_text_document") == ["good"]
-    assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_an_interrupted_run_leaves_neither_files_nor_workers(tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 400)
-    arguments = [
-        "--input",
-        str(tmp_path / "in.jsonl"),
-        "--tokenizer",
-        "bytes",
-        "--output-prefix",
-        str(tmp_path / "out"),
-    ]
-    process = subprocess.Popen([*TOOL, *arguments, "--workers", "2"], stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: list(tmp_path.glob("out.parts/*")) != [])
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "interrupted\n"
-    assert process.returncode == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
 def test_help_imports_no_torch() -> None:
     finished = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0
@@ -265,51 +211,3 @@ def test_both_spellings_of_flags(tmp_path: Path) -> None:
     command = ["--input", tmp_path / "in.jsonl", f"--output_prefix={tmp_path}/under_score", "--json_keys", "my_text"]
     assert preprocess(*command, "--append_eod") == 0
     assert texts_of(tmp_path / "under_score_my_text_document") == ["x"]
-
-
-def die(number: int) -> int:
-    if number == 3:
-        os._exit(1)
-    return number
-
-
-def test_a_worker_that_dies_ends_the_run_with_the_way_out() -> None:
-    with pytest.raises(DataError, match="--workers"):
-        list(map_in_order(die, ((number,) for number in range(8)), workers=2))
-
-
-def stand_still(path: str) -> None:
-    Path(path).write_text(str(os.getpid()))
-    time.sleep(120)
-
-
-def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    code = "from tests.data.test_preprocess import stand_still, map_in_order\n"
-    code += f"if __name__ == '__main__': list(map_in_order(stand_still, [({str(tmp_path / 'pid')!r},)], 2))"
-    (tmp_path / "parent.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "parent.py")]
-    parent = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
-    worker = int((tmp_path / "pid").read_text())
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(10)
-    wait_until(lambda: not alive(worker))
-
-
-def alive(process: int) -> bool:
-    """Zombies, which nobody may be there to reap, do not count."""
-    status = Path(f"/proc/{process}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail("waited for 30 s")
