@@ -1,5 +1,6 @@
 """How many bytes of tensors are alive: torch keeps no allocator statistics for the CPU."""
 
+import threading
 import weakref
 from typing import Any
 
@@ -24,6 +25,8 @@ class LiveBytes(TorchDispatchMode):
         self.current = 0
         self.peak = 0
         self._seen = WeakIdKeyDictionary()
+        # Another thread may drop the last reference to a tensor; re-entrant, as a collection may run inside.
+        self._lock = threading.RLock()
 
     def reset_peak(self) -> None:
         """Start looking for the peak anew, from what is alive now."""
@@ -51,5 +54,6 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._add, -storage.nbytes())
 
     def _add(self, num_bytes: int) -> None:
-        self.current += num_bytes
-        self.peak = max(self.peak, self.current)
+        with self._lock:
+            self.current += num_bytes
+            self.peak = max(self.peak, self.current)
