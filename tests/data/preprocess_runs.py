@@ -10,7 +10,6 @@ from megapipe.data.tokenizers import open_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TOOL = [sys.executable, str(ROOT / "tools" / "preprocess.py")]
-fresh_files = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def texts_of(prefix: Path | str) -> list[str]:

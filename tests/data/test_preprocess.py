@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data.indexed_dataset import IndexedDataset
@@ -16,6 +16,7 @@ from megapipe.data.preprocess.parts import cut_into_parts
 from megapipe.data.tokenizers import open_tokenizer
 from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
 
+fresh_files = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 lines = st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12), max_size=12)
 
 
