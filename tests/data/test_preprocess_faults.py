@@ -60,7 +60,7 @@ def stand_still(path: str) -> None:
 
 
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    code = "from tests.data.test_preprocess import stand_still, map_in_order\n"
+    code = "from tests.data.test_preprocess_faults import stand_still, map_in_order\n"
     code += f"if __name__ == '__main__': list(map_in_order(stand_still, [({str(tmp_path / 'pid')!r},)], 2))"
     (tmp_path / "parent.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
