@@ -16,7 +16,7 @@ from megapipe.checkpoint.hugging_face_config import family_of, field_differences
 from megapipe.checkpoint.shards import Shard, shards_of
 from megapipe.checkpoint.tensor_file import TensorFile
 from megapipe.config.model import ModelConfig
-from megapipe.models.gpt_hugging_face import Correspondence, correspondences
+from megapipe.models.gpt_hugging_face import Correspondence, correspondences, is_redundant
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 
@@ -75,7 +75,7 @@ class _Weights:
         pairs = correspondences(model, family_of(config))
         used = {name for pair in pairs for name in pair.theirs}
         missing = sorted(name for name in used if name not in files.names)
-        unused = sorted(name for name in files.names - used if not _redundant(name, model))
+        unused = sorted(name for name in files.names - used if not is_redundant(name, model))
         if missing or unused:
             told = [f"no tensor {name!r}" for name in missing[:3]] + [
                 f"an unknown tensor {name!r}" for name in unused[:3]
@@ -148,8 +148,3 @@ def _object(file: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} holds no JSON object")
     return found
-
-
-def _redundant(name: str, model: ModelConfig) -> bool:
-    """Whether a tensor repeats another or holds no weight."""
-    return name.endswith(_NO_WEIGHT) or (name == "lm_head.weight" and model.tie_embeddings)

@@ -80,7 +80,15 @@ class ScheduleConfig:
     """Order of forwards and backwards in a step."""
 
     name: str = "1f1b"
-    """Name of a pipeline schedule."""
+    """Name of a pipeline schedule; `tools/schedule.py list` has them all."""
+    chunks: int | None = None
+    """Stages on each rank, for schedules that place several (null: the schedule's own default)."""
+    group_size: int | None = None
+    """interleaved_1f1b: micro-batches that go through a chunk in a row (null: the number of pipeline ranks)."""
+    two_bp: bool = False
+    """Split every backward of a schedule that has whole ones, and fill idle time with the weight halves (2BP)."""
+    max_pending: int | None = None
+    """two_bp: most weight halves that a rank may put off (null: no limit)."""
     receive_ahead: int = 1
     """How many compute actions before its use a receive is posted."""
 
@@ -208,6 +216,11 @@ class PretrainConfig:
             "parallel.pipeline": self.parallel.pipeline,
             "parallel.data": self.parallel.data,
             "schedule.receive_ahead": self.schedule.receive_ahead,
+            **{
+                f"schedule.{name}": 1 if value is None else value
+                for name, value in vars(self.schedule).items()
+                if name in ("chunks", "group_size", "max_pending")
+            },
             "training.steps": self.training.steps,
             "training.stop_at": 1 if self.training.stop_at is None else self.training.stop_at,
             "training.log_every": self.training.log_every,

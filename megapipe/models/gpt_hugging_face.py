@@ -90,7 +90,7 @@ def from_hugging_face(theirs: Mapping[str, Tensor], model: ModelConfig, family: 
                 f"the model configuration asks for {pair.spec.shape}"
             )
         found[pair.spec.name] = ours
-    unused = [name for name in left if not _redundant(name, model)]
+    unused = [name for name in left if not is_redundant(name, model)]
     if unused:
         raise WeightMappingError(
             f"the {family} weights hold {', '.join(unused[:4])}, for which this model configuration has no parameter; "
@@ -175,7 +175,7 @@ def _alone(ours: Tensor) -> Sequence[Tensor]:
     return [ours]
 
 
-def _redundant(name: str, model: ModelConfig) -> bool:
+def is_redundant(name: str, model: ModelConfig) -> bool:
     """Whether a left-over tensor repeats another or holds no weight."""
     if name == "lm_head.weight":
         return model.tie_embeddings

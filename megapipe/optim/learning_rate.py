@@ -40,7 +40,8 @@ def learning_rate_problems(config: OptimizerConfig, total_steps: int) -> list[st
         found.append(f"optimizer.warmup_steps is {config.warmup_steps}; it must be at least 0")
     if config.decay_steps is not None and config.decay_steps < 1:
         found.append(f"optimizer.decay_steps is {config.decay_steps}; it must be at least 1, or null for its default")
-    ends_in_warmup = config.warmup_steps >= total_steps and config.decay_steps is None  # a short trial of a long recipe
+    # A short trial of a long recipe never leaves its warm-up.
+    ends_in_warmup = config.warmup_steps >= total_steps and config.decay_steps is None
     if found or config.decay == "constant" or ends_in_warmup:
         return found
     start, stop = _decay_range(config, total_steps)

@@ -18,7 +18,7 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.schedules.schedule import Mode
 from megapipe.training.assemble import Assembly, StageLayout, lay_out
-from megapipe.training.validate import num_microbatches, num_stages
+from megapipe.training.validate import num_microbatches, num_stages, schedule_options
 
 
 class Replica:
@@ -99,6 +99,7 @@ def build_schedule(config: PretrainConfig, mesh: Mesh, layout: StageLayout, mode
         tied_groups=layout.tied,
         data_parallel=mesh.size("data") > 1,
         receive_ahead=config.schedule.receive_ahead,
+        **schedule_options(config),
     )
 
 

@@ -8,7 +8,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.optim.learning_rate import learning_rate_problems
 from megapipe.schedules import GENERATORS, ScheduleError, check_microbatches
-from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.training.batch_plan import BatchPlan, ramp_problems
 
 
@@ -25,9 +25,24 @@ def num_microbatches(config: PretrainConfig, world_size: int) -> int:
     return config.batch.global_size // (config.batch.micro_size * data_parallel_size(config, world_size))
 
 
+def schedule_options(config: PretrainConfig) -> Options:
+    """What the configuration asks of its schedule beside the name; what it leaves open is the schedule's to choose."""
+    schedule, options = config.schedule, Options()
+    if schedule.chunks is not None:
+        options["chunks"] = schedule.chunks
+    if schedule.group_size is not None:
+        options["group_size"] = schedule.group_size
+    if schedule.two_bp:
+        options["two_bp"] = True
+    if schedule.max_pending is not None:
+        options["max_pending"] = schedule.max_pending
+    return options
+
+
 def num_stages(config: PretrainConfig) -> int:
     """Stages of the model: each pipeline rank holds as many as the schedule gives it. Raises ScheduleError."""
-    return config.parallel.pipeline * find_generator(config.schedule.name).chunks
+    generator = find_generator(config.schedule.name)
+    return config.parallel.pipeline * generator.number_of_chunks(schedule_options(config))
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
@@ -71,7 +86,7 @@ def _schedule_problems(config: PretrainConfig, world_size: int) -> list[str]:
     share = config.batch.micro_size * data_parallel_size(config, world_size)
     for size in BatchPlan.of(config.batch).sizes():
         try:
-            check_microbatches(name, pipeline, size // share)
+            check_microbatches(name, pipeline, size // share, **schedule_options(config))
         except ScheduleError as error:
             at = f" (a step of {size} samples on the way up the ramp)" if size != config.batch.global_size else ""
             return [f"schedule.name: {error}{at}"]
@@ -81,10 +96,15 @@ def _schedule_problems(config: PretrainConfig, world_size: int) -> list[str]:
             f"schedule.name: {name} never flushes its pipeline, and training runs schedules that flush every step: "
             f"use {', '.join(other.name for other in GENERATORS.values() if other.numerical_class != 'B')}"
         ]
+    chunks = num_stages(config) // pipeline
+    try:
+        generator.placement(pipeline, chunks)
+    except ScheduleError as error:
+        return [f"schedule.chunks: {error} ({name})"]
     if num_stages(config) > layers:
-        each = f" x {generator.chunks} stages a rank of {name}" if generator.chunks > 1 else ""
+        each = f" x {chunks} stages a rank of {name}" if chunks > 1 else ""
         return [
             f"parallel.pipeline {pipeline}{each} exceeds the {layers} layers of the model (embedding, "
-            f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers // generator.chunks}"
+            f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers // chunks}"
         ]
     return []

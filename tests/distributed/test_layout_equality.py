@@ -7,6 +7,7 @@ clipping included; where a sum over ranks is reordered the tolerances of the des
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +120,20 @@ def test_bf16_pipeline_equals_bf16_one_process_and_follows_fp32(corpus: str) -> 
         runs[pipeline] = [result.loss for result in run_mesh({"pipeline": pipeline}, run_gpt, config)[0].results]
     assert runs[1] == runs[2]
     assert runs[1] == pytest.approx([result.loss for result in one_process(corpus, "gpt2-tied").results], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"name": "interleaved_1f1b", "chunks": 2, "group_size": 4},
+        {"name": "1f1b", "two_bp": True, "max_pending": 1},
+    ],
+    ids=lambda schedule: schedule["name"],
+)
+def test_a_schedules_own_options_change_no_bit(corpus: str, schedule: dict[str, Any]) -> None:
+    config = config_of(corpus, GPT2_SHAPE, {"pipeline": 2})
+    config.schedule = replace(config.schedule, **schedule)
+    ranks = run_mesh({"pipeline": 2}, run_gpt, config, 4)
+    expected = one_process(corpus, "gpt2-tied").results[:4]
+    assert [result.loss for result in ranks[0].results] == [result.loss for result in expected]
+    assert [result.gradient_norm for result in ranks[0].results] == [result.gradient_norm for result in expected]

@@ -58,6 +58,8 @@ def test_a_good_configuration_passes() -> None:
         ({"checkpoint": {"every": 0}}, 1, ["checkpoint.every is 0", "at least 1"]),
         ({"checkpoint": {"keep_last": 0}}, 1, ["checkpoint.keep_last is 0", "at least 1"]),
         ({"schedule": {"name": "1f2b"}}, 1, ["1f2b", "1f1b"]),
+        ({"schedule": {"name": "gpipe", "chunks": 2}}, 1, ["gpipe", "chunks"]),
+        ({"schedule": {"name": "interleaved_1f1b", "chunks": 0}}, 1, ["schedule.chunks is 0", "at least 1"]),
         ({"optimizer": {"learning_rate": 0.0}}, 1, ["learning_rate is 0.0", "above 0"]),
         ({"optimizer": {"betas": (0.9, 1.0)}}, 1, ["[0.9, 1.0]", "below 1"]),
         ({"optimizer": {"warmup_steps": 60, "decay_steps": 50}}, 1, ["warmup_steps 60", "50"]),
