@@ -36,7 +36,8 @@ def test_probabilities_equal_those_of_transformers(
         expected = TopKLogitsWarper(top_k)(None, expected)
     expected = torch.softmax(TopPLogitsWarper(top_p)(None, expected), dim=-1)
     found = probabilities(logits, SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p))
-    assert torch.allclose(found, expected, rtol=1e-9, atol=0.0)
+    # Next to top_p = 1 the last bit of a cumulative sum decides about tokens of no weight.
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_equal_logits_at_the_edge_of_top_k_all_stay_and_at_that_of_top_p_the_lower_ids_do() -> None:
