@@ -1,9 +1,9 @@
 """How long schedules take to make: megapipe beside torch.distributed.pipelining's own lowering, in one run.
 
 Megapipe builds, lowers and validates interleaved 1F1B; torch orders, checks the order and lowers the same shape, and
-does not check what it lowered. tools/schedule.py is started afresh as a user would. Processor seconds are the
-process's own: on a busy host they say more than seconds of the clock. Every figure is the least of the repeats. The
-last line of the output is one JSON object.
+does not check what it lowered. tools/schedule.py is started afresh as a user would. On a busy host the processor's
+seconds say more than those of the clock. Every figure is the least of the repeats. The last line of the output is one
+JSON object.
 
     python benchmarks/schedule_speed.py --repeats 3
 """

@@ -21,6 +21,7 @@ def build(
     units_per_stage: Sequence[int] | None = None,
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
+    weight_buffers: int = 0,
     receive_ahead: int = 1,
     **options: Unpack[Options],
 ) -> Schedule:
@@ -34,6 +35,7 @@ def build(
         units_per_stage: units of each stage, ascending by stage; one each by default.
         tied_groups: per tied weight, the stages that hold a use of it.
         data_parallel: reduce gradients over data-parallel replicas, unit by unit.
+        weight_buffers: units whose gathered weights a rank may hold at once (ZeRO-3); 0 keeps weights whole.
         receive_ahead: compute actions between a receive's posting and its use.
         options: what the named schedule takes besides, see :class:`Options`.
 
@@ -42,7 +44,7 @@ def build(
     """
     compute = order(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
-        data_parallel=data_parallel, **options,
+        data_parallel=data_parallel, weight_buffers=weight_buffers, **options,
     )  # fmt: skip
     return lower(compute, receive_ahead=receive_ahead)
 
@@ -56,10 +58,13 @@ def order(
     units_per_stage: Sequence[int] | None = None,
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
+    weight_buffers: int = 0,
     **options: Unpack[Options],
 ) -> Schedule:
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
     check_microbatches(name, num_ranks, num_microbatches, **options)
+    if weight_buffers < 0:
+        raise ScheduleError(f"weight_buffers {weight_buffers} is below 0; 0 keeps weights whole")
     generator = find_generator(name)
     placement = generator.placement(num_ranks, generator.number_of_chunks(options))
     arguments = generator.arguments(generator.order_options, options)
@@ -81,6 +86,7 @@ def order(
         data_parallel=data_parallel,
         updates_per_step=policy.updates_per_step,
         gradient_buffers=policy.gradient_buffers,
+        weight_buffers=weight_buffers,
     )
     schedule = Schedule(header, sections)
     return forward_only(schedule) if mode == "forward" else schedule

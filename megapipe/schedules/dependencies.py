@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
+from megapipe.schedules.gathers import USES
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -86,6 +87,17 @@ class Dependencies:
             receive.append(table.last_by_key(receiving)[target])
             use.append(first[target])
         return Messages(np.concatenate(send), np.concatenate(receive), np.concatenate(use))
+
+    @cached_property
+    def gathers(self) -> Needs:
+        """Every use of sharded weights needs the latest gather of its unit; none where weights are whole."""
+        table = self.table
+        rows = table.rows_with(*USES, Kind.GATHER_WEIGHTS) if table.header.weight_buffers else np.empty(0, np.int64)
+        place = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
+        rows = rows[np.lexsort((rows, place))]
+        gathering = table.is_kind(Kind.GATHER_WEIGHTS)[rows]
+        latest = np.maximum.accumulate(np.where(gathering, np.arange(len(rows)), 0))
+        return Needs(rows[~gathering], rows[latest[~gathering]])
 
     def local_needs(self) -> Iterator[Needs]:
         """Needs between rows of one rank, by kind of need."""

@@ -56,7 +56,8 @@ class Header:
     and versions count from the body's step: step t adds ``t * num_microbatches`` and ``t * updates_per_step``. A
     micro-batch of update k reads version k; update k writes version ``k + versions_per_stage[s]`` over it, so a stage
     keeps that many copies and its gradients are ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers
-    per stage; ``gradient_buffers`` is how many updates' gradients may be alive at once.
+    per stage; ``gradient_buffers`` is how many updates' gradients may be alive at once. ``weight_buffers`` is how many
+    units' weights a rank may hold gathered at once where they are sharded; 0 where weights are whole.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Header:
     data_parallel: bool = False
     updates_per_step: int = 1
     gradient_buffers: int = 1
+    weight_buffers: int = 0
     activation_slots: tuple[int, ...] = ()
     gradient_slots: tuple[int, ...] = ()
     lowered: bool = False

@@ -13,6 +13,7 @@ _NUMBERS: Final = {
     "microbatches": "num_microbatches",
     "updates": "updates_per_step",
     "gradient_buffers": "gradient_buffers",
+    "weight_buffers": "weight_buffers",
 }
 _FLAGS: Final = ("data_parallel", "lowered")
 _CHOICES: Final = {"mode": ("mode", ("train", "forward")), "class": ("numerical_class", ("A", "B", "C"))}
@@ -25,7 +26,7 @@ _STAGE_FIELDS: Final = {
     "activation_slots": 0,
     "gradient_slots": 0,
 }
-_AT_LEAST_ONE: Final = ("units", "versions")
+_AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "updates", "gradient_buffers")
 _KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied")
 
 
@@ -79,7 +80,7 @@ class HeaderReader:
         elif key == "tied":
             self._tied.append(self._stage_list(line))
         elif key in _NUMBERS:
-            self._once(line, _NUMBERS[key], line.number_at(1, least=1))
+            self._once(line, _NUMBERS[key], line.number_at(1, least=1 if key in _AT_LEAST_ONE else 0))
         elif key in _FLAGS:
             self._once(line, key, line.choice_at(1, ("yes", "no")) == "yes")
         elif key in _CHOICES:

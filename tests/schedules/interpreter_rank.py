@@ -38,6 +38,7 @@ class Rank:
         self.gradients: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self.reduced: dict[tuple[object, ...], int] = {}
         self.started: dict[tuple[object, ...], int] = defaultdict(int)
+        self.gathered: dict[tuple[int, int], int] = {}
         self.meant_for: dict[tuple[tuple[object, ...], int], int] = {}
 
     def step(self) -> bool:
@@ -61,13 +62,30 @@ class Rank:
             raise Broken(f"nothing to start from: {action}")
         return self.values.pop(key)
 
-    def weight(self, stage: int, unit: int, version: int) -> int:
+    def weight(self, stage: int, unit: int, version: int, needs_gather: bool = True) -> int:
         """What a unit computes with: its own weights, and the tied ones at the stage's first unit."""
         header = self.world.schedule.header
         names = [("unit", stage, unit)]
         if unit == 0:
             names += [("tied", group, 0) for group, uses in enumerate(header.tied_groups) if stage in uses]
-        return mix(*(self.weights[name][version % len(self.weights[name])] for name in names))
+        values = [self.weights[name][version % len(self.weights[name])] for name in names]
+        if header.weight_buffers and needs_gather:
+            if (stage, unit) not in self.gathered:
+                raise Broken(f"weights of unit {unit} of stage {stage} are not gathered")
+            values[0] = self.gathered[stage, unit]
+        return mix(*values)
+
+    def gather_weights(self, action: Action) -> bool:
+        place = action.stage, action.unit
+        if place in self.gathered or len(self.gathered) == self.world.schedule.header.weight_buffers:
+            raise Broken(f"no buffer: {action}")
+        copies = self.weights["unit", action.stage, action.unit]
+        self.gathered[place] = copies[action.version % len(copies)]
+        return True
+
+    def release_weights(self, action: Action) -> bool:
+        del self.gathered[action.stage, action.unit]
+        return True
 
     def units(self, action: Action) -> list[int]:
         count = self.world.schedule.header.units_per_stage[action.stage]
@@ -139,7 +157,7 @@ class Rank:
 
     def backward_weight(self, action: Action) -> bool:
         for unit in self.units(action)[::-1]:
-            weight = self.weight(action.stage, unit, action.version)
+            weight = self.weight(action.stage, unit, action.version, needs_gather=False)
             self.add_gradients(action.stage, unit, action.microbatch, weight)
         return True
 

@@ -63,6 +63,7 @@ def test_options_reach_the_schedules(capsys):
         "--schedule pipedream --vertical_sync",
         "--schedule gpipe --two-bp --max-pending 2",
         "--schedule zb_auto --memory-limit 6 --latency 0.2 --placement linear",
+        "--schedule modular --units 2 --weight-buffers 2 --gather 0.5",
         "--schedule zb_v --blocking-sends --update-time 0.5 --reduce-time 0.5 --scalars-time 0.1",
     ):
         assert json.loads(output(capsys, "simulate", "--json", *flags.split()))["bubble"] >= 0

@@ -1,11 +1,13 @@
 """What docs/schedules.md says is what the code does."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from megapipe.schedules import GENERATORS, Link, build, loads, lower, rank_costs, simulate, validate
+from megapipe.schedules.command.main import main
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
 
@@ -38,6 +40,27 @@ def test_the_lazy_and_eager_table():
             schedule = build(name, 4, int(microbatches), **options)
             run = simulate(schedule, rank_costs(schedule.header, reduce_scalars=float(wait)), 100)
             assert 1 + run.bubble == pytest.approx(float(figure), abs=6e-4)
+
+
+def test_the_table_of_gathers(capsys):
+    rows = re.findall(r"^\| (\w+) \| `(.+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", GUIDE, re.M)
+    assert len(rows) == 4
+    for name, flags, gathers, bubble, exposed in rows:
+        shape = f"simulate --schedule {name} --ranks 4 --microbatches 8 {flags}"
+        assert main([*shape.split(), "--weight-buffers", "2", "--gather-time", "2", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["weight_gathers"][0] == int(gathers)
+        assert f"{found['bubble']:.4f}" == bubble
+        assert f"{found['exposed_communication']:.2f}" == exposed
+
+
+def test_eager_2bw_idles_for_all_but_one_backward_a_step():
+    """(p-1) B a step, by the closed form that the guide gives."""
+    for ranks, microbatches, backward, steps in ((4, 4, 2.0, 20), (3, 5, 1.0, 7), (2, 6, 3.0, 1)):
+        schedule = build("2bw", ranks, microbatches, update="eager")
+        run = simulate(schedule, rank_costs(schedule.header, backward=backward), steps)
+        step = microbatches * (1 + backward) + (ranks - 1) * backward
+        assert run.finish == steps * step + (ranks - 1)
 
 
 def test_the_example_runs():

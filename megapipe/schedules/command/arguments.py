@@ -64,6 +64,10 @@ def _flags(command: argparse.ArgumentParser) -> None:
     shape.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
     shape.add_argument("--chunks", type=int, help="stages a rank (default 2 where a schedule has several)")
     shape.add_argument("--steps", type=int, help="optimizer steps (default 1; 4 for schedules that never flush)")
+    shape.add_argument("--units", type=int, default=1, help="units (layers) a stage (default 1)")
+    shape.add_argument(
+        "--weight-buffers", type=int, default=0, help="sharded weights: gathered units that a rank may hold at once"
+    )
     shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
     options = command.add_argument_group("options of single schedules")
     options.add_argument("--group-size", type=int, help="interleaved_1f1b: micro-batches in a row through a chunk")
@@ -88,6 +92,7 @@ def _flags(command: argparse.ArgumentParser) -> None:
     times.add_argument("--blocking-sends", action="store_true", help="a send holds its rank until it has arrived")
     times.add_argument("--update-time", type=float, default=0.0, help="optimizer step of a rank's share")
     times.add_argument("--reduce-time", type=float, default=0.0, help="gradient reduction of a rank's share")
+    times.add_argument("--gather-time", type=float, default=0.0, help="weight gather of a rank's share")
     times.add_argument("--scalars-time", type=float, default=0.0, help="global norm and finite flag over all ranks")
 
 
@@ -106,8 +111,10 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     }
     if "times" in generator.order_options or options.get("two_bp"):
         options["times"] = costs
+    stages = flags.ranks * generator.number_of_chunks(cast(Options, options))
     return build(
-        name, flags.ranks, flags.microbatches, data_parallel=flags.reduce_time > 0,
+        name, flags.ranks, flags.microbatches, units_per_stage=[flags.units] * stages,
+        data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0, weight_buffers=flags.weight_buffers,
         receive_ahead=flags.receive_ahead, **cast(Options, options),
     )  # fmt: skip
 
@@ -141,7 +148,8 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
     return rank_costs(
         header, forward=flags.forward, backward=flags.backward, backward_input=flags.backward_input,
         backward_weight=flags.backward_weight, update=flags.update_time, reduce_gradients=flags.reduce_time,
-        reduce_scalars=flags.scalars_time, link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends,
+        gather_weights=flags.gather_time, reduce_scalars=flags.scalars_time, link=Link(flags.latency, transfer),
+        blocking_sends=flags.blocking_sends,
     )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ def _run(flags: argparse.Namespace, name: str) -> tuple[Schedule, Simulation]:
 
 def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
     header = schedule.header
-    free = replace(costs_of(flags, header), link=Link(), blocking_sends=False)
+    costs = costs_of(flags, header)
+    free = replace(costs, link=Link(), blocking_sends=False, gather_weights=(0.0,) * len(header.stages))
     ideal_links = simulate(schedule, free, steps_of(flags, schedule))
     return {
         "schedule": header.name,
@@ -94,6 +95,7 @@ def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulati
         "pending_weight_halves": list(simulation.pending_weight_halves),
         "weight_versions": list(simulation.weight_versions),
         "gradient_buffers": header.gradient_buffers,
+        "weight_gathers": list(simulation.weight_gathers),
         "exposed_communication": simulation.makespan - ideal_links.makespan,
     }
 
@@ -149,7 +151,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         )  # fmt: skip
         print("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)))
     print("\nactivations: micro-batches on the fullest rank; weights: versions + gradient buffers; exposed: time that")
-    print("transfers between ranks add to the makespan")
+    print("transfers between ranks and weight gathers add to the makespan")
 
 
 def _draw(flags: argparse.Namespace) -> None:

@@ -17,15 +17,17 @@ class Place(IntEnum):
     REDUCE_COUNTS = 0
     RECEIVE = 1
     UPDATE_AHEAD = 2
-    COMPUTE = 3
-    SEND = 4
-    REDUCE_GRADIENTS = 5
-    REDUCE_TIED = 6
-    REDUCE_SCALARS = 7
-    UPDATE = 8
+    GATHER_WEIGHTS = 3
+    COMPUTE = 4
+    SEND = 5
+    RELEASE_WEIGHTS = 6
+    REDUCE_GRADIENTS = 7
+    REDUCE_TIED = 8
+    REDUCE_SCALARS = 9
+    UPDATE = 10
 
 
-PLACES: Final = 9
+PLACES: Final = len(Place)
 
 
 @dataclass(frozen=True)

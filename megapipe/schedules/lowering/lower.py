@@ -7,7 +7,9 @@ import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Rows, kind_mask
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.gathers import check_weight_buffers
 from megapipe.schedules.lowering.communication import Messages, place_receives
+from megapipe.schedules.lowering.gathers import add_gathers
 from megapipe.schedules.lowering.insertion import insert
 from megapipe.schedules.lowering.reductions import add_reductions
 from megapipe.schedules.lowering.refine import refine
@@ -24,18 +26,22 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule:
 
     ``receive_ahead``: compute actions between a receive's posting and its use (at least 1: less can hang where sends
     wait for their receive). With two gradient buffers updates wait until right before the first forward that reads the
-    new version. Raises ScheduleError where the compute actions do not fit together.
+    new version. With weight buffers every chunk is cut into units, whose weights are gathered before they are used and
+    released after. Raises ScheduleError where the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead {receive_ahead} is below 1: post receives before they are needed")
     _require_compute_only(schedule)
+    check_weight_buffers(schedule)
     table = _with_versions(Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES))
     training = schedule.header.mode == "train"
-    if training and schedule.header.data_parallel:
+    if schedule.header.weight_buffers or (training and schedule.header.data_parallel):
         table = refine(table)
     messages = Messages.of(table)
     post = place_receives(table, messages, receive_ahead)
     insertions = [messages.sends(table), messages.receives(table, post)]
+    if schedule.header.weight_buffers:
+        insertions += add_gathers(table)
     if training:
         insertions += add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
     table, _ = insert(table, insertions)

@@ -34,8 +34,13 @@ def _counts(table: Table) -> Insertion:
 
 
 def _gradients(table: Table) -> Insertion:
-    """One reduction right behind each refined backward: its unit's gradient is complete there."""
-    anchor = np.flatnonzero(table.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT) & (table.unit >= 0))
+    """One reduction a unit and update, right behind the backward that completes the unit's gradient."""
+    adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    cut = adding[table.unit[adding] >= 0]
+    most_units = max(table.header.units_per_stage)
+    place = (table.stage[cut] * table.num_updates + table.update[cut]) * most_units + table.unit[cut]
+    last = last_row_per(place, cut, table.num_stages * table.num_updates * most_units)
+    anchor = np.sort(last[last >= 0])
     rows = rows_of(
         Kind.REDUCE_GRADIENTS,
         table.stage[anchor],

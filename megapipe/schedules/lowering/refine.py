@@ -1,4 +1,4 @@
-"""Refining: a chunk's compute becomes its units' compute where a reduction can start inside it."""
+"""Refining: a chunk's compute becomes its units' compute where a gather or reduction can start inside it."""
 
 from dataclasses import replace
 
@@ -11,12 +11,15 @@ from megapipe.schedules.table import Table, last_row_per
 def refine(table: Table) -> Table:
     """Cut each stage's last micro-batch of every update into units: forward ascending, backward descending.
 
+    Where weights are sharded all micro-batches are cut.
+
     Forward and backward of one micro-batch keep one granularity, so that the engine cuts its graph between units.
     """
     adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     group = table.stage * table.num_updates + table.update
     last = last_row_per(group[adding], adding, table.num_stages * table.num_updates)
     cut = (last[group] >= 0) & (table.microbatch == table.microbatch[last[group]])
+    cut |= table.header.weight_buffers > 0
 
     copies = np.where(cut, table.units, 1)
     source = np.repeat(np.arange(len(copies)), copies)

@@ -19,8 +19,9 @@ class Link:
 class Costs:
     """How long each action takes.
 
-    ``forward``, ``backward``, ``backward_input``, ``backward_weight``, ``reduce_gradients`` and ``update`` have one
-    entry a stage, for the whole chunk. ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run beside the
+    ``forward``, ``backward``, ``backward_input``, ``backward_weight``, ``update``, ``reduce_gradients`` and
+    ``gather_weights`` have one entry a stage, for the whole chunk. Gathers and reductions of a rank share one stream
+    beside its compute. ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run beside the
     compute, one after another on each link; with ``blocking_sends`` they hold the sender until the message arrived,
     and start only when the receive is posted.
     """
@@ -31,6 +32,7 @@ class Costs:
     backward_weight: tuple[float, ...]
     update: tuple[float, ...]
     reduce_gradients: tuple[float, ...]
+    gather_weights: tuple[float, ...]
     reduce_tied: float = 0.0
     reduce_scalars: float = 0.0
     link: Link = Link()
@@ -47,6 +49,7 @@ def rank_costs(
     backward_weight: float | None = None,
     update: float = 0.0,
     reduce_gradients: float = 0.0,
+    gather_weights: float = 0.0,
     reduce_tied: float = 0.0,
     reduce_scalars: float = 0.0,
     link: Link = Link(),
@@ -63,7 +66,7 @@ def rank_costs(
     if backward_input is None or backward_weight is None:
         raise ScheduleError("give both halves of the backward (input and weight), or neither")
     backward = backward_input + backward_weight if backward is None else backward
-    times = (forward, backward, backward_input, backward_weight, update, reduce_gradients)
+    times = (forward, backward, backward_input, backward_weight, update, reduce_gradients, gather_weights)
     if min(*times, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must not be negative and compute must take some: got {times}")
     share = [len(header.stages_on(place.rank)) for place in header.stages]
@@ -75,6 +78,7 @@ def rank_costs(
         backward_weight=per_stage[3],
         update=per_stage[4],
         reduce_gradients=per_stage[5],
+        gather_weights=per_stage[6],
         reduce_tied=reduce_tied,
         reduce_scalars=reduce_scalars,
         link=link,

@@ -29,6 +29,7 @@ class Durations:
             (Kind.BACKWARD_INPUT, costs.backward_input),
             (Kind.BACKWARD_WEIGHT, costs.backward_weight),
             (Kind.REDUCE_GRADIENTS, costs.reduce_gradients),
+            (Kind.GATHER_WEIGHTS, costs.gather_weights),
             (Kind.UPDATE, costs.update),
         ):
             by_kind[kind] = times
@@ -87,6 +88,7 @@ class _Clocks:
         self._note_waits(messages.use.tolist(), messages.send.tolist())
         if self._blocking:
             self._note_waits(messages.send.tolist(), messages.receive.tolist())
+        self._note_waits(dependencies.gathers.row.tolist(), dependencies.gathers.needed.tolist())
         collectives = dependencies.collective_needs()
         self._note_waits(collectives.row.tolist(), collectives.needed.tolist())
         self._link_of = dict(
@@ -99,7 +101,7 @@ class _Clocks:
         self._links = {pair: costs.links.get(pair, costs.link) for pair in set(self._link_of.values())}
         self._link_free = dict.fromkeys(self._links, (0.0, -1))
         self._compute = [(0.0, -1)] * num_ranks
-        self._reductions = [(0.0, -1)] * num_ranks
+        self._data_parallel = [(0.0, -1)] * num_ranks
         self._collectives = collectives
 
     def _note_waits(self, rows: Sequence[int], needed: Sequence[int]) -> None:
@@ -116,14 +118,14 @@ class _Clocks:
         self._done[row] = True
         if kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
             self._send(rank, row)
-        elif kind == Kind.REDUCE_GRADIENTS:
-            self._reductions[rank] = self._put(row, self._compute[rank], self._reductions[rank])
+        elif kind in (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS):
+            self._data_parallel[rank] = self._put(row, self._compute[rank], self._data_parallel[rank])
         elif kind in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS):
             # A collective is ready here; it ends for those who await it, when the last rank is ready.
-            others = [self._reductions[rank]] if kind == Kind.REDUCE_SCALARS else []
+            others = [self._data_parallel[rank]] if kind == Kind.REDUCE_SCALARS else []
             self.start[row], self.cause[row] = max([self._compute[rank], *others])
             self.end[row] = self.start[row]
-        elif kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
+        elif kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, Kind.RELEASE_WEIGHTS):
             self.start[row], self.cause[row] = self._compute[rank]
             self.end[row] = self.start[row]
         else:

@@ -81,6 +81,12 @@ class Simulation:
         """Copies of the weights per rank."""
         return self.table.header.weight_versions
 
+    @property
+    def weight_gathers(self) -> tuple[int, ...]:
+        """Gathers of a unit's weights per rank, over all steps."""
+        ranks = self.table.rank[self.table.rows_with(Kind.GATHER_WEIGHTS)]
+        return tuple(np.bincount(ranks, minlength=self.table.header.num_ranks).tolist())
+
     def critical_path(self) -> list[int]:
         """Rows of ``table`` that the finish hangs on, first to last."""
         row = int(np.argmax(np.where(self.working, self.end, -np.inf)))

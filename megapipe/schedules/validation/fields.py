@@ -29,13 +29,21 @@ SHAPES: Final[dict[Kind, Shape]] = {
     Kind.RECV_ACTIVATION: Shape(stage=True, unit=False, version=False, slot=True),
     Kind.SEND_GRADIENT: Shape(stage=True, unit=False, version=False, slot=False),
     Kind.RECV_GRADIENT: Shape(stage=True, unit=False, version=False, slot=True),
+    Kind.GATHER_WEIGHTS: Shape(stage=True, unit=True, version=True, slot=False),
+    Kind.RELEASE_WEIGHTS: Shape(stage=True, unit=True, version=True, slot=False),
     Kind.REDUCE_GRADIENTS: Shape(stage=True, unit=True, version=False, slot=False),
     Kind.REDUCE_TIED: Shape(stage=True, unit=True, version=False, slot=False),
     Kind.REDUCE_COUNTS: Shape(stage=False, unit=False, version=False, slot=False),
     Kind.REDUCE_SCALARS: Shape(stage=False, unit=False, version=False, slot=False),
     Kind.UPDATE: Shape(stage=True, unit=True, version=True, slot=False),
 }
-FORWARD_MODE_KINDS: Final = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION)
+FORWARD_MODE_KINDS: Final = (
+    Kind.FORWARD,
+    Kind.SEND_ACTIVATION,
+    Kind.RECV_ACTIVATION,
+    Kind.GATHER_WEIGHTS,
+    Kind.RELEASE_WEIGHTS,
+)
 
 
 def check_fields(table: Table) -> None:
@@ -86,10 +94,11 @@ def _check_stages(table: Table) -> None:
 
 
 def _check_units(table: Table) -> None:
-    """Compute and gradient reductions name a unit of the stage; tied reductions and updates one that it owns."""
+    """Compute, gathers and reductions name a unit of the stage; tied reductions and updates one that it owns."""
     plain = table.is_kind(
-        Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.REDUCE_GRADIENTS
-    )
+        Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.REDUCE_GRADIENTS,
+        Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS,
+    )  # fmt: skip
     _require(table, ~plain | (table.unit < table.units), "the stage has fewer units")
     for row in table.rows_with(Kind.REDUCE_TIED, Kind.UPDATE).tolist():
         stage, unit = int(table.stage[row]), int(table.unit[row])

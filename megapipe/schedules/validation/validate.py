@@ -6,12 +6,14 @@ import numpy as np
 
 from megapipe.schedules.dependencies import ADDING, Dependencies
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.gathers import check_weight_buffers
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.buffers import check_buffers
 from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields
+from megapipe.schedules.validation.gathers import check_gathers
 from megapipe.schedules.validation.header import check_header
 from megapipe.schedules.validation.order import check_order
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
@@ -45,6 +47,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     if not header.lowered:
         raise ScheduleError(f"{header.name} holds compute actions alone; lower it, then validate")
     check_header(header)
+    check_weight_buffers(schedule)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
         _check(table)
@@ -65,6 +68,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
 def _check(table: Table) -> None:
     check_fields(table)
     check_coverage(table)
+    check_gathers(table)
     dependencies = Dependencies(table)
     check_order(dependencies)
     check_links(dependencies)

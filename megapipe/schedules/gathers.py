@@ -1,0 +1,80 @@
+"""Sharded weights: when each unit's weights are gathered and released, with a given number of buffers a rank (ZeRO-3).
+
+A *run* is a stretch of neighbouring compute actions of a rank that use one unit's weights. While a run computes, the
+rank holds, or is gathering, the first ``weight_buffers`` different units that are used from there on: one buffer means
+no prefetch, two mean one unit ahead. No unit is dropped while it is among them, so no order of gathers with as many
+buffers gathers less. Weight halves of split backwards work on kept inputs and output gradients and use no weights.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from megapipe.schedules.actions import Ints, Kind
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.table import Table
+
+USES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""Kinds that compute with a unit's weights."""
+
+
+@dataclass(frozen=True)
+class Residence:
+    """One entry a gather: compute rows of its first and last use, and the row ahead of which it starts."""
+
+    first_use: Ints
+    last_use: Ints
+    start: Ints
+
+
+def check_weight_buffers(schedule: Schedule) -> None:
+    """Raise ScheduleError where a schedule cannot run on sharded weights."""
+    header = schedule.header
+    if header.weight_buffers == 0:
+        return
+    if header.mode == "train" and not header.data_parallel:
+        raise ScheduleError(
+            f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is nobody "
+            "to gather from; say data_parallel too, or leave weight_buffers out"
+        )
+    if not schedule.flushes:
+        raise ScheduleError(
+            f"{header.name} never flushes and keeps its weight versions whole: weight_buffers "
+            f"{header.weight_buffers} must be 0; take a schedule that flushes to shard weights"
+        )
+
+
+def residences(table: Table) -> Residence:
+    """When units' weights are on hand, in a table of one step whose compute is cut into units."""
+    rows = table.rows_with(*USES)
+    unit = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
+    opens = np.flatnonzero(np.append(True, (unit[1:] != unit[:-1]) | (np.diff(table.rank[rows]) != 0)))
+    first, last = rows[opens], rows[np.append(opens[1:], len(rows)) - 1]
+    rank_opens = np.searchsorted(table.rank[first], np.arange(table.header.num_ranks + 1)).tolist()
+    found = [
+        (opens_rank + uses, opens_rank + ends, opens_rank + starts)
+        for opens_rank, closes_rank in pairwise(rank_opens)
+        for uses, ends, starts in _held(unit[opens][opens_rank:closes_rank].tolist(), table.header.weight_buffers)
+    ]
+    first_use, last_use, start = np.array(found, dtype=np.int64).T
+    return Residence(first[first_use], last[last_use], first[start])
+
+
+def _held(units: list[int], buffers: int) -> list[tuple[int, int, int]]:
+    """For each gather of one rank, in order: the runs of first and last use, and the run ahead of which it starts."""
+    ahead: Counter[int] = Counter()
+    uses_from: dict[int, tuple[int, int]] = {}
+    held, end = [], 0
+    for run, leaving in enumerate(units):
+        while end < len(units) and (units[end] in uses_from or len(uses_from) < buffers):
+            uses_from.setdefault(units[end], (end, run))
+            ahead[units[end]] += 1
+            end += 1
+        ahead[leaving] -= 1
+        if ahead[leaving] == 0:
+            first_use, start = uses_from.pop(leaving)
+            held.append((first_use, run, start))
+    return sorted(held)

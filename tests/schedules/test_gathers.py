@@ -1,0 +1,160 @@
+"""Sharded weights: how often units are gathered, what the validator refuses, what gathers cost."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import Kind, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
+from tests.schedules.support import NEVER_FLUSHING, schedules, with_rank_rows, words
+
+
+def counted(schedule, kind, rank=0):
+    return sum(action.kind == kind for action in schedule.actions("body", rank))
+
+
+def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
+    schedule = build(
+        name,
+        ranks,
+        microbatches,
+        units_per_stage=[units] * stages,
+        data_parallel=True,
+        weight_buffers=buffers,
+        **options,
+    )
+    validate(schedule)
+    return schedule
+
+
+def fewest_gathers(schedule, rank):
+    """Naively: at every run hold the next different units, as many as there are buffers; count what is new."""
+    runs = []
+    for action in schedule.actions("body", rank):
+        uses = action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        if uses and runs[-1:] != [(action.stage, action.unit)]:
+            runs.append((action.stage, action.unit))
+    held, count = set(), 0
+    for start in range(len(runs)):
+        window = set(list(dict.fromkeys(runs[start:]))[: schedule.header.weight_buffers])
+        count += len(window - held)
+        held = window
+    return count
+
+
+def test_two_layers_on_one_rank_by_hand():
+    schedule = sharded("gpipe", 1, 1, 1, units=3, buffers=1)
+    assert words(schedule, 0) == (
+        "DC.0 GW0/0.0 F0/0.0 LW0/0.0 GW0/1.0 F0/1.0 LW0/1.0 GW0/2.0 F0/2.0 B0/2.0 LW0/2.0 DG0/2.0 "
+        "GW0/1.0 B0/1.0 LW0/1.0 DG0/1.0 GW0/0.0 B0/0.0 LW0/0.0 DG0/0.0 DS.0 U0/0.0 U0/1.0 U0/2.0"
+    )
+    ahead = words(sharded("gpipe", 1, 1, 1, units=3), 0)
+    assert ahead.startswith("DC.0 GW0/0.0 GW0/1.0 F0/0.0 LW0/0.0 GW0/2.0 F0/1.0 F0/2.0 B0/2.0 LW0/2.0")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 4, 9])
+@pytest.mark.parametrize("layers", [3, 8])
+def test_layered_accumulation_gathers_twice_and_reduces_once_whatever_the_microbatches(ranks, microbatches, layers):
+    """Arxiv 2106.02679; the layer of the last forward and, with two buffers, the one before it are still on hand."""
+    schedule = sharded("modular", ranks, microbatches, ranks * layers, chunks=layers)
+    for rank in range(ranks):
+        assert counted(schedule, Kind.GATHER_WEIGHTS, rank) == 2 * layers - 2
+        assert counted(schedule, Kind.REDUCE_GRADIENTS, rank) == layers
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 9])
+def test_accumulation_by_microbatch_gathers_twice_a_microbatch(microbatches):
+    """On one rank gpipe turns around once a step, 1f1b in every micro-batch and between two of them."""
+    layers = 8
+    gpipe = sharded("gpipe", 1, microbatches, 1, units=layers)
+    assert counted(gpipe, Kind.GATHER_WEIGHTS) == 2 * microbatches * layers - 2
+    alternating = sharded("1f1b", 1, microbatches, 1, units=layers)
+    assert counted(alternating, Kind.GATHER_WEIGHTS) == 2 * microbatches * layers - 2 * (2 * microbatches - 1)
+    for schedule in (gpipe, alternating):
+        assert counted(schedule, Kind.REDUCE_GRADIENTS) == layers
+
+
+def test_enough_buffers_keep_all_weights():
+    assert counted(sharded("1f1b", 1, 5, 1, units=3, buffers=3), Kind.GATHER_WEIGHTS) == 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules() | schedules("forward"))
+def test_gathers_are_those_of_the_next_units(schedule):
+    validate(schedule)
+    for rank in range(schedule.header.num_ranks):
+        gathers = fewest_gathers(schedule, rank) if schedule.header.weight_buffers else 0
+        assert counted(schedule, Kind.GATHER_WEIGHTS, rank) == gathers
+        assert counted(schedule, Kind.RELEASE_WEIGHTS, rank) == gathers
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), schedules().filter(lambda schedule: schedule.header.weight_buffers > 0))
+def test_a_gather_or_release_dropped_or_moved_behind_a_use_is_refused(data, schedule):
+    rank = data.draw(st.integers(0, schedule.header.num_ranks - 1))
+    rows = schedule.sections.body[rank]
+    places = [at for at, row in enumerate(rows.tolist()) if row[0] in (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)]
+    at = data.draw(st.sampled_from(places))
+    order = [index for index in range(len(rows)) if index != at]
+    if data.draw(st.booleans()):
+        stage, unit = rows[at, 1:3].tolist()
+        sign = 1 if rows[at, 0] == Kind.GATHER_WEIGHTS else -1
+        compute = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        side = order[at:] if sign > 0 else order[:at][::-1]
+        crossed = next(i for i in side if rows[i, 0] in compute and rows[i, 1:3].tolist() == [stage, unit])
+        order.insert(order.index(crossed) + (sign > 0), at)
+    with pytest.raises(ScheduleError, match=r"rank|gathered"):
+        validate(with_rank_rows(schedule, "body", rank, rows[order]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("GW0/1.0@0 F0/0.0@0", "F0/0.0@0", "not gathered here"),
+        ("GW0/0.0@0 GW0/1.0@0", "GW0/0.0@0 GW0/0.0@0 GW0/1.0@0", "gathered already"),
+        ("LW0/1.0@0 DG0/1.0", "LW0/1.0@0 LW0/1.0@0 DG0/1.0", "not gathered here"),
+        ("LW0/0.0@0 GW0/2.0@0", "GW0/2.0@0 LW0/0.0@0", "has 2 buffers for gathered weights"),
+        ("LW0/0.0@0 DG0/0.0", "LW0/0.0@0 GW0/0.0@0 LW0/0.0@0 DG0/0.0", "nothing uses the weights"),
+        ("LW0/0.0@0 DG0/0.0", "DG0/0.0", "never released"),
+        ("weight_buffers 2", "weight_buffers 0", "keeps its weights whole"),
+        ("GW0/0.0@0 GW0/1.0@0", "GW0/0.0 GW0/1.0@0", "version must be given"),
+    ],
+)
+def test_each_broken_rule_is_named(old, new, message):
+    text = dumps(sharded("gpipe", 1, 1, 1, units=3))
+    assert text.count(old) == 1, text
+    with pytest.raises(ScheduleError, match=message):
+        validate(loads(text.replace(old, new)))
+
+
+def test_what_cannot_shard_its_weights_says_why():
+    for name in NEVER_FLUSHING:
+        with pytest.raises(ScheduleError, match="never flushes and keeps its weight versions whole"):
+            build(name, 2, 4, data_parallel=True, weight_buffers=2)
+    with pytest.raises(ScheduleError, match="nobody to gather from"):
+        build("1f1b", 2, 4, weight_buffers=2)
+    with pytest.raises(ScheduleError, match="weight_buffers -1 is below 0"):
+        build("1f1b", 2, 4, data_parallel=True, weight_buffers=-1)
+
+
+def test_prefetch_hides_gathers_that_are_shorter_than_a_unit():
+    """One rank, four units of 1 + 2 time: with one buffer all gathers show, with two the first one."""
+    times = {}
+    for buffers in (1, 2):
+        schedule = sharded("gpipe", 1, 1, 1, units=4, buffers=buffers)
+        costs = rank_costs(schedule.header, forward=4.0, backward=8.0, gather_weights=2.0)
+        run = simulate(schedule, costs)
+        times[buffers] = run.finish
+        assert run.weight_gathers == ((7,), (6,))[buffers - 1]
+    assert times == {1: 12.0 + 7 * 0.5, 2: 12.0 + 0.5}
+
+
+def test_layered_accumulation_hides_gathers_that_accumulation_by_microbatch_cannot():
+    """Eight layers, eight micro-batches, a gather that takes as long as two forwards of its layer."""
+    layered, plain = sharded("modular", 1, 8, 8, chunks=8), sharded("gpipe", 1, 8, 1, units=8)
+    finish = [
+        simulate(schedule, rank_costs(schedule.header, forward=8.0, gather_weights=16.0)).finish
+        for schedule in (layered, plain)
+    ]
+    assert finish[0] == 8 * 24 + 2.0
+    assert finish[1] > 8 * 24 + 60.0
