@@ -1,10 +1,12 @@
 """The README's commands run as they are written, and its links lead somewhere."""
 
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -62,12 +64,25 @@ def test_training_commands_run_as_written_and_learn(command: str) -> None:
     assert losses[-1] < unigram - 0.5
 
 
+def is_tokenized(line: str) -> bool:
+    """Whether Python's tokenizer reads the line by itself."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline))
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    return all(token.type != tokenize.ERRORTOKEN for token in tokens)
+
+
 @pytest.mark.slow
-def test_the_quickstart_ends_below_the_stated_loss(tmp_path: Path) -> None:
+def test_the_quickstart_ends_below_the_stated_loss_and_writes_python(tmp_path: Path) -> None:
     output = run("make quickstart", 1500, QUICKSTART_FOLDER=str(tmp_path))
-    precision = "bf16" if "precision: bf16" in output else "fp32"
+    precision = re.findall(r"faster precision on this machine is (\w+)", output)[0]
     held_out = [float(loss) for loss in re.findall(r"validation loss (\d+\.\d+)", output)]
     assert held_out[-1] < STATED_LOSS[precision]
+    sample = output.split("--- prompt 1", 1)[1].rsplit("done", 1)[0]
+    lines = [line for line in sample.splitlines()[1:] if line.strip() and not line.startswith(("---", "\033"))]
+    assert len(lines) >= 10
+    assert sum(map(is_tokenized, lines)) >= len(lines) / 2
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", TEXT))))
