@@ -67,6 +67,8 @@ class ParallelConfig:
     """Ranks that hold successive stages."""
     data: int | None = None
     """Replicas that share every batch; null takes what the world size leaves."""
+    layers_per_stage: list[int] | None = None
+    """Layers of every stage in order, embedding and head counted as one each; null balances them by FLOPs."""
     links: Literal["auto", "gloo", "shared_memory", "nccl"] = "auto"
     """Transport between stages; auto is nccl on GPUs, shared memory on one host's CPUs, else gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

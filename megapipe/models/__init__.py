@@ -1,1 +1,1 @@
-"""Models as lists of layers; splitting them into stages and units is generic."""
+"""GPTs as lists of layers, their decoding, and their weights in Hugging Face form."""

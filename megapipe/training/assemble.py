@@ -12,9 +12,9 @@ from megapipe.costs.compute import layer_flops
 from megapipe.costs.parameters import LayerSpec, ParameterSpec, tied_names
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.models.gpt import build_layer
-from megapipe.models.stages import even_split
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.schedule import Header
 
 VOCABULARY_ALIGNMENT = 64
@@ -40,10 +40,22 @@ class StageLayout:
         return tuple(len(each) for each in self.ranges)
 
 
-def lay_out(layers: tuple[LayerSpec, ...], model: ModelConfig, num_stages: int, sequence_length: int) -> StageLayout:
-    """Split layers into contiguous stages, balanced by their FLOPs. Raises ValueError with more stages than layers."""
-    costs = [layer_flops(model, layer, 1, sequence_length).total for layer in layers]
-    ranges = tuple(even_split(costs, num_stages))
+def lay_out(
+    layers: tuple[LayerSpec, ...],
+    model: ModelConfig,
+    num_stages: int,
+    sequence_length: int,
+    layers_per_stage: Sequence[int] | None = None,
+) -> StageLayout:
+    """Split layers into contiguous stages, by hand or balanced by their FLOPs.
+
+    Raises ScheduleError with more stages than layers, or numbers by hand that do not fit.
+    """
+    if layers_per_stage is None:
+        bounds = balance_layers([layer_flops(model, layer, 1, sequence_length).total for layer in layers], num_stages)
+    else:
+        bounds = check_assignment(layers_per_stage, len(layers), num_stages)
+    ranges = tuple(range(first, stop) for first, stop in bounds)
     tied = []
     for name in tied_names(layers):
         users = [i for i, layer in enumerate(layers) if any(s.name == name for s in layer.parameters.values())]

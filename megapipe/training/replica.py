@@ -29,7 +29,8 @@ class Replica:
         self._mesh = mesh
         self._layers = layers
         self.rank = mesh.coordinate("pipeline")
-        self.layout = lay_out(layers, config.model, num_stages(config), config.data.sequence_length)
+        by_hand = config.parallel.layers_per_stage
+        self.layout = lay_out(layers, config.model, num_stages(config), config.data.sequence_length, by_hand)
         self.schedule = build_schedule(config, mesh, self.layout)
         self.stages: dict[int, Stage] = Assembly(config, mesh, self.layout, self.schedule.header).stages()
         self.optimizer = FlatAdamW(config.optimizer)

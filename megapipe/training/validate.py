@@ -8,6 +8,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.optim.learning_rate import learning_rate_problems
 from megapipe.schedules import GENERATORS, ScheduleError, check_microbatches
+from megapipe.schedules.balance import check_assignment
 from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.training.batch_plan import BatchPlan, ramp_problems
 
@@ -107,4 +108,9 @@ def _schedule_problems(config: PretrainConfig, world_size: int) -> list[str]:
             f"parallel.pipeline {pipeline}{each} exceeds the {layers} layers of the model (embedding, "
             f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers // chunks}"
         ]
+    if config.parallel.layers_per_stage is not None:
+        try:
+            check_assignment(config.parallel.layers_per_stage, layers, num_stages(config))
+        except ScheduleError as error:
+            return [f"parallel.layers_per_stage: {error} (embedding and head count as one each)"]
     return []

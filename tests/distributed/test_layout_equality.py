@@ -137,3 +137,12 @@ def test_a_schedules_own_options_change_no_bit(corpus: str, schedule: dict[str, 
     expected = one_process(corpus, "gpt2-tied").results[:4]
     assert [result.loss for result in ranks[0].results] == [result.loss for result in expected]
     assert [result.gradient_norm for result in ranks[0].results] == [result.gradient_norm for result in expected]
+
+
+def test_stages_cut_by_hand_change_no_bit(corpus: str) -> None:
+    config = config_of(corpus, GPT2_SHAPE, {"pipeline": 2})
+    config.parallel = replace(config.parallel, layers_per_stage=[3, 1])
+    ranks = run_mesh({"pipeline": 2}, run_gpt, config, 3)
+    assert {shard.name.split(".")[0] for shard in ranks[1].weights} == {"head", "embedding"}
+    expected = one_process(corpus, "gpt2-tied").results[:3]
+    assert [result.loss for result in ranks[0].results] == [result.loss for result in expected]

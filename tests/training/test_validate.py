@@ -58,6 +58,7 @@ def test_a_good_configuration_passes() -> None:
         ({"checkpoint": {"every": 0}}, 1, ["checkpoint.every is 0", "at least 1"]),
         ({"checkpoint": {"keep_last": 0}}, 1, ["checkpoint.keep_last is 0", "at least 1"]),
         ({"schedule": {"name": "1f2b"}}, 1, ["1f2b", "1f1b"]),
+        ({"parallel": {"pipeline": 2, "layers_per_stage": [1, 2]}}, 2, ["layers_per_stage", "[1, 2]", "add up to 4"]),
         ({"schedule": {"name": "gpipe", "chunks": 2}}, 1, ["gpipe", "chunks"]),
         ({"schedule": {"name": "interleaved_1f1b", "chunks": 0}}, 1, ["schedule.chunks is 0", "at least 1"]),
         ({"optimizer": {"learning_rate": 0.0}}, 1, ["learning_rate is 0.0", "above 0"]),
