@@ -7,6 +7,7 @@ once.
 
 import socket
 import struct
+from abc import abstractmethod
 from collections import deque
 
 from torch import Tensor
@@ -60,8 +61,9 @@ class SharedMemoryLink(Link):
             self._poller.unregister(self._connection)
         return data
 
+    @abstractmethod
     def _on_readable(self) -> None:
-        raise NotImplementedError
+        """The socket has bytes or its end."""
 
     def _no_answer(self, number: int) -> CommunicationError:
         if self._peer_gone:
