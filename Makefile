@@ -6,15 +6,16 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: help setup quickstart test test-slow lint docs format clean
+.PHONY: help setup quickstart test test-slow gpu-check lint docs format clean
 
 help:
 	@echo "make quickstart  tokenize real text, train a GPT in a two-rank pipeline, resume, sample"
-	@echo "make test       fast tests, under 15 minutes on two cores"
-	@echo "make test-slow  the rest"
-	@echo "make lint       ruff, mypy, import-linter"
-	@echo "make docs       API reference in build/docs"
-	@echo "make setup      only the environment, in .venv"
+	@echo "make test        fast tests, under 15 minutes on two cores"
+	@echo "make test-slow   the rest"
+	@echo "make gpu-check   GPU tests and benchmarks, on a machine with one"
+	@echo "make lint        ruff, mypy, import-linter"
+	@echo "make docs        API reference in build/docs"
+	@echo "make setup       only the environment, in .venv"
 
 .venv/.ready: setup.py constraints-cpu.txt
 	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) has no venv module (Debian: apt-get install python3-venv)"; exit 1; }
@@ -32,6 +33,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
+
+gpu-check: setup
+	$(BIN)/python benchmarks/gpu_check.py
 
 lint: setup
 	$(BIN)/ruff check .
