@@ -101,7 +101,7 @@ def _summed(x: Tensor, group: Group) -> Tensor:
     if not isinstance(group, DistributedGroup):
         return _summed_between_threads(x, group)
     with _errors_named(group, "all_reduce"):
-        name = group.process_group.group_name
+        name = group.group_name
         return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", name))
 
 
@@ -111,7 +111,7 @@ def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
         parts = _gathered_between_threads(x, group)
     else:
         with _errors_named(group, "all_gather"):
-            name = group.process_group.group_name
+            name = group.group_name
             rows = x.reshape(1, -1)
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(rows, group.size, name)
             parts = _finished(gathered).view(group.size, *x.shape)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.errors import CommunicationError, LaunchError
 from megapipe.parallel.groups import DistributedGroup, SoloGroup
-from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
+from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, shutdown
+from megapipe.parallel.mesh import MeshShape
 from tests.support.ranks import run_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -124,3 +125,15 @@ def test_torchrun_starts_a_mesh(tmp_path: os.PathLike[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", program]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.count("sum 3.0") == 2
+
+
+def test_a_group_ends_with_the_world() -> None:
+    assert run_ranks(2, use_after_shutdown) == ["the world group ended with `launch.shutdown`"] * 2
+
+
+def use_after_shutdown(rank: int) -> str:
+    mesh = connected_mesh(MeshShape({"data": 2}), torch.device("cpu"))
+    shutdown()
+    with pytest.raises(CommunicationError) as caught:
+        mesh.world.all_reduce(torch.zeros(1))
+    return str(caught.value).partition(": ")[2]

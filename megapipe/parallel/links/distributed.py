@@ -16,7 +16,7 @@ class DistributedLink(Link):
     """Either end of an edge. Messages of one pair of ranks with one tag arrive in order in both backends.
 
     Args:
-        process_group: gloo or NCCL group that holds both ends.
+        carrier: gloo or NCCL group that holds both ends.
         tag: the messages' tag; NCCL has none and ignores it.
         wait_timeout: what `wait` gives the backend. NCCL gets None: its waits are the stream's, and its watchdog ends
             the process when a peer falls silent.
@@ -27,12 +27,12 @@ class DistributedLink(Link):
         edge: Edge,
         group: DistributedGroup,
         timeout: float,
-        process_group: dist.ProcessGroup,
+        carrier: DistributedGroup,
         tag: int,
         wait_timeout: timedelta | None,
     ) -> None:
         super().__init__(edge, group, timeout)
-        self._process_group = process_group
+        self._carrier = carrier
         self._tag = tag
         self.wait_timeout = wait_timeout
         self._started = 0
@@ -44,7 +44,7 @@ class DistributedLink(Link):
         payload = tensor.detach().contiguous()
         number = self._next_number()
         try:
-            work = dist.isend(payload, self.peer, self._process_group, self._tag)
+            work = dist.isend(payload, self.peer, self._carrier.process_group, self._tag)
         except RuntimeError as error:
             raise self.failure(number, f"the send failed: {error}") from error
         return _DistributedTransfer(self, number, work, payload)
@@ -56,7 +56,7 @@ class DistributedLink(Link):
         buffer = into.detach()
         number = self._next_number()
         try:
-            work = dist.irecv(buffer, self.peer, self._process_group, self._tag)
+            work = dist.irecv(buffer, self.peer, self._carrier.process_group, self._tag)
         except RuntimeError as error:
             raise self.failure(number, f"the receive failed: {error}") from error
         return _DistributedTransfer(self, number, work, buffer)
@@ -92,7 +92,7 @@ def gloo_links(group: DistributedGroup, edges: Sequence[Edge], timeout: float) -
     """This rank's ends of `edges`. The tag is the channel."""
     wait_timeout = timedelta(seconds=timeout)
     return {
-        edge: DistributedLink(edge, group, timeout, group.process_group, edge.channel, wait_timeout)
+        edge: DistributedLink(edge, group, timeout, group, edge.channel, wait_timeout)
         for edge in edges
         if group.rank in (edge.source, edge.destination)
     }
@@ -117,5 +117,5 @@ def nccl_links(group: DistributedGroup, edges: Sequence[Edge], timeout: float) -
             group_desc=str(edge),
         )
         if pair is not None:
-            links[edge] = DistributedLink(edge, group, timeout, pair, 0, None)
+            links[edge] = DistributedLink(edge, group, timeout, DistributedGroup(str(edge), pair), 0, None)
     return links
