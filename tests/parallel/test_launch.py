@@ -136,4 +136,4 @@ def use_after_shutdown(rank: int) -> str:
     shutdown()
     with pytest.raises(CommunicationError) as caught:
         mesh.world.all_reduce(torch.zeros(1))
-    return str(caught.value).partition(": ")[2]
+    return str(caught.value).rpartition(": ")[2]
