@@ -71,6 +71,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(10)
     wait_until(lambda: not alive(worker))
+    assert not alive(worker)
 
 
 def alive(process: int) -> bool:

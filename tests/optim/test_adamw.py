@@ -128,6 +128,7 @@ def test_an_empty_list_and_an_empty_shard_are_fine() -> None:
     adamw_step([], [], [], [], update(1))
     empty = torch.empty(0)
     adamw_step([empty], [empty], [empty], [empty], update(1))
+    assert empty.shape == (0,)
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]])
