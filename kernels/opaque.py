@@ -13,14 +13,19 @@ _LIBRARY = torch.library.Library("megapipe", "FRAGMENT")
 
 
 def opaque(
-    schema: str, fake: Callable[..., Any]
+    schema: str,
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Decorate a pure function of tensors so that compiled graphs call it as one operator, `megapipe::<name>`.
 
     Compilers reorder sums when they fuse them. What has to give the same bits inside a compiled backward and outside
-    of it, such as the weight half of a split backward, is kept out of their reach. Eager calls go to the function.
+    of it, such as the weight half of a split backward, is kept out of their reach; so are kernels that no compiler
+    knows. Eager calls go to the function, but where autograd may have to see one that has a backward.
 
     schema: `name(Tensor x, ...) -> ...` in torch's schema language. fake: shapes and dtypes of the results alone.
+    setup_context, backward: as `torch.library.register_autograd` takes them; None for an operator without gradients.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -28,11 +33,13 @@ def opaque(
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"megapipe::{name}", fake, lib=_LIBRARY)
+        if backward is not None:
+            torch.library.register_autograd(f"megapipe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
         operator = getattr(torch.ops.megapipe, name).default
 
         @functools.wraps(function)
         def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or (backward is not None and torch.is_grad_enabled()):
                 return operator(*arguments, **named)
             return function(*arguments, **named)
 

@@ -1,12 +1,15 @@
 """The kernel registry: which backend runs an op on given tensors, and why.
 
 An op is a name, the functions that it consists of, and backends in order of preference, the torch reference last.
-A backend is a module with those functions and a rule that tells which tensors it refuses. The table of ops is
-`megapipe.kernels.ops.OPS`; a registry never changes after it was built.
+A backend is a module with those functions and a rule that tells which tensors it refuses. Modules that need more than
+torch are given by name and imported when they are first wanted. The table of ops is `megapipe.kernels.ops.OPS`; what a
+registry picks never changes after it was built.
 """
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -25,19 +28,40 @@ class KernelError(ValueError):
 class Backend:
     """One implementation of an op: a module of functions and the tensors that it can take.
 
-    name: `reference`, `triton`, `cuda` or `apex`.
+    name: `reference`, `triton`, `cuda` or `apex`. module: or its full name, and then it is imported when a tensor
+    first reaches it. unavailable: device type -> why none of its tensors can be taken, or None; asked before that.
     """
 
-    def __init__(self, name: str, module: ModuleType) -> None:
+    def __init__(
+        self, name: str, module: ModuleType | str, unavailable: Callable[[str], str | None] | None = None
+    ) -> None:
         self.name = name
-        self.module = module
+        self._source = module
+        self._unavailable = unavailable
+
+    @cached_property
+    def module(self) -> ModuleType:
+        """The module, imported now if it was not. Raises ImportError."""
+        return importlib.import_module(self._source) if isinstance(self._source, str) else self._source
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the module can be looked into without importing it."""
+        return not isinstance(self._source, str)
 
     def refusal(self, device: str, dtype: torch.dtype, width: int) -> str | None:
         """Why tensors of this device type, dtype and last axis are refused; None when they are taken.
 
-        The rule is the module's `refusal` function; a module without one takes everything.
+        The rule is the module's `refusal` function; a module without one takes everything. A module that cannot be
+        imported takes nothing.
         """
-        rule = getattr(self.module, "refusal", None)
+        reason = None if self._unavailable is None else self._unavailable(device)
+        if reason is not None:
+            return reason
+        try:
+            rule = getattr(self.module, "refusal", None)
+        except ImportError as error:
+            return f"cannot be imported: {error}"
         return None if rule is None else rule(device, dtype, width)
 
 
@@ -51,11 +75,17 @@ class Op:
 
     def __post_init__(self) -> None:
         for backend in self.backends:
-            missing = [name for name in self.functions if not hasattr(backend.module, name)]
-            if missing:
-                raise KernelError(f"backend {backend.name!r} of op {self.name!r} lacks {', '.join(missing)}")
+            if backend.at_hand:
+                self.module(backend)
         if not self.backends or self.backends[-1].name != REFERENCE:
             raise KernelError(f"op {self.name!r}: the last backend must be {REFERENCE!r}, which takes every tensor")
+
+    def module(self, backend: Backend) -> ModuleType:
+        """The backend's module. Raises KernelError when it lacks a function of the op."""
+        missing = [name for name in self.functions if not hasattr(backend.module, name)]
+        if missing:
+            raise KernelError(f"backend {backend.name!r} of op {self.name!r} lacks {', '.join(missing)}")
+        return backend.module
 
 
 @dataclass(frozen=True)
@@ -85,7 +115,10 @@ class Registry:
     def __init__(self, ops: Sequence[Op], overrides: Mapping[str, str] | None = None) -> None:
         self._ops = {op.name: op for op in ops}
         self._modules = {
-            (op.name, backend.name): backend.module for op in self._ops.values() for backend in op.backends
+            (op.name, backend.name): op.module(backend)
+            for op in self._ops.values()
+            for backend in op.backends
+            if backend.at_hand
         }
         self._overrides = dict(overrides or {})
         self._choices: dict[tuple[str, str, torch.dtype, int], Choice] = {}
@@ -105,7 +138,8 @@ class Registry:
 
         Raises KernelError for an unknown op, and when a demanded backend refuses the tensor.
         """
-        return self._modules[op, _picked_name(self, op, tensor.device.type, tensor.dtype, tensor.shape[-1])]
+        backend = _picked_name(self, op, tensor.device.type, tensor.dtype, tensor.shape[-1])
+        return self._modules[op, backend]
 
     def choice(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
         """The decision that `pick` makes for such tensors."""
@@ -129,6 +163,7 @@ class Registry:
             if refusal is None:
                 if demanded is not None:
                     reasons = ["demanded by the configuration"]
+                self._modules[op, backend.name] = self._op(op).module(backend)
                 return Choice(op, device, dtype, width, backend.name, tuple(reasons))
             reasons.append(f"{backend.name}: {refusal}")
         raise KernelError(

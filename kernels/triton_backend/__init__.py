@@ -1,0 +1,38 @@
+"""Kernels in Triton. This file imports no triton, so that the registry may ask it where there is none."""
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+_LOWEST_CAPABILITY = (8, 0)
+
+
+def unavailable(device: str) -> str | None:
+    """Why no Triton kernel can run on this type of device; None where they can.
+
+    On the CPU they run only in Triton's interpreter, for tests: with TRITON_INTERPRET=1 set before the start.
+    """
+    if device == "cpu" and not interpreting():
+        return "needs a GPU"
+    if device not in ("cpu", "cuda"):
+        return f"runs on NVIDIA GPUs, not on {device}"
+    if not installed():
+        return "triton is not installed; pip install 'triton>=3.6'"
+    if device == "cuda":
+        found = torch.cuda.get_device_capability()
+        if found < _LOWEST_CAPABILITY:
+            return f"needs compute capability 8.0 or above, not {found[0]}.{found[1]}"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton is told to interpret kernels instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether triton can be imported."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,103 @@
+"""Compile a module's specimens for GPUs that need not be there, and look at the machine code.
+
+`python -m tests.kernels.ahead_of_time MODULE` prints one line per specimen and architecture and exits with 1 if one
+spills registers or reads or writes a tensor in short pieces. It runs in a process of its own: an interpreted kernel
+cannot be compiled.
+"""
+
+import argparse
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megapipe.kernels.triton_backend.launch import OPTIONS
+from megapipe.kernels.triton_backend.specimens import Specimen
+
+ARCHITECTURES = (80, 90, 100)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What a compiled kernel uses. stack: bytes of it per thread. local: spills, in instructions."""
+
+    registers: int
+    stack: int
+    local: int
+    wide_loads: int
+    wide_stores: int
+
+
+def compiled(specimen: Specimen, architecture: int) -> MachineCode:
+    """Machine code of a specimen for `architecture`, 80 for sm_80 and so on."""
+    launch = specimen.launch
+    attributes = {(index,): [["tt.divisibility", 16]] for index in specimen.divisible()}
+    source = ASTSource(launch.kernel, specimen.signature(), specimen.constants(), attributes)
+    options = {"num_warps": launch.num_warps, **OPTIONS}
+    return _inspect(triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["cubin"])
+
+
+def _inspect(cubin: bytes) -> MachineCode:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage = _run(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path))
+        code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path))
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    return MachineCode(
+        registers=int(found[0]),
+        stack=int(found[1]),
+        local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        wide_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", code)),
+        wide_stores=len(re.findall(r"\bSTG\.E\S*\.128\b", code)),
+    )
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def problems(specimen: Specimen, code: MachineCode) -> list[str]:
+    """What is wrong with the machine code, in words."""
+    found = []
+    if code.stack or code.local:
+        found.append(f"spills: {code.stack} bytes of stack, {code.local} local accesses")
+    if code.wide_loads < specimen.loads:
+        found.append(f"{code.wide_loads} 128-bit loads for {specimen.loads} tensors")
+    if code.wide_stores < specimen.stores:
+        found.append(f"{code.wide_stores} 128-bit stores for {specimen.stores} tensors")
+    return found
+
+
+def check(case: tuple[Specimen, int]) -> tuple[bool, str]:
+    """(whether all is well, a line about it)."""
+    specimen, architecture = case
+    code = compiled(specimen, architecture)
+    wrong = problems(specimen, code)
+    line = f"{specimen.name} sm_{architecture}: {code.registers} registers, {specimen.launch.num_warps} warps"
+    return not wrong, f"{line}: {'; '.join(wrong) or 'good'}"
+
+
+def main() -> int:
+    """Check all specimens of the module that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module", help="file name within kernels/triton_backend, without .py")
+    name = parser.parse_args().module
+    specimens = importlib.import_module(f"megapipe.kernels.triton_backend.{name}").specimens()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(check, product(specimens, ARCHITECTURES)))
+    print("\n".join(line for _, line in results))
+    return 0 if all(good for good, _ in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

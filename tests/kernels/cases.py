@@ -1,0 +1,64 @@
+"""What tests of kernels share: draws, awkward layouts, and the rule for how exact a kernel must be.
+
+A kernel's checks are functions of a device and a shape, and live in a module without test functions, such as
+`norm_checks`. tests/kernels runs them on small shapes, interpreted where there is no GPU; tests/gpu/test_kernels.py
+runs them on large shapes on a GPU.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.kernels import triton_backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where tests/kernels runs kernels: on a GPU, or else in the interpreter."""
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+needs_triton = pytest.mark.skipif(not triton_backend.installed(), reason="triton is not installed")
+
+
+def draw(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu", shift: float = 0.0
+) -> Tensor:
+    """Normal numbers, the same on every device."""
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (numbers + shift).to(device, dtype)
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same numbers one element behind an aligned address."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with a gap behind each."""
+    return torch.stack([x, x], dim=-1)[..., 0]
+
+
+LAYOUTS = [misaligned, strided]
+
+
+def assert_as_exact_as_torch(found: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    """In torch's dtype and shape, with at most twice the largest error that torch makes.
+
+    exact: in float64. Half a unit in the last place of the largest number is always allowed. The interpreter truncates
+    where GPUs round to bf16, so a unit of each number is allowed there.
+    """
+    assert found.dtype == torchs.dtype
+    assert found.shape == torchs.shape == exact.shape
+    if not exact.numel():
+        return
+    unit = torch.finfo(found.dtype).eps
+    allowed = 2 * (torchs.double() - exact).abs().max() + unit / 2 * exact.abs().max()
+    error = (found.double() - exact).abs()
+    if found.device.type == "cpu" and found.dtype == torch.bfloat16:
+        error -= unit * exact.abs()
+    assert error.max() <= allowed, f"error {error.max().item():.3g}, allowed {allowed.item():.3g}"
+
+
+def assert_same_bits(first: Tensor, second: Tensor) -> None:
+    """Equal bit for bit; NaNs at the same places."""
+    assert torch.equal(first.isnan(), second.isnan())
+    assert torch.equal(first.nan_to_num(), second.nan_to_num())
