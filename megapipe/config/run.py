@@ -1,6 +1,6 @@
 """What a training run needs: model, data, batch, layout, schedule, optimizer, duration."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from megapipe.config.model import ModelConfig
@@ -93,6 +93,24 @@ class ScheduleConfig:
     """two_bp: most weight halves that a rank may put off (null: no limit)."""
     receive_ahead: int = 1
     """How many compute actions before its use a receive is posted."""
+    update: Literal["eager", "lazy"] | None = None
+    """2bw: when the optimizer steps: right behind a batch's last backward, or right before the new weights are needed
+    (null: lazy, which hides the gradient norm and costs a second gradient buffer)."""
+    file: str = ""
+    """Schedule in text form (docs/schedules.md) instead of a named one, compute actions alone or lowered; leave name
+    and the options above out then."""
+
+    def problems(self) -> list[str]:
+        """Every option that a schedule file rules out, one message each."""
+        if not self.file:
+            return []
+        options = (each for each in fields(self) if each.name not in ("file", "receive_ahead"))
+        return [
+            f"schedule.{each.name} is {getattr(self, each.name)!r} beside schedule.file {self.file!r}; a file says "
+            "itself what its schedule does: leave one of the two out"
+            for each in options
+            if getattr(self, each.name) != each.default
+        ]
 
 
 @dataclass(kw_only=True)
@@ -191,6 +209,18 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True)
+class ProfileConfig:
+    """What each rank really did in a few steps, to lay over the prediction (tools/schedule.py overlay)."""
+
+    trace: str | None = None
+    """Folder for one rank-N.json a rank and schedule.txt; null traces nothing and costs nothing."""
+    first_step: int = 3
+    """First traced step, counted from 1 where this start of the run begins; the steps before it warm up."""
+    steps: int = 3
+    """Steps in a row that are traced."""
+
+
+@dataclass(kw_only=True)
 class PretrainConfig:
     """A whole pretraining run."""
 
@@ -204,6 +234,7 @@ class PretrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     init_from: str = ""
     """Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face GPT-2 or Llama one."""
 
@@ -230,6 +261,8 @@ class PretrainConfig:
             "evaluation.samples": self.evaluation.samples,
             "checkpoint.every": self.checkpoint.every,
             "checkpoint.keep_last": self.checkpoint.keep_last,
+            "profile.first_step": self.profile.first_step,
+            "profile.steps": self.profile.steps,
         }
         found += [
             f"{name} is {value}; it must be at least 1"
@@ -249,4 +282,4 @@ class PretrainConfig:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        return found + self.batch.problems() + self.optimizer.problems()
+        return found + self.batch.problems() + self.schedule.problems() + self.optimizer.problems()

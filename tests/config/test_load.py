@@ -94,3 +94,16 @@ def test_no_arguments_prints_what_to_try() -> None:
     )
     assert finished.returncode == 2
     assert "three commands to try" in finished.stderr
+
+
+def test_a_schedule_file_rules_out_what_it_says_itself() -> None:
+    config = parse(["--schedule.file", "mine.txt", "--schedule.chunks", "2", "--schedule.update", "eager"])
+    found = [problem for problem in config.problems() if problem.startswith("schedule.")]
+    assert [problem.split(" is ")[0] for problem in found] == ["schedule.chunks", "schedule.update"]
+    assert "leave one of the two out" in found[0]
+    assert parse(["--schedule.file", "mine.txt", "--schedule.receive_ahead", "2"]).schedule.problems() == []
+
+
+def test_a_traced_step_counts_from_one() -> None:
+    config = parse(["--profile.trace", "traces", "--profile.first_step", "0"])
+    assert any(problem.startswith("profile.first_step is 0") for problem in config.problems())
