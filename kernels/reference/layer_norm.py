@@ -14,10 +14,25 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Te
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-def input_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of x [..., h]."""
+def add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(normalised sum and sum of x and residual, in the dtype of x; mean and reciprocal deviation of the sum)."""
+    total = x + residual
+    y, mean, rstd = forward(total, weight, bias, epsilon)
+    return y, total, mean, rstd
+
+
+def input_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
+) -> Tensor:
+    """Gradient of x [..., h], of which dx, if given, is the part that does not come through the norm.
+
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result that of x and of the residual.
+    """
     weight = _statistics_dtype(x, weight)
-    return _backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, False, False])[0]
+    through = _backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, False, False])[0]
+    return through if dx is None else through + dx
 
 
 def _fake_weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,6 +50,13 @@ def weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: T
     mean, rstd = mean.to(wide.dtype), rstd.to(wide.dtype)
     _, dweight, dbias = _backward(dy, x, x.shape[-1:], mean, rstd, wide, wide, [False, True, True])
     return dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias: the bits of `input_gradient` and `weight_gradient`."""
+    return input_gradient(dy, x, mean, rstd, weight, dx), *weight_gradient(dy, x, mean, rstd, weight)
 
 
 def _statistics_dtype(x: Tensor, weight: Tensor) -> Tensor:

@@ -16,17 +16,33 @@ def forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return (wide * rstd * weight).to(x.dtype), rstd
 
 
-def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of x [..., h]."""
+def add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(normalised sum and sum of x and residual, in the dtype of x; reciprocal root of the sum's mean square)."""
+    total = x + residual
+    y, rstd = forward(total, weight, epsilon)
+    return y, total, rstd
+
+
+def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> Tensor:
+    """Gradient of x [..., h], of which dx, if given, is the part that does not come through the norm.
+
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result that of x and of the residual.
+    """
     normalised = _wide(x) * rstd
     scaled = _wide(dy) * weight
     mean = (scaled * normalised).mean(-1, keepdim=True)
-    return ((scaled - normalised * mean) * rstd).to(x.dtype)
+    through = (scaled - normalised * mean) * rstd
+    return (through if dx is None else through + dx).to(x.dtype)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
     """Gradient of weight [h], summed over all other axes in fp32 (fp64), in the weight's dtype."""
     return (_weight_gradient(dy, x, rstd).to(weight.dtype),)
+
+
+def backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight: the bits of `input_gradient` and `weight_gradient`."""
+    return input_gradient(dy, x, rstd, weight, dx), *weight_gradient(dy, x, rstd, weight)
 
 
 @opaque(

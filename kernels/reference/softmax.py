@@ -1,0 +1,49 @@
+"""Softmax of scaled and masked attention scores, in torch. All is fp32 (fp64 for fp64), and rounded once."""
+
+import torch
+from torch import Tensor
+
+
+def forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
+    """Attention weights of scores [b, heads, q, k], in their shape and dtype: softmax(scale * scores) over the keys.
+
+    A hidden key weighs 0, whatever its score; a row that sees no key, or only scores of minus infinity, is all 0.
+
+    mask: bool, broadcasts to the scores' shape, True where a key is seen; [b, 1, 1, k] hides padding.
+    causal: query i of q stands at position i + k - q and sees that position and those before it; window: at most so
+    many of them, only with causal.
+    """
+    wide = _wide(scores) * scale
+    visible = visibility(scores, mask, causal, window)
+    if visible is not None:
+        wide = wide.masked_fill(~visible, -torch.inf)
+    largest = wide.detach().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros(())
+    exponentials = (wide - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    return (exponentials / total.masked_fill(total == 0, 1.0)).to(scores.dtype)
+
+
+def input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Gradient of the scores, from that of the weights and the weights y."""
+    weights, gradient = _wide(y), _wide(dy)
+    return (scale * weights * (gradient - (weights * gradient).sum(-1, keepdim=True))).to(y.dtype)
+
+
+def visibility(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
+    """bool, broadcasts to the scores: where a key is seen; None where all are.
+
+    Raises ValueError for a window without causal, or below 1.
+    """
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window is {window} and causal {causal}; a window is at least 1 key, and only for causal")
+    if not causal:
+        return mask
+    queries, keys = scores.shape[-2:]
+    query = torch.arange(keys - queries, keys, device=scores.device)
+    distance = query.unsqueeze(1) - torch.arange(keys, device=scores.device)
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return seen if mask is None else seen & mask
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
