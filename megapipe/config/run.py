@@ -115,16 +115,20 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """AdamW, gradient clipping and the learning rate over time."""
+    """The optimizer, gradient clipping and the learning rate over time."""
 
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw, or sgd: gradient descent with momentum, as torch.optim.SGD has it."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """adamw: decay of the first and second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """adamw: added to the root of the second moment."""
+    momentum: float = 0.0
+    """sgd: share of the last step's momentum that is kept; 0 keeps none and needs no memory for it."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices and embeddings; biases and norms are not decayed."""
+    """Decay of matrices and embeddings, decoupled (adamw) or added to the gradient (sgd); not of biases and norms."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; null turns clipping off."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -144,6 +148,13 @@ class OptimizerConfig:
             found.append(f"optimizer.epsilon is {self.epsilon}; it must be above 0, for example 1e-8")
         if not all(0 <= beta < 1 for beta in self.betas):
             found.append(f"optimizer.betas is {list(self.betas)}; both must be at least 0 and below 1")
+        if not 0 <= self.momentum < 1:
+            found.append(f"optimizer.momentum is {self.momentum}; it must be at least 0 and below 1")
+        elif self.momentum and self.name != "sgd":
+            found.append(
+                f"optimizer.momentum is {self.momentum}, but optimizer.name is {self.name}, whose momentum is the "
+                "first of optimizer.betas; set that one, or optimizer.name to sgd"
+            )
         if self.weight_decay < 0:
             found.append(f"optimizer.weight_decay is {self.weight_decay}; it must be at least 0")
         if self.clip_norm is not None and self.clip_norm <= 0:

@@ -1,4 +1,4 @@
-"""AdamW on flat fp32 tensors (Loshchilov and Hutter, 2019, algorithm 2), bit for bit the same however they are cut.
+"""AdamW on flat tensors (Loshchilov and Hutter, 2019, algorithm 2), bit for bit the same however they are cut.
 
 On GPUs this is torch's fused kernel. On CPUs it is not: that kernel computes whole vector registers with fused
 multiply-adds and the elements left over without them, so that a shard's end would differ from the same elements
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-BLOCK = 1 << 16
+from megapipe.optim.flat import blocks, check_flat
 
 
 @dataclass(frozen=True)
@@ -37,28 +37,22 @@ def adamw_step(
     gradient_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update parameters and both moments in place; all are flat fp32 tensors of equal sizes, list by list.
+    """Update parameters and both moments in place; all are flat fp32 (or fp64) tensors of equal sizes, list by list.
 
     gradient_scale: 0-dim, multiplies every gradient first (clipping; 1 / loss scale). found_inf: 0-dim fp32; where it
     is not 0 nothing changes. Neither makes a GPU wait for the host. Gradients may be overwritten.
-    Raises ValueError when step is below 1, or a tensor is not flat, contiguous fp32.
+    Raises ValueError when step is below 1, a tensor is not flat and contiguous, or dtypes are mixed.
     """
     if update.step < 1:
         raise ValueError(f"AdamW's step is {update.step}; it counts updates from 1")
-    for tensor in (*parameters, *gradients, *first_moments, *second_moments):
-        if tensor.dim() != 1 or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"AdamW got a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; pass flat, contiguous fp32 views"
-            )
+    check_flat("AdamW", (*parameters, *gradients, *first_moments, *second_moments))
     if not parameters:
         return
     if parameters[0].is_cuda:
         _fused(parameters, gradients, first_moments, second_moments, update, gradient_scale, found_inf)
     elif found_inf is None or not found_inf.item():
-        for tensors in zip(parameters, gradients, first_moments, second_moments, strict=True):
-            blocks = (torch.split(tensor, BLOCK) for tensor in tensors)
-            for parameter, gradient, first, second in zip(*blocks, strict=True):
-                _step_block(parameter, gradient, first, second, update, gradient_scale)
+        for parameter, gradient, first, second in blocks([parameters, gradients, first_moments, second_moments]):
+            _step_block(parameter, gradient, first, second, update, gradient_scale)
 
 
 def _step_block(

@@ -1,63 +1,118 @@
-"""AdamW over UnitStates: what the engine calls for UPDATE actions."""
+"""Optimizers over UnitStates: what the engine calls for UPDATE actions."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megapipe.config.run import OptimizerConfig
 from megapipe.optim.adamw import AdamW, adamw_step
+from megapipe.optim.sgd import SGD, sgd_step
 from megapipe.parallel.unit_state import UnitState
 
 FIRST, SECOND = "first_moment", "second_moment"
+MOMENTUM = "momentum"
 
 
-class FlatAdamW:
-    """AdamW with decoupled decay on the decayed range of every unit's flat buffer and none on the rest.
+@dataclass(frozen=True)
+class Part:
+    """Elements of flat buffers that take the same step: the decayed ones of some units, or the others.
 
-    Moments live in UnitState.moments, made at a unit's first update. The number of updates of a unit, which corrects
-    the moments' bias, counts what was really applied: a skipped step does not advance it.
+    step: number of the units' update, from 1. moments: name -> one view a unit. decay: weight decay, 0 for the others.
+    """
+
+    step: int
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    moments: dict[str, list[Tensor]]
+    decay: float
+
+
+class FlatOptimizer(ABC):
+    """Decays the decayed range of every unit's flat buffer and nothing of the rest.
+
+    Moments live in UnitState.moments, made at a unit's first update. `applied`, unit name -> number of updates, counts
+    what was really applied: a skipped step does not advance it.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
         self.applied: dict[str, int] = {}
 
+    @property
+    @abstractmethod
+    def moment_names(self) -> tuple[str, ...]:
+        """Every moment that a unit keeps between updates, by its name in UnitState.moments and in checkpoints."""
+
+    @abstractmethod
+    def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
+        """Change the parameters and moments in place; gradients are multiplied by `coefficient`."""
+
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         """Advance `states` to absolute weight `version`; gradients are multiplied by `coefficient`, a 0-dim tensor."""
-        for step, together in self._by_step(states).items():
-            for decayed in (True, False):
-                ranges = [(state, self._range(state, decayed)) for state in together]
-                parts = [(state, part) for state, part in ranges if part.stop > part.start]
-                if decayed:
-                    for state in together:
-                        state.begin_update(version)
-                adamw_step(
-                    [state.master[part] for state, part in parts],
-                    [state.gradients[0][part] for state, part in parts],
-                    [state.moments[FIRST][part] for state, part in parts],
-                    [state.moments[SECOND][part] for state, part in parts],
-                    AdamW(
-                        step,
-                        learning_rate,
-                        self._config.betas,
-                        self._config.epsilon,
-                        self._config.weight_decay if decayed else 0.0,
-                    ),
-                    gradient_scale=coefficient,
-                )
-
-    def _by_step(self, states: Sequence[UnitState]) -> dict[int, list[UnitState]]:
-        """States grouped by the number of the update that they are about to take, counted from 1."""
-        groups: dict[int, list[UnitState]] = {}
         for state in states:
+            state.begin_update(version)
             if not state.moments:
-                state.moments = {name: torch.zeros_like(state.master) for name in (FIRST, SECOND)}
+                state.moments = {name: torch.zeros_like(state.master) for name in self.moment_names}
             self.applied[state.name] = self.applied.get(state.name, 0) + 1
-            groups.setdefault(self.applied[state.name], []).append(state)
-        return groups
+        for step in sorted({self.applied[state.name] for state in states}):
+            together = [state for state in states if self.applied[state.name] == step]
+            for decayed in (True, False):
+                self._step(self._part(together, step, decayed), learning_rate, coefficient)
+
+    def _part(self, states: Sequence[UnitState], step: int, decayed: bool) -> Part:
+        ranges = [(state, self._range(state, decayed)) for state in states]
+        filled = [(state, part) for state, part in ranges if part.stop > part.start]
+        return Part(
+            step,
+            [state.master[part] for state, part in filled],
+            [state.gradients[0][part] for state, part in filled],
+            {name: [state.moments[name][part] for state, part in filled] for name in self.moment_names},
+            self._config.weight_decay if decayed else 0.0,
+        )
 
     @staticmethod
     def _range(state: UnitState, decayed: bool) -> slice:
         stop = state.table.decay_stop
         return slice(0, stop) if decayed else slice(stop, state.table.num_elements)
+
+
+class FlatAdamW(FlatOptimizer):
+    """AdamW, with decoupled decay. The number of a unit's updates corrects its moments' bias."""
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return FIRST, SECOND
+
+    def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
+        update = AdamW(part.step, learning_rate, self._config.betas, self._config.epsilon, part.decay)
+        adamw_step(
+            part.parameters,
+            part.gradients,
+            part.moments[FIRST],
+            part.moments[SECOND],
+            update,
+            gradient_scale=coefficient,
+        )
+
+
+class FlatSGD(FlatOptimizer):
+    """Gradient descent with momentum and coupled decay, as torch.optim.SGD has it."""
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return (MOMENTUM,) if self._config.momentum else ()
+
+    def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
+        update = SGD(learning_rate, self._config.momentum, part.decay)
+        sgd_step(part.parameters, part.gradients, part.moments.get(MOMENTUM, []), update, gradient_scale=coefficient)
+
+
+OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}
+
+
+def make_optimizer(config: OptimizerConfig) -> FlatOptimizer:
+    """The optimizer that `optimizer.name` names."""
+    return OPTIMIZERS[config.name](config)

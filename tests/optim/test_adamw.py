@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.optim import adamw
-from megapipe.optim.adamw import BLOCK, AdamW, adamw_step
+from megapipe.optim.adamw import AdamW, adamw_step
 from megapipe.optim.clipping import clip_coefficient
+from megapipe.optim.flat import BLOCK
 
 CPU = torch.device("cpu")
 DEVICES = [

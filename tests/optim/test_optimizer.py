@@ -1,0 +1,117 @@
+"""Optimizers over UnitStates against torch's own, with their two groups, over versions and across a restart."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.config.run import OptimizerConfig
+from megapipe.costs.parameters import Init, ParameterSpec
+from megapipe.optim.optimizer import FlatAdamW, FlatOptimizer, FlatSGD, make_optimizer
+from megapipe.parallel.unit_state import UnitState
+
+SPECS = [
+    ParameterSpec("layer.weight", (5, 7), None, Init("normal", 0.4), decay=True, matrix=True),
+    ParameterSpec("layer.bias", (7,), None, Init("normal", 0.4), decay=False, matrix=False),
+]
+CONFIGS = [
+    OptimizerConfig(name="adamw"),
+    OptimizerConfig(name="sgd"),
+    OptimizerConfig(name="sgd", momentum=0.9, weight_decay=0.03),
+]
+RATES = [1e-2, 3e-2, 2e-2, 5e-3, 1e-3, 4e-2]
+
+
+def unit(dtype: torch.dtype, num_versions: int) -> UnitState:
+    state = UnitState("layer", SPECS, compute_dtype=dtype, num_versions=num_versions)
+    state.initialize(7)
+    return state
+
+
+def values(state: UnitState, flat: Tensor) -> dict[str, Tensor]:
+    return {segment.spec.name: state.owned_view(flat, segment) for segment in state.table}
+
+
+def gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {spec.name: torch.randn(spec.shape, generator=generator, dtype=dtype) for spec in SPECS}
+
+
+def take_steps(optimizer: FlatOptimizer, state: UnitState, steps: range) -> None:
+    for step in steps:
+        for name, gradient in gradients(step, state.master.dtype).items():
+            values(state, state.gradients[0])[name].copy_(gradient)
+        optimizer.update([state], state.newest + 1, RATES[step], torch.tensor(0.25))
+
+
+def torchs_optimizer(config: OptimizerConfig, weight: Tensor, bias: Tensor) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": [weight], "weight_decay": config.weight_decay},
+        {"params": [bias], "weight_decay": 0.0},
+    ]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=1.0, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=config.epsilon)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_versions", [1, 2])
+def test_equals_torchs_optimizer_with_two_groups(
+    config: OptimizerConfig, dtype: torch.dtype, num_versions: int
+) -> None:
+    state, optimizer = unit(dtype, num_versions), make_optimizer(config)
+    expected = {name: torch.nn.Parameter(value.clone()) for name, value in values(state, state.master).items()}
+    torchs = torchs_optimizer(config, expected["layer.weight"], expected["layer.bias"])
+    for step, rate in enumerate(RATES):
+        take_steps(optimizer, state, range(step, step + 1))
+        for name, gradient in gradients(step, dtype).items():
+            expected[name].grad = gradient * 0.25
+        for group in torchs.param_groups:
+            group["lr"] = rate
+        torchs.step()
+        for name, value in values(state, state.master).items():
+            assert torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "momentum"])
+def test_goes_on_exactly_from_its_named_moments(config: OptimizerConfig) -> None:
+    whole, straight = unit(torch.float32, 2), make_optimizer(config)
+    take_steps(straight, whole, range(6))
+
+    before, first = unit(torch.float32, 2), make_optimizer(config)
+    take_steps(first, before, range(3))
+    assert tuple(before.moments) == first.moment_names
+    after, second = unit(torch.float32, 2), make_optimizer(config)
+    for old, new in zip(before.weights, after.weights, strict=True):
+        new.copy_(old)
+    after.newest = before.newest
+    after.moments = {name: before.moments[name].clone() for name in second.moment_names}
+    second.applied = dict(first.applied)
+    take_steps(second, after, range(3, 6))
+    for left, right in zip(whole.weights, after.weights, strict=True):
+        assert torch.equal(left, right)
+    for name in second.moment_names:
+        assert torch.equal(whole.moments[name], after.moments[name])
+
+
+def test_the_configuration_names_the_optimizer_and_it_names_its_moments() -> None:
+    adamw, sgd, momentum = (make_optimizer(config) for config in CONFIGS)
+    assert isinstance(adamw, FlatAdamW)
+    assert adamw.moment_names == ("first_moment", "second_moment")
+    assert isinstance(sgd, FlatSGD)
+    assert sgd.moment_names == ()
+    assert momentum.moment_names == ("momentum",)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (OptimizerConfig(name="sgd", momentum=1.0), "optimizer.momentum is 1.0; it must be at least 0 and below 1"),
+        (OptimizerConfig(momentum=0.9), "optimizer.momentum is 0.9, but optimizer.name is adamw"),
+    ],
+)
+def test_a_momentum_that_means_nothing_is_refused(config: OptimizerConfig, message: str) -> None:
+    [problem] = config.problems()
+    assert message in problem
