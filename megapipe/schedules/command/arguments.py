@@ -10,10 +10,9 @@ from megapipe.schedules.build import build
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.generators.weight_halves import Times
-from megapipe.schedules.lowering import lower
+from megapipe.schedules.load_file import load_file
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
-from megapipe.schedules.text import loads
 
 NEVER_FLUSHING_STEPS = 4
 
@@ -99,7 +98,7 @@ def _flags(command: argparse.ArgumentParser) -> None:
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
     if getattr(flags, "file", None) is not None:
-        return read_schedule(flags.file)
+        return load_file(flags.file)
     generator = find_generator(name)
     if flags.placement is not None and flags.placement != generator.placement.__name__:
         raise ScheduleError(f"{name} places its stages {generator.placement.__name__}, not {flags.placement}")
@@ -117,16 +116,6 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
         data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0, weight_buffers=flags.weight_buffers,
         receive_ahead=flags.receive_ahead, **cast(Options, options),
     )  # fmt: skip
-
-
-def read_schedule(path: Path) -> Schedule:
-    """The schedule in a file, lowered."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"cannot read {path}: {error}") from None
-    schedule = loads(text, str(path))
-    return schedule if schedule.header.lowered else lower(schedule)
 
 
 def _times(flags: argparse.Namespace) -> Times:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megapipe.schedules.command.arguments import costs_of, parse, read_schedule, schedule_of, steps_of
+from megapipe.schedules.command.arguments import costs_of, parse, schedule_of, steps_of
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS
+from megapipe.schedules.load_file import load_file
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.simulation import Link, Simulation, simulate
 from megapipe.schedules.text import dumps
@@ -50,7 +51,7 @@ def _list(flags: argparse.Namespace) -> None:
 
 
 def _validate(flags: argparse.Namespace) -> None:
-    schedule = read_schedule(flags.file)
+    schedule = load_file(flags.file)
     report = validate(schedule)
     numbers = {
         "peak_activations": report.peak_activations,

@@ -1,0 +1,91 @@
+"""Schedules from files: what training takes, and what it says of the rest."""
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, order
+from megapipe.schedules.load_file import fit_for_training, load_file, read_file
+
+MINE = """megapipe schedule 1
+name mine
+microbatches 4
+stage 0 rank 0
+stage 1 rank 1
+body
+rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3
+rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
+"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["train", "forward"])
+@pytest.mark.parametrize("data_parallel", [False, True])
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_a_saved_schedule_is_the_named_one(tmp_path, name, data_parallel, mode):
+    stages = 2 * GENERATORS[name].chunks
+    run = {"units_per_stage": [2] * stages, "tied_groups": [[0]], "data_parallel": data_parallel}
+    expected = build(name, 2, 4, mode=mode, receive_ahead=2, **run)
+    for saved in (build(name, 2, 4, receive_ahead=2, **run), order(name, 2, 4)):
+        schedule = read_file(written(tmp_path, dumps(saved)))
+        assert fit_for_training(schedule, 2, 4, mode=mode, receive_ahead=2, **run) == expected
+
+
+def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
+    schedule = read_file(written(tmp_path, MINE))
+    for units in ([1, 1], [3, 5]):
+        fitted = fit_for_training(schedule, 2, 4, units_per_stage=units, tied_groups=[[0, 1]], data_parallel=True)
+        assert fitted.header.units_per_stage == tuple(units)
+        assert fitted.header.tied_groups == ((0, 1),)
+        assert fitted.header.lowered
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "message"),
+    [
+        (MINE, {"num_ranks": 4}, "made for pipeline ranks 2, and this run has 4"),
+        (MINE, {"num_microbatches": 8}, "made for micro-batches a step 4, and this run has 8"),
+        (MINE, {"units_per_stage": [1, 1, 1, 1]}, "made for stages 2, and this run has 4"),
+        (MINE.replace("rank 1\n", "rank 1 units 3\n", 1), {}, r"units \(layers\) by stage \[1, 3\], and .* \[2, 2\]"),
+        (MINE.replace("body", "tied 0\nbody"), {}, r"tied groups \[\[0\]\], and this run has \[\]"),
+        (MINE.replace("body", "data_parallel yes\nbody"), {}, "replicas yes, and this run has no"),
+        (dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])), {"data_parallel": True}, "replicas no, and this run"),
+        (dumps(build("1f1b", 2, 4, mode="forward")), {}, "mode 'forward', and training needs mode 'train'"),
+        (MINE.replace("body", "route 1 0\nbody"), {}, "leave out routes, parts and replicas"),
+        (MINE.replace("rank 1\n", "rank 1 part 0\n", 1), {}, r"parts \[0, 0\]"),
+        (MINE.replace("B1.3", ""), {}, "cannot be lowered: .* first at stage 0, micro-batch 3"),
+        (
+            dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])).replace("RA1.1^1 ", ""),
+            {},
+            "RECV_ACTIVATION stage 1, micro-batch 1: it never happens",
+        ),
+        (MINE.replace("F0.2", "G0.2"), {}, r"mine\.txt, line 7, column 24: 'G' in 'G0.2' is no kind of action"),
+    ],
+)
+def test_what_does_not_fit_is_told(tmp_path, text, change, message):
+    run = {"num_ranks": 2, "num_microbatches": 4, "units_per_stage": [2, 2], **change}
+    with pytest.raises(ScheduleError, match=message):
+        fit_for_training(read_file(written(tmp_path, text)), **run)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ScheduleError, match=r"cannot read .*mine\.txt"):
+        load_file(tmp_path / "mine.txt")
+
+
+def test_a_schedule_that_hangs_is_refused(tmp_path):
+    hanging = MINE.replace("F0.0 F0.1 B0.0", "F0.0 B0.0 F0.1").replace("F1.0 B1.0 F1.1", "F1.0 F1.1 B1.0")
+    with pytest.raises(ScheduleError, match="deadlock"):
+        fit_for_training(read_file(written(tmp_path, hanging)), 2, 4, units_per_stage=[1, 1])
+
+
+def test_versions_are_the_file_s_own(tmp_path):
+    saved = order("2bw", 2, 4)
+    eager = replace(saved, header=replace(saved.header, gradient_buffers=1))
+    fitted = fit_for_training(read_file(written(tmp_path, dumps(eager))), 2, 4, units_per_stage=[1, 1])
+    assert fitted == build("2bw", 2, 4, update="eager")
