@@ -55,12 +55,12 @@ def run_units(units: Sequence[Unit], inputs: tuple[Tensor, ...], context: Any) -
 
 
 def backward(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Whole backward: adds into the parameters' `.grad` views and returns the inputs' gradients, None filtered out.
+    """Whole backward: adds into the parameters' `.grad` views; returns gradients of inputs that require grad.
 
     gradients: one for each output that requires grad, in order.
     """
     torch.autograd.backward(piece.edges, gradients)
-    return tuple(leaf.grad for leaf in piece.inputs if leaf.grad is not None)
+    return tuple(_or_zeros(leaf.grad, leaf) for leaf in piece.inputs if leaf.requires_grad)
 
 
 def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -72,4 +72,9 @@ def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor,
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
     # torch.autograd.grad takes edges in the place of tensors.
     found = piece.tape.backward_input(piece.edges, gradients, inputs)  # type: ignore[arg-type]
-    return tuple(gradient for gradient in found if gradient is not None)
+    return tuple(_or_zeros(gradient, leaf) for gradient, leaf in zip(found, inputs, strict=True))
+
+
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    """The sender of an input waits for its gradient, also where nothing came of the input."""
+    return torch.zeros_like(leaf) if gradient is None else gradient

@@ -9,13 +9,20 @@ autograd. Probes are inputs and saved tensors are outputs of the forward, so a c
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class SplitModule(nn.Module):
-    """A module that owns parameters directly and can compute their gradients apart from its input's gradient."""
+    """A module that owns parameters directly and can compute their gradients apart from its input's gradient.
+
+    exclusive: nobody but the module's own forward computes with its parameters.
+    """
+
+    exclusive: ClassVar[bool] = True
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """(parameter, its gradient) for each own parameter.
@@ -32,11 +39,21 @@ class SplitError(RuntimeError):
 
 @dataclass
 class Record:
-    """One use of a module: the probe behind its output, and the detached tensors that its weight half needs."""
+    """One use of a module: the probe behind its output, and the detached tensors that its weight half needs.
+
+    probe: a leaf, or the output's own place in the autograd graph.
+    """
 
     module: SplitModule
-    probe: Tensor
+    probe: Tensor | GradientEdge
     saved: tuple[Tensor, ...] = ()
+
+
+def unsplit_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Parameters whose gradient some forward of `module` may leave to autograd, whatever it records on a tape."""
+    owners = (part for part in module.modules() if not (isinstance(part, SplitModule) and part.exclusive))
+    found = {id(own): own for owner in owners for own in owner.parameters(recurse=False) if own.requires_grad}
+    return tuple(found.values())
 
 
 def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -48,9 +65,13 @@ class SplitTape:
     """What one forward of one micro-batch leaves for the two halves of its backward.
 
     Made for one forward. Probes are made on the way unless `provide` gave them.
+
+    unsplit: parameters that the forward may use without recording it: those of modules that cannot split. They get
+    their whole gradient in the input half.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unsplit: Sequence[nn.Parameter] = ()) -> None:
+        self._unsplit = unsplit
         self._provided: list[Tensor] | None = None
         self._records: list[Record] = []
         self._gradients: tuple[Tensor | None, ...] | None = None
@@ -69,9 +90,19 @@ class SplitTape:
         self._records.append(record)
         return record
 
+    def record_output(self, module: SplitModule, output: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Record a use of `module` by the autograd graph that has just made its `output`, without a probe.
+
+        The gradient that reaches that place is the output's, even if the output is changed in place later: a view
+        stands for its base, since the graph of a changed view leads around the view's own place.
+        """
+        whole = output._base if output._is_view() and output._base is not None else output
+        self._records.append(Record(module, get_gradient_edge(whole), saved))
+
     def fresh_probes(self) -> list[Tensor]:
         """New probes of the shapes that this forward used, for another forward of the same module and shapes."""
-        return [new_probe(record.probe.shape, record.probe) for record in self._records]
+        probes = (record.probe for record in self._records)
+        return [new_probe(probe.shape, probe) for probe in probes if isinstance(probe, Tensor)]
 
     def emptied(self) -> "SplitTape":
         """This tape without the tensors that it keeps: good for `fresh_probes` alone."""
@@ -86,42 +117,34 @@ class SplitTape:
         return saved + [gradient for gradient in self._gradients or () if gradient is not None]
 
     def backward_input(
-        self,
-        outputs: Sequence[Tensor],
-        grad_outputs: Sequence[Tensor | None],
-        inputs: Sequence[Tensor],
-        parameters: Iterable[nn.Parameter] = (),
+        self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
         """The input half: gradients of `inputs`, and, kept on the tape, of every probe. Frees the autograd graph.
 
-        An input that needs no gradient gets None. parameters: all that the forward may have used; those of modules
-        that cannot split get their whole gradient now, with a warning the first time. Raises SplitError when called
-        twice.
+        An input that needs no gradient gets None. Uses of parameters that the forward did not record get their whole
+        gradient now, with a warning the first time. Raises SplitError when called twice.
         """
         if self._gradients is not None:
             raise SplitError("the input half of this micro-batch has run already; each half runs once per forward")
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         probes = [record.probe for record in self._records]
-        foreign = self._foreign(parameters)
-        found = torch.autograd.grad(outputs, [*wanted, *probes, *foreign], grad_outputs, allow_unused=True)
+        found = torch.autograd.grad(outputs, [*wanted, *probes, *self._unsplit], grad_outputs, allow_unused=True)
         self._gradients = found[len(wanted) : len(wanted) + len(probes)]
-        for parameter, gradient in zip(foreign, found[len(wanted) + len(probes) :], strict=True):
-            if gradient is not None:
-                _accumulate(parameter, gradient)
+        self._add_unsplit(found[len(wanted) + len(probes) :])
         of_wanted = iter(found)
         return tuple(next(of_wanted) if tensor.requires_grad else None for tensor in inputs)
 
-    def _foreign(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Parameters that take gradients and that no recorded module owns."""
-        owned = {id(parameter) for record in self._records for parameter in record.module.parameters(recurse=False)}
-        foreign = [entry for entry in parameters if entry.requires_grad and id(entry) not in owned]
-        if foreign:
+    def _add_unsplit(self, gradients: Sequence[Tensor | None]) -> None:
+        found = [(p, gradient) for p, gradient in zip(self._unsplit, gradients, strict=True) if gradient is not None]
+        for parameter, gradient in found:
+            _accumulate(parameter, gradient)
+        if found:
             warnings.warn(
-                f"{len(foreign)} parameters belong to modules without a weight half (SplitModule): their gradients "
-                "are computed in the input half, so less work is left to fill bubbles with",
+                "some parameters are used by modules without a weight half (SplitModule): their gradients are computed "
+                "in the input half, so less work is left to fill bubbles with; megapipe.layers.adoption.report(module) "
+                "names them",
                 stacklevel=3,
             )
-        return foreign
 
     def backward_weight(self) -> None:
         """The weight half: add every parameter's gradient to its `.grad`. Frees what the tape kept.

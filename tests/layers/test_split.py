@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.context import MicrobatchContext
-from megapipe.layers.split import SplitError, SplitTape
+from megapipe.layers.split import SplitError, SplitTape, unsplit_parameters
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
 
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "dropout": DROPOUT}
@@ -104,10 +104,12 @@ def test_modules_that_cannot_split_get_their_gradient_with_the_input_half() -> N
     whole.plain.zero_grad()
     block.state.zero_gradients()
     context = make_context(model)
-    context.tape = SplitTape()
+    unsplit = unsplit_parameters(whole)
+    assert [id(parameter) for parameter in unsplit] == [id(whole.plain.weight), id(whole.plain.bias)]
+    context.tape = SplitTape(unsplit)
     output = whole(x, context)
-    with pytest.warns(UserWarning, match="2 parameters belong to modules without a weight half"):
-        (dx,) = context.tape.backward_input([output], [torch.ones_like(output)], [x], whole.parameters())
+    with pytest.warns(UserWarning, match="modules without a weight half"):
+        (dx,) = context.tape.backward_input([output], [torch.ones_like(output)], [x])
     context.tape.backward_weight()
     found = [dx, whole.plain.weight.grad, whole.plain.bias.grad, block.state.gradients[0]]
     for ours, fused in zip(found, expected, strict=True):
