@@ -5,7 +5,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Kind
+from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation.simulate import Simulation
+from megapipe.schedules.table import Table
 from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at
 
@@ -21,7 +23,10 @@ LANES: Final = {
 
 
 class Bar(NamedTuple):
-    """One action on one lane of a rank; ``critical`` if the finish hangs on it."""
+    """One action on one lane of a rank.
+
+    ``critical`` if the finish hangs on it. A measured action waited for other ranks for ``wait`` before ``start``.
+    """
 
     rank: int
     lane: str
@@ -34,26 +39,34 @@ class Bar(NamedTuple):
     end: float
     critical: bool
     text: str
+    wait: float = 0.0
 
 
 def bars_of(simulation: Simulation) -> list[Bar]:
     """Every action that takes time, by rank, then in program order; waiting alone is no bar."""
-    table, header = simulation.table, simulation.table.header
-    critical = set(simulation.critical_path())
-    chunk_of = {stage: index for rank in range(header.num_ranks) for index, stage in enumerate(header.stages_on(rank))}
-    bars = []
+    table = simulation.table
+    critical, chunk_of = set(simulation.critical_path()), chunks_of(table.header)
     travelling = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
-    for row in np.flatnonzero(simulation.working | travelling).tolist():
-        action = action_at(table, row)
-        step, microbatch = divmod(action.microbatch, header.num_microbatches)
-        bars.append(
-            Bar(
-                int(table.rank[row]), LANES.get(action.kind, COMPUTE), action.kind, action.stage,
-                chunk_of.get(action.stage, 0), microbatch, step, float(simulation.start[row]),
-                float(simulation.end[row]), row in critical, describe(action._replace(slot=-1)),
-            )
-        )  # fmt: skip
-    return bars
+    return [
+        bar_of(table, row, chunk_of, float(simulation.start[row]), float(simulation.end[row]), row in critical)
+        for row in np.flatnonzero(simulation.working | travelling).tolist()
+    ]
+
+
+def chunks_of(header: Header) -> dict[int, int]:
+    """Per stage, which chunk of its rank it is."""
+    return {stage: index for rank in range(header.num_ranks) for index, stage in enumerate(header.stages_on(rank))}
+
+
+def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: float, critical: bool = False) -> Bar:
+    """The bar of a row."""
+    action = action_at(table, row)
+    step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
+    lane, text = LANES.get(action.kind, COMPUTE), describe(action._replace(slot=-1))
+    chunk = chunk_of.get(action.stage, 0)
+    return Bar(
+        int(table.rank[row]), lane, action.kind, action.stage, chunk, microbatch, step, start, end, critical, text
+    )
 
 
 def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]:

@@ -43,23 +43,28 @@ h2 { margin: 14px 24px 2px; font-size: 13px; color: var(--soft); font-weight: 60
 <header><h1>@TITLE@</h1><div id="figures"></div></header>
 <div id="bar"></div>
 <canvas id="timeline"></canvas>
-<h2>Activations alive, in micro-batches of a whole rank's layers</h2>
-<canvas id="memory"></canvas>
+<h2>@CURVES@</h2>
+<canvas id="curves"></canvas>
 <div id="tooltip" role="tooltip"></div>
 <script id="data" type="application/json">@DATA@</script>
 <script>
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const FIELDS = ["rank", "lane", "kind", "stage", "microbatch", "step", "start", "end", "critical", "text", "fill",
-                "ink"];
+const FIELDS = ["line", "rank", "lane", "kind", "stage", "microbatch", "step", "start", "end", "wait", "critical",
+                "text", "note", "fill", "ink"];
 const bars = data.bars.map(row => Object.fromEntries(FIELDS.map((name, i) => [name, row[i]])));
-const LEFT = 76, RIGHT = 24, AXIS = 24, HEIGHT = 26, MEMORY = 150;
+const LEFT = 86, RIGHT = 24, AXIS = 24, CURVES = 150;
 const lanes = ["compute", "transfer", "reduction"].filter(lane => bars.some(bar => bar.lane === lane));
-const laneHeight = { compute: HEIGHT, transfer: 7, reduction: 7 };
-const rankHeight = lanes.reduce((sum, lane) => sum + laneHeight[lane] + 2, 8);
+const laneHeight = (line, lane) => lane === "compute" ? line.height : 7;
+let bottom = AXIS;
+for (const line of data.lines) {
+  line.top = bottom;
+  line.size = lanes.reduce((sum, lane) => sum + laneHeight(line, lane) + 2, 0);
+  bottom += line.size + line.gap;
+}
 const view = { from: 0, to: data.finish };
 let hovered = null, hoverTime = null, showCritical = true;
-const timeline = document.getElementById("timeline"), memory = document.getElementById("memory");
+const timeline = document.getElementById("timeline"), curves = document.getElementById("curves");
 const tooltip = document.getElementById("tooltip");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -76,17 +81,20 @@ for (const [name, value, title] of data.figures) {
 }
 const controls = document.getElementById("bar");
 for (const [name, colour] of data.legend) element(controls, "span", `<i style="background:${colour}"></i>${name}`);
-const toggle = element(controls, "label", '<input type="checkbox" id="critical" checked> critical path');
-toggle.firstChild.onchange = event => { showCritical = event.target.checked; draw(); };
+if (bars.some(bar => bar.critical)) {
+  const toggle = element(controls, "label", '<input type="checkbox" id="critical" checked> critical path');
+  toggle.firstChild.onchange = event => { showCritical = event.target.checked; draw(); };
+}
 element(controls, "button", "whole run").onclick = () => { view.from = 0; view.to = data.finish; draw(); };
 element(controls, "span", "wheel: zoom, drag: move, hover: details").id = "hint";
 
 const widthOf = canvas => canvas.clientWidth - LEFT - RIGHT;
 const xOf = time => LEFT + (time - view.from) / (view.to - view.from) * widthOf(timeline);
 const timeOf = x => view.from + (x - LEFT) / widthOf(timeline) * (view.to - view.from);
+const heightOf = bar => laneHeight(data.lines[bar.line], bar.lane);
 function yOf(bar) {
-  let y = AXIS + bar.rank * rankHeight;
-  for (const lane of lanes) { if (lane === bar.lane) break; y += laneHeight[lane] + 2; }
+  let y = data.lines[bar.line].top;
+  for (const lane of lanes) { if (lane === bar.lane) break; y += laneHeight(data.lines[bar.line], lane) + 2; }
   return y;
 }
 function prepare(canvas, height) {
@@ -109,16 +117,16 @@ function ticks() {
   return found.map(time => Number(time.toPrecision(10)));
 }
 function drawTimeline() {
-  const context = prepare(timeline, AXIS + data.ranks * rankHeight + 6);
+  const context = prepare(timeline, bottom + 6);
   context.textAlign = "center";
   context.fillStyle = css("--soft");
   for (const time of ticks()) context.fillText(String(time), xOf(time), 10);
   context.textAlign = "left";
-  for (let rank = 0; rank < data.ranks; rank++) {
+  for (const line of data.lines) {
     context.fillStyle = css("--lane");
-    context.fillRect(LEFT, AXIS + rank * rankHeight, widthOf(timeline), rankHeight - 8);
-    context.fillStyle = css("--ink");
-    context.fillText("rank " + rank, 24, AXIS + rank * rankHeight + HEIGHT / 2);
+    context.fillRect(LEFT, line.top, widthOf(timeline), line.size);
+    context.fillStyle = css(line.soft ? "--soft" : "--ink");
+    context.fillText(line.label, 24, line.top + line.height / 2);
   }
   context.save();
   context.beginPath();
@@ -133,8 +141,14 @@ function drawTimeline() {
   context.restore();
 }
 function drawBar(context, bar) {
-  if (bar.end < view.from || bar.start > view.to) return;
-  const x = xOf(bar.start), width = Math.max(xOf(bar.end) - x, 0.6), y = yOf(bar), height = laneHeight[bar.lane];
+  if (bar.end < view.from || bar.start - bar.wait > view.to) return;
+  const x = xOf(bar.start), width = Math.max(xOf(bar.end) - x, 0.6), y = yOf(bar), height = heightOf(bar);
+  if (bar.wait > 0 && bar.lane === "compute") {
+    context.fillStyle = css("--soft");
+    context.globalAlpha = 0.55;
+    context.fillRect(xOf(bar.start - bar.wait), y + height / 2 - 0.75, x - xOf(bar.start - bar.wait), 1.5);
+    context.globalAlpha = 1;
+  }
   context.fillStyle = bar.fill;
   context.fillRect(x, y, Math.max(width - 0.7, 0.5), height);
   if (showCritical && bar.critical && bar.lane === "compute") {
@@ -152,47 +166,48 @@ function drawBar(context, bar) {
     context.fillText(label, x + width / 2, y + height / 2);
   }
 }
-function drawMemory() {
-  const context = prepare(memory, MEMORY);
-  const top = Math.max(1, ...data.memory.flat().map(point => point[1]));
-  const y = count => MEMORY - 18 - count / top * (MEMORY - 34);
+function drawCurves() {
+  const context = prepare(curves, CURVES);
+  const values = data.curves.flat().map(point => point[1]);
+  const top = Math.max(data.curves_top, ...values), low = Math.min(0, ...values);
+  const y = value => CURVES - 18 - (value - low) / (top - low) * (CURVES - 34);
   context.fillStyle = css("--soft");
-  for (const count of [0, top / 2, top]) {
-    context.fillText(String(Number(count.toPrecision(4))), 24, y(count));
-    context.fillRect(LEFT, y(count), widthOf(memory), 0.5);
+  for (const value of low < 0 ? [low, 0, top] : [0, top / 2, top]) {
+    context.fillText(String(Number(value.toPrecision(3))), 24, y(value));
+    context.fillRect(LEFT, y(value), widthOf(curves), 0.5);
   }
   context.save();
   context.beginPath();
-  context.rect(LEFT, 0, widthOf(memory), MEMORY);
+  context.rect(LEFT, 0, widthOf(curves), CURVES);
   context.clip();
-  data.memory.forEach((curve, rank) => {
+  data.curves.forEach((curve, rank) => {
     const chosen = hovered && hovered.rank === rank;
     context.beginPath();
     let last = 0;
     context.moveTo(xOf(0), y(0));
-    for (const [time, count] of curve) {
+    for (const [time, value] of curve) {
       context.lineTo(xOf(time), y(last));
-      context.lineTo(xOf(time), y(count));
-      last = count;
+      context.lineTo(xOf(time), y(value));
+      last = value;
     }
     context.lineTo(xOf(data.finish), y(last));
-    context.strokeStyle = `hsl(${215 + 130 * rank / Math.max(1, data.ranks - 1)} 60% 55%)`;
+    context.strokeStyle = `hsl(${215 + 130 * rank / Math.max(1, data.curves.length - 1)} 60% 55%)`;
     context.globalAlpha = hovered && !chosen ? 0.25 : 1;
     context.lineWidth = chosen ? 3 : 1.5;
     context.stroke();
   });
   context.restore();
 }
-function draw() { drawTimeline(); drawMemory(); }
+function draw() { drawTimeline(); drawCurves(); }
 
 function barAt(x, y) {
   const time = timeOf(x);
-  return bars.find(bar => time >= bar.start && time < bar.end && y >= yOf(bar) && y < yOf(bar) + laneHeight[bar.lane]);
+  return bars.find(bar => time >= bar.start && time < bar.end && y >= yOf(bar) && y < yOf(bar) + heightOf(bar));
 }
-function aliveAt(rank, time) {
-  let alive = 0;
-  for (const [when, count] of data.memory[rank] || []) { if (when > time) break; alive = count; }
-  return alive;
+function curveAt(rank, time) {
+  let found = 0;
+  for (const [when, value] of data.curves[rank] || []) { if (when > time) break; found = value; }
+  return found;
 }
 const format = number => String(Number(number.toPrecision(6)));
 function hover(event) {
@@ -204,7 +219,7 @@ function hover(event) {
     if (hovered.step > 0) lines.push(`step ${hovered.step}`);
     if (hovered.critical) lines.push("on the critical path");
     tooltip.innerHTML = `<b>${data.kinds[hovered.kind]}</b>${hovered.text}<br><span>${lines.join(" · ")}<br>` +
-      `${format(aliveAt(hovered.rank, hovered.start))} micro-batches of activations alive</span>`;
+      `${hovered.note || format(curveAt(hovered.rank, hovered.start)) + " " + data.curves_name}</span>`;
     tooltip.style.display = "block";
     tooltip.style.left = Math.min(event.clientX + 14, innerWidth - tooltip.offsetWidth - 12) + "px";
     tooltip.style.top = Math.min(event.clientY + 16, innerHeight - tooltip.offsetHeight - 12) + "px";
