@@ -128,7 +128,9 @@ class SplitTape:
             raise SplitError("the input half of this micro-batch has run already; each half runs once per forward")
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         probes = [record.probe for record in self._records]
-        found = torch.autograd.grad(outputs, [*wanted, *probes, *self._unsplit], grad_outputs, allow_unused=True)
+        # torch takes tensors and places in the graph side by side.
+        sought: list[Tensor] = [*wanted, *probes, *self._unsplit]  # type: ignore[list-item]
+        found = torch.autograd.grad(outputs, sought, grad_outputs, allow_unused=True)
         self._gradients = found[len(wanted) : len(wanted) + len(probes)]
         self._add_unsplit(found[len(wanted) + len(probes) :])
         of_wanted = iter(found)
