@@ -1,29 +1,20 @@
 """The engine: a flat loop over a rank's actions, compiled to closures once.
 
 Nothing here knows what a schedule is called. Every action of the lowered Schedule becomes one closure; a step runs
-them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and their kin differ in data alone.
+them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and their kin differ in data alone, and so
+does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays full from step to step.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from megapipe.engine.compute import WHOLE
 from megapipe.engine.errors import EngineError, UnitError
-from megapipe.engine.program import Program
+from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepInput, StepResult, StepState, finished
 from megapipe.engine.transfers import Transfers
-from megapipe.schedules.actions import Action
-from megapipe.schedules.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One compiled action and, for messages, the rows it came from."""
-
-    run: Callable[[StepState], None]
-    action: Action
+from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
 
 class Engine:
@@ -31,6 +22,10 @@ class Engine:
 
     schedule: lowered, mode "train" or "forward". rank: pipeline rank. stages: stage id -> Stage, exactly the stages
     that the schedule places on this rank.
+
+    A schedule that flushes runs a step at each `feed`. One that never flushes has a step under way between calls:
+    `feed` runs the rest of it and the beginning of the one that is given, `drain` ends it. Where the run is drained
+    changes its time and none of its numbers.
     """
 
     def __init__(
@@ -48,55 +43,129 @@ class Engine:
                 f"schedule {schedule.header.name} places stages {sorted(expected)} on pipeline rank {rank}, "
                 f"but stages {sorted(stages)} were given"
             )
-        if not schedule.flushes:
-            raise EngineError(
-                f"schedule {schedule.header.name} never flushes (it has a prologue); this engine runs schedules that "
-                "flush every step, such as gpipe and 1f1b"
-            )
-        self._name = schedule.header.name
+        self._header = schedule.header
+        self._flushes = schedule.flushes
         self._rank = rank
         self._stages = stages
         self._transfers = transfers
         program = Program(schedule, rank, stages, transfers, reductions)
-        self._instructions = [Instruction(run, action) for run, action in program.compile("body")]
+        self._sections = {name: list(program.compile(name)) for name in SECTIONS}
+        self._under_way: StepState | None = None
+        self._unread: list[StepState] = []
 
     def run(self, step_input: StepInput) -> StepResult:
-        """Run one step (train mode: through the optimizer update) and return what every rank knows of it.
+        """Run one whole step (train mode: through the optimizer update), the pipeline empty before and after.
 
+        Raises as `feed`, and EngineError where a step that was fed is still under way.
+        """
+        if self._under_way is not None:
+            raise EngineError(
+                f"step {self._under_way.input.step} is under way; drain the engine before running another"
+            )
+        (result,) = (*self.feed(step_input), *self.drain())
+        return result
+
+    def feed(self, step_input: StepInput) -> tuple[StepResult, ...]:
+        """Give the engine its next step and run as far as the schedule can without the one after it.
+
+        Returns the steps that ended, in order. With a schedule that flushes that is the step itself; with one that
+        does not it is the step fed before, and none at first.
         Raises EngineError naming rank, step and action around whatever went wrong.
         """
-        state = StepState(step_input)
-        for position, instruction in enumerate(self._instructions):
+        self._check(step_input)
+        state = StepState(step_input, self._header.updates_per_step)
+        if self._flushes:
+            self._execute("body", (state,))
+            self._await_sends(step_input.step)
+            return (finished(state),)
+        if self._under_way is None:
+            self._execute("prologue", (state,))
+            self._under_way = state
+            return ()
+        ended, self._under_way = self._under_way, state
+        self._execute("body", (ended, state))
+        return self._ended(ended)
+
+    def drain(self) -> tuple[StepResult, ...]:
+        """End every step that is under way and return those that ended; none where the pipeline is empty."""
+        if self._under_way is None:
+            return ()
+        ended, self._under_way = self._under_way, None
+        self._execute("epilogue", (ended,))
+        self._await_sends(ended.input.step)
+        results = (*self._ended(ended), *map(self._checked_result, self._unread))
+        self._unread = []
+        return results
+
+    def _check(self, step_input: StepInput) -> None:
+        """Raise EngineError where a step does not fit the schedule or does not follow the one under way."""
+        expected = self._header.num_microbatches
+        if len(step_input.contexts) != expected:
+            raise EngineError(
+                f"step {step_input.step} has {len(step_input.contexts)} micro-batches, and schedule "
+                f"{self._header.name} was built for {expected}"
+            )
+        if self._under_way is not None and step_input.step != self._under_way.input.step + 1:
+            raise EngineError(
+                f"step {step_input.step} does not follow step {self._under_way.input.step}, which is under way; "
+                "steps of a schedule that never flushes follow one another, or drain the engine between them"
+            )
+
+    def _ended(self, state: StepState) -> tuple[StepResult, ...]:
+        """Results that are there for the taking. Where updates do not wait for a step's scalars nobody has awaited
+        them, and waiting here would empty the pipeline: such a result comes with the next step's."""
+        if self._header.updates_per_step == 1:
+            return (finished(state),)
+        unread, self._unread = self._unread, [state]
+        return tuple(map(self._checked_result, unread))
+
+    def _checked_result(self, state: StepState) -> StepResult:
+        """The result of a step that could not skip its updates. Raises EngineError where it should have."""
+        result = finished(state)
+        if result.skipped:
+            raise EngineError(
+                f"the gradients of step {result.step} were not finite, and {self._header.name} updates after every "
+                "micro-batch, before that is known; go on from the last checkpoint with a lower learning rate"
+            )
+        return result
+
+    def _execute(self, section: SectionName, steps: Sequence[StepState]) -> None:
+        """Run a section's actions. steps: what is under way, the section's own step first."""
+        instructions = self._sections[section]
+        for position, instruction in enumerate(instructions):
             try:
-                instruction.run(state)
+                instruction.run(steps[instruction.offset])
             except UnitError as error:
-                raise self._failure(position, state, error.__cause__, error.unit) from error.__cause__
+                raise self._failure(instruction, position, steps, error.__cause__, error.unit) from error.__cause__
             except Exception as error:
-                raise self._failure(position, state, error) from error
+                raise self._failure(instruction, position, steps, error) from error
+
+    def _await_sends(self, step: int) -> None:
         try:
             self._transfers.drain()
         except Exception as error:
-            place = f"pipeline rank {self._rank}, step {step_input.step}, behind the last action of {self._name}"
-            raise EngineError(f"{place}: {error}", state=state) from error
-        return finished(state)
+            place = f"pipeline rank {self._rank}, step {step}, behind the last action of {self._header.name}"
+            raise EngineError(f"{place}: {error}") from error
 
     def _failure(
-        self, position: int, state: StepState, error: BaseException | None, unit: int | None = None
+        self,
+        instruction: Instruction,
+        position: int,
+        steps: Sequence[StepState],
+        error: BaseException | None,
+        unit: int | None = None,
     ) -> EngineError:
-        action = self._instructions[position].action
+        action, step = instruction.action, steps[instruction.offset].input.step
         if unit is not None and action.unit != WHOLE:
             unit += action.unit
         name = "" if unit is None else f", unit {self._unit_name(action.stage, unit)}"
-        return EngineError(self._place(position, state.input.step) + f"{name}: {error}", action, state, unit)
+        fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
+        place = (
+            f"pipeline rank {self._rank}, step {step}, action {position} of {self._header.name}: "
+            f"{action.kind.name} {' '.join(fields)}".rstrip()
+        )
+        return EngineError(f"{place}{name}: {error}", action, steps, unit)
 
     def _unit_name(self, stage: int, unit: int) -> str:
         states = self._stages[stage].states
         return states[unit].name if unit in states else str(unit)
-
-    def _place(self, position: int, step: int) -> str:
-        action = self._instructions[position].action
-        fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
-        return (
-            f"pipeline rank {self._rank}, step {step}, action {position} of {self._name}: "
-            f"{action.kind.name} {' '.join(fields)}".rstrip()
-        )

@@ -1,5 +1,6 @@
 """What the engine raises."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,16 +11,20 @@ if TYPE_CHECKING:
 class EngineError(RuntimeError):
     """A step failed. The message names the rank, the step and the action, and the peer that it waited for, if any.
 
-    action: that failed. state: what was alive then. unit: whose forward failed, by its place in the action's stage.
-    None where there is none.
+    action: that failed. states: what was alive then, one for each step under way. unit: whose forward failed, by its
+    place in the action's stage. None and empty where there is none.
     """
 
     def __init__(
-        self, message: str, action: "Action | None" = None, state: "StepState | None" = None, unit: int | None = None
+        self,
+        message: str,
+        action: "Action | None" = None,
+        states: "Sequence[StepState]" = (),
+        unit: int | None = None,
     ) -> None:
         super().__init__(message)
         self.action = action
-        self.state = state
+        self.states = tuple(states)
         self.unit = unit
 
 

@@ -1,7 +1,7 @@
-"""From a rank's actions to closures over the step's state."""
+"""From a rank's actions to closures over a step's state."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ from megapipe.schedules.schedule import Schedule, SectionName
 
 Closure = Callable[[StepState], None]
 Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One compiled action.
+
+    action: what it came from, micro-batch and version counted from its own step. offset: that step, counted from the
+    section's: a body that never flushes runs the rest of one step and the beginning of the next.
+    """
+
+    run: Closure
+    action: Action
+    offset: int
 
 
 class Program:
@@ -40,7 +53,7 @@ class Program:
         self._reductions = reductions
         self._training = schedule.header.mode == "train"
         self._split = {
-            (action.stage, action.microbatch)
+            (action.stage, action.microbatch % self._header.num_microbatches)
             for action in schedule.actions("body", rank)
             if action.kind == Kind.BACKWARD_INPUT
         }
@@ -56,24 +69,33 @@ class Program:
             Kind.REDUCE_COUNTS: lambda action: self._reductions.start_counts,
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
             Kind.REDUCE_TIED: self._reduce_tied,
-            Kind.REDUCE_SCALARS: lambda action: self._reductions.reduce_scalars,
+            Kind.REDUCE_SCALARS: self._reduce_scalars,
         }
 
-    def compile(self, section: SectionName) -> Iterator[tuple[Closure, Action]]:
-        """Closures of a section in order; neighbouring updates to one version become one."""
+    def compile(self, section: SectionName) -> Iterator[Instruction]:
+        """Instructions of a section in order; neighbouring updates to one version become one."""
         run: list[Action] = []
+        offset = 0
         for action in self._schedule.actions(section, self._rank):
-            if run and (action.kind != Kind.UPDATE or action.version != run[0].version):
-                yield self._update(run), run[0]
+            own, local = self._counted_from_its_step(action)
+            if run and (local.kind != Kind.UPDATE or (own, local.version) != (offset, run[0].version)):
+                yield Instruction(self._update(run), run[0], offset)
                 run = []
-            if action.kind == Kind.UPDATE:
-                run.append(action)
-            elif action.kind in self._makers:
-                yield self._makers[action.kind](action), action
+            if local.kind == Kind.UPDATE:
+                run.append(local)
+                offset = own
+            elif local.kind in self._makers:
+                yield Instruction(self._makers[local.kind](local), local, own)
             else:
-                raise EngineError(f"the engine does not run {action.kind.name} actions yet (rank {self._rank})")
+                raise EngineError(f"the engine does not run {local.kind.name} actions yet (rank {self._rank})")
         if run:
-            yield self._update(run), run[0]
+            yield Instruction(self._update(run), run[0], offset)
+
+    def _counted_from_its_step(self, action: Action) -> tuple[int, Action]:
+        """The step that an action belongs to, counted from its section's, and the action counted from that step."""
+        step, microbatch = divmod(action.microbatch, self._header.num_microbatches)
+        version = action.version - step * self._header.updates_per_step if action.version >= 0 else -1
+        return step, action._replace(microbatch=microbatch, version=version)
 
     def _state(self, action: Action) -> UnitState:
         return self._stages[action.stage].states[action.unit]
@@ -86,7 +108,8 @@ class Program:
         flags = requires_grad_flags(stage.inputs)
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
-        split, training, per_step = key in self._split, self._training, self._header.updates_per_step
+        split, training = key in self._split, self._training
+        version, per_step = action.version, self._header.updates_per_step
         slots = self._transfers.receive_activation.get(stage_id)
 
         def run(step: StepState) -> None:
@@ -97,12 +120,12 @@ class Program:
                 inputs = as_leaves(slots.take(slot), flags)
             else:
                 inputs = as_leaves(step.activations.pop(key, ()), flags)
-            units = twins[(step.input.step * per_step + action.version) % len(twins)]
             context = step.input.contexts[microbatch]
             if not training:
                 with torch.no_grad():
-                    hand_on(step, run_units(units, inputs, context))
+                    hand_on(step, run_units(twins[stage.newest % len(twins)], inputs, context))
                 return
+            units = twins[(step.input.step * per_step + version) % len(twins)]
             tape = SplitTape() if split else None
             outputs = run_units(units, inputs, replace(context, tape=tape) if split else context)
             step.pieces[stage_id, microbatch, unit] = Piece.between(inputs, outputs, tape)
@@ -147,7 +170,7 @@ class Program:
         def run(step: StepState) -> None:
             piece = step.pieces[stage_id, microbatch, unit]
             if last:
-                gradients: Tensors = (step.loss_gradient(),)
+                gradients: Tensors = (step.loss_gradient(microbatch),)
             elif slots is None:
                 gradients = step.gradients.pop(key)
             else:
@@ -188,14 +211,30 @@ class Program:
         return lambda step: slots.post(slot)
 
     def _reduce_gradients(self, action: Action) -> Closure:
-        state = self._state(action)
-        return lambda step: self._reductions.reduce_gradients(step, state)
+        state, number = self._state(action), self._update_number(action)
+        return lambda step: self._reductions.reduce_gradients(step, state, number(step))
 
     def _reduce_tied(self, action: Action) -> Closure:
         state, group = self._state(action), action.unit - self._header.units_per_stage[action.stage]
-        return lambda step: self._reductions.reduce_tied(step, state, group)
+        number = self._update_number(action)
+        return lambda step: self._reductions.reduce_tied(step, state, group, number(step))
+
+    def _reduce_scalars(self, action: Action) -> Closure:
+        number = self._update_number(action)
+        return lambda step: self._reductions.reduce_scalars(step, number(step))
 
     def _update(self, actions: list[Action]) -> Closure:
         states = [self._state(action) for action in actions]
         version, per_step = actions[0].version, self._header.updates_per_step
-        return lambda step: self._reductions.update(step, states, step.input.step * per_step + version)
+        number = self._update_number(actions[0])
+
+        def run(step: StepState) -> None:
+            self._reductions.update(step, states, step.input.step * per_step + version, number(step))
+
+        return run
+
+    def _update_number(self, action: Action) -> Callable[[StepState], int]:
+        """The absolute number of the update that an action of a step belongs to."""
+        per_step = self._header.updates_per_step
+        within = action.microbatch // self._header.microbatches_per_update
+        return lambda step: step.input.step * per_step + within

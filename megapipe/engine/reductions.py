@@ -1,6 +1,5 @@
 """Sums over ranks: gradients over replicas, tied weights over their uses, scalars over everyone; then the update."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megapipe.engine.step import StepState
+from megapipe.engine.background import run_beside, run_now
+from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
 from megapipe.parallel.norms import add_squared_norms, name_positions
 from megapipe.parallel.unit_state import UnitState
@@ -23,8 +23,10 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Communicators:
-    """The groups of one rank that the engine needs. tied[g]: ranks that hold uses of tied group g.
+    """The groups of one rank that the engine needs.
 
+    tied[g]: all replicas of the stages that hold a use of tied group g, the first replica's first.
+    scalars: all ranks; other than the world where sums are hidden. By default the world.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     counts_norm: this rank's squared gradient norms do (one data replica; the others hold the same sums).
     """
@@ -32,6 +34,7 @@ class Communicators:
     world: Group
     data: Group
     tied: Mapping[int, Group]
+    scalars: Group | None = None
     counts_loss: bool = True
     counts_norm: bool = True
 
@@ -47,73 +50,107 @@ class Reductions:
         clip: Callable[[Tensor], Tensor],
         optimizer: Optimizer | None,
         device: torch.device,
+        *,
+        hidden: bool = False,
     ) -> None:
         """Nothing is communicated yet.
 
         counted_states: those whose norm this rank contributes; a tied weight counts on one of its ranks.
         parameter_names: the whole model's. clip: gradient norm -> coefficient.
+        hidden: a step's sums are awaited on a thread beside its actions, for schedules that go on with the next step
+        meanwhile; other collectives of this rank may then start before or after, so they need a group of their own.
+
+        Raises ValueError where sums are to be hidden and share the world's group.
         """
+        if hidden and communicators.scalars in (None, communicators.world) and communicators.world.size > 1:
+            raise ValueError(
+                "hidden sums need a group of their own in Communicators.scalars, such as mesh.second_world()"
+            )
         self._counted_states = counted_states
         self._positions = name_positions(parameter_names)
         self._communicators = communicators
         self._clip = clip
         self._optimizer = optimizer
         self._device = device
-        self._coefficient = torch.ones((), device=device)
+        self._hidden = hidden
+        self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
+        self._one = torch.ones((), device=device)
 
     def start_counts(self, step: StepState) -> None:
-        """Start the sum of (loss tokens, wishes to stop) over all ranks."""
-        count = step.input.token_count if self._communicators.counts_loss else 0.0
-        step.counts = torch.tensor([count, float(step.input.stop)], dtype=torch.float64, device=self._device)
+        """Start the sum of (loss tokens of each update, wishes to stop) over all ranks."""
+        counts = [0.0] * step.updates + [float(step.input.stop)]
+        if self._communicators.counts_loss:
+            for microbatch, count in enumerate(step.input.token_counts):
+                counts[step.update_of(microbatch)] += count
+        step.counts = torch.tensor(counts, dtype=torch.float64, device=self._device)
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
-    def reduce_gradients(self, step: StepState, state: UnitState) -> None:
-        """Start the sum of a unit's gradient over data-parallel replicas."""
-        step.reductions.append(state.reduce(self._communicators.data))
+    def reduce_gradients(self, step: StepState, state: UnitState, update: int) -> None:
+        """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number."""
+        step.reductions.append(self._communicators.data.all_reduce(state.gradients_of(update)[0], async_op=True))
 
-    def reduce_tied(self, step: StepState, state: UnitState, group: int) -> None:
-        """Start the sum of a tied weight's gradients over its uses, here and on other ranks.
+    def reduce_tied(self, step: StepState, state: UnitState, group: int, update: int) -> None:
+        """Start the sum of a tied weight's gradients over its uses and replicas, here and on other ranks.
 
         Only started: with several stages a rank, others may have to finish work that waits for this rank first.
         """
-        state.sum_uses()
-        work = self._communicators.tied[group].all_reduce(state.gradients[0], async_op=True)
-        step.tied_reductions.append((work, state))
+        state.sum_uses(update)
+        total = state.gradients_of(update)[0]
+        step.reductions.append(self._communicators.tied[group].all_reduce(total, async_op=True))
 
-    def await_gradients(self, step: StepState) -> None:
-        """Await every gradient sum of the step; a tied weight's sum over uses is then summed over replicas."""
-        for work, state in step.tied_reductions:
-            work.wait()
-            self.reduce_gradients(step, state)
-        for work in step.reductions:
-            work.wait()
-        step.tied_reductions.clear()
-        step.reductions.clear()
+    def reduce_scalars(self, step: StepState, update: int) -> None:
+        """Start to find the global loss, the canonical norm and the clip coefficient. update: the step's last one."""
+        if not self._hidden:
+            step.scalars = run_now(lambda: self._shared(step, self._local_scalars(step, update)))
+        elif step.updates == 1:
+            step.scalars = run_beside(lambda: self._shared(step, self._local_scalars(step, update)), self._device)
+        else:
+            # The last update comes right behind and clears the gradients.
+            scalars = self._local_scalars(step, update)
+            step.scalars = run_beside(lambda: self._shared(step, scalars), self._device)
 
-    def reduce_scalars(self, step: StepState) -> None:
-        """Await the step's gradient sums, then find the global loss, the canonical norm and the clip coefficient."""
-        self.await_gradients(step)
-        scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
-        if self._communicators.counts_norm:
-            add_squared_norms(self._counted_states, self._positions, scalars)
-        if self._communicators.counts_loss and step.loss_sums:
-            scalars[-1] = torch.stack(step.loss_sums).double().sum()
-        self._communicators.world.all_reduce(scalars)
-        norm = scalars[:-1].sum().sqrt()
-        count = step.global_counts()[0]
-        step.gradient_norm = float(norm)
-        step.loss = float(scalars[-1] / count.clamp(min=1.0))
-        self._coefficient = self._clip(norm).to(torch.float32)
+    def update(self, step: StepState, states: Sequence[UnitState], version: int, update: int) -> None:
+        """Optimizer step of `states`, or a mere copy of their weights when the gradients were not finite.
 
-    def update(self, step: StepState, states: Sequence[UnitState], version: int) -> None:
-        """Optimizer step of `states`, or a mere copy of their weights when the gradients were not finite."""
+        A step of several updates makes each on its own, unclipped and unchecked: its scalars come after them.
+        """
         if self._optimizer is None:
             raise ValueError("this engine was built without an optimizer; give it one to run UPDATE actions")
-        if math.isfinite(step.gradient_norm):
-            self._optimizer.update(states, version, step.input.learning_rate, self._coefficient)
+        coefficient, finite = self._one, True
+        if step.updates > 1:
+            self._await_gradients(step)
+        else:
+            if step.scalars is None:
+                raise RuntimeError("the schedule updates before it reduces the step's scalars")
+            scalars = step.scalars.result()
+            coefficient, finite = scalars.coefficient, scalars.finite
+        if finite:
+            self._optimizer.update(states, version, step.input.learning_rate, coefficient)
         else:
             for state in states:
                 state.begin_update(version)
         for state in states:
             state.publish()
-            state.zero_gradients()
+            state.zero_gradients(update)
+
+    def _await_gradients(self, step: StepState) -> None:
+        for work in step.reductions:
+            work.wait()
+        step.reductions.clear()
+
+    def _local_scalars(self, step: StepState, update: int) -> Tensor:
+        """This rank's squared norms by parameter, and its sum of losses; float64."""
+        self._await_gradients(step)
+        scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
+        if self._communicators.counts_norm:
+            add_squared_norms(self._counted_states, self._positions, scalars, update)
+        if self._communicators.counts_loss and step.loss_sums:
+            scalars[-1] = torch.stack(step.loss_sums).double().sum()
+        return scalars
+
+    def _shared(self, step: StepState, scalars: Tensor) -> Scalars:
+        """Sum `scalars` over all ranks and read off what everybody needs."""
+        self._all_ranks.all_reduce(scalars)
+        norm = scalars[:-1].sum().sqrt()
+        count = step.global_counts()[:-1].sum().clamp(min=1.0)
+        return Scalars(float(scalars[-1] / count), float(norm), self._clip(norm).to(torch.float32))

@@ -43,3 +43,8 @@ class Stage:
     states: dict[int, UnitState]
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+
+    @property
+    def newest(self) -> int:
+        """The youngest weight version that its states hold; between steps it is the same for all of them."""
+        return next((state.newest for state in self.states.values()), 0)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor
 from megapipe.engine.compute import Piece
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
-from megapipe.parallel.unit_state import UnitState
 
 Key = tuple[int, int]
 """(stage, micro-batch)."""
@@ -24,13 +24,13 @@ class StepInput:
     """One optimizer step as this rank sees it.
 
     step: number of the step, from 0. contexts: one per micro-batch of this replica, handed to every unit.
-    token_count: loss tokens in this rank's micro-batches if its loss counts (last stage, tensor rank 0), else 0.
+    token_counts: loss tokens of each micro-batch, read where this rank's loss counts (last stage, tensor rank 0).
     learning_rate: for this step. stop: this rank asks everyone to stop after the step.
     """
 
     step: int
     contexts: Sequence[Any]
-    token_count: float
+    token_counts: Sequence[float]
     learning_rate: float = 0.0
     stop: bool = False
 
@@ -39,11 +39,13 @@ class StepInput:
 class StepResult:
     """What every rank knows after a step, the same on all of them.
 
-    loss: sum over the global batch's loss tokens divided by their number. gradient_norm: before clipping.
+    step: its number. loss: sum over the global batch's loss tokens divided by their number.
+    gradient_norm: before clipping; that of the last update in a step of several.
     skipped: the gradients were not finite, weights stayed. stop: some rank asked to stop.
     outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
     """
 
+    step: int
     loss: float
     token_count: float
     gradient_norm: float = 0.0
@@ -52,16 +54,33 @@ class StepResult:
     outputs: tuple[tuple[Tensor, ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class Scalars:
+    """A step's sums over all ranks. coefficient: what clipping multiplies gradients by, float32, on the device."""
+
+    loss: float
+    gradient_norm: float
+    coefficient: Tensor
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.gradient_norm)
+
+
 @dataclass
 class StepState:
-    """Everything that is alive during one step on one rank.
+    """Everything that is alive for one step on one rank.
 
+    updates: optimizer updates that the step makes, over equal shares of its micro-batches.
     pieces: from a forward to its backward or input half. tapes: from an input half to the weight half.
     activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
-    reductions, tied_reductions: sums of gradients that were started and not awaited.
+    counts: loss tokens of each update, then how many ranks want to stop; float64.
+    reductions: sums of gradients that were started and not awaited.
+    scalars: the step's sums, once they were asked for.
     """
 
     input: StepInput
+    updates: int = 1
     pieces: dict[UnitKey, Piece] = field(default_factory=dict)
     tapes: dict[UnitKey, SplitTape] = field(default_factory=dict)
     activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -71,13 +90,15 @@ class StepState:
     counts: Tensor | None = None
     counts_work: Work | None = None
     reductions: list[Work] = field(default_factory=list)
-    tied_reductions: list[tuple[Work, UnitState]] = field(default_factory=list)
-    loss: float = 0.0
-    gradient_norm: float = 0.0
-    _loss_gradient: Tensor | None = None
+    scalars: Future[Scalars] | None = None
+    _loss_gradients: Tensor | None = None
+
+    def update_of(self, microbatch: int) -> int:
+        """Which of the step's updates a micro-batch enters."""
+        return microbatch * self.updates // len(self.input.contexts)
 
     def global_counts(self) -> Tensor:
-        """(loss tokens, ranks that want to stop) over the global batch, float64; awaits their reduction."""
+        """`counts` over the global batch; awaits their reduction."""
         if self.counts is None:
             raise RuntimeError("the schedule reads the token count before it reduces it")
         if self.counts_work is not None:
@@ -85,25 +106,27 @@ class StepState:
             self.counts_work = None
         return self.counts
 
-    def loss_gradient(self) -> Tensor:
-        """Gradient of the mean loss over the global batch with respect to a micro-batch's loss sum: 1 / count."""
-        if self._loss_gradient is None:
-            count = self.global_counts()[0].clamp(min=1.0)
+    def loss_gradient(self, microbatch: int) -> Tensor:
+        """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum."""
+        if self._loss_gradients is None:
             like = self.loss_sums[0]
-            self._loss_gradient = (1.0 / count).to(device=like.device, dtype=like.dtype)
-        return self._loss_gradient
+            counts = self.global_counts()[:-1].clamp(min=1.0)
+            self._loss_gradients = (1.0 / counts).to(device=like.device, dtype=like.dtype)
+        return self._loss_gradients[self.update_of(microbatch)]
 
 
 def finished(state: StepState) -> StepResult:
     """Read the result off a step's state. A forward-only step reduces nothing: it has outputs alone."""
     outputs = tuple(state.outputs[key] for key in sorted(state.outputs))
-    if state.counts is None:
-        return StepResult(loss=0.0, token_count=0.0, outputs=outputs)
-    counts = state.global_counts()
+    if state.counts is None or state.scalars is None:
+        return StepResult(state.input.step, loss=0.0, token_count=0.0, outputs=outputs)
+    scalars = state.scalars.result()
+    counts = state.global_counts()  # only now: what finds the scalars may still await them, beside this thread
     return StepResult(
-        loss=state.loss,
-        token_count=float(counts[0]),
-        gradient_norm=state.gradient_norm,
-        skipped=not math.isfinite(state.gradient_norm),
-        stop=bool(counts[1] > 0),
+        step=state.input.step,
+        loss=scalars.loss,
+        token_count=float(counts[:-1].sum()),
+        gradient_norm=scalars.gradient_norm,
+        skipped=not scalars.finite,
+        stop=bool(counts[-1] > 0),
     )

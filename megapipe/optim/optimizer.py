@@ -68,7 +68,8 @@ class FlatOptimizer(ABC):
         return Part(
             step,
             [state.master[part] for state, part in filled],
-            [state.gradients[0][part] for state, part in filled],
+            # A version's number is that of the update behind it plus the versions, a multiple of the gradient buffers.
+            [state.gradients_of(state.newest)[0][part] for state, part in filled],
             {name: [state.moments[name][part] for state, part in filled] for name in self.moment_names},
             self._config.weight_decay if decayed else 0.0,
         )

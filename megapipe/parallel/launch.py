@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup, Group
-from megapipe.parallel.mesh import DIMENSIONS, Mesh, MeshShape, Partition
+from megapipe.parallel.mesh import DIMENSIONS, WORLD, Mesh, MeshShape, Partition
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -120,7 +120,7 @@ class _DistributedFactory:
         self._timeout = timeout
 
     def __call__(self, name: str, partition: Partition) -> Group | None:
-        if len(partition[0]) == dist.get_world_size():
+        if name == WORLD:
             world = dist.group.WORLD
             assert world is not None  # the caller has seen that torch.distributed is initialised
             return DistributedGroup(name, world)

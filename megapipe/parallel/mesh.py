@@ -21,8 +21,11 @@ COMBINATIONS = (("data", "context"), ("pipeline", "tensor"))
 
 Partition = tuple[tuple[int, ...], ...]
 GroupFactory = Callable[[str, Partition], Group | None]
-"""Makes the group of this rank out of disjoint lists of global ranks, or None where this rank is in none of them. A
-collective call: every rank makes the same calls in the same order."""
+"""Makes the group of this rank out of disjoint lists of global ranks, or None where this rank is in none of them. The
+group called `WORLD` is the one that torch was started with; any other is new. A collective call: every rank makes the
+same calls in the same order."""
+
+WORLD = "world"
 
 
 class MeshShape:
@@ -72,9 +75,12 @@ class MeshShape:
             tuple(self.rank_of(dict(outer) | dict(inner)) for inner in self._walk(free)) for outer in self._walk(fixed)
         )
 
-    def pipeline_partition(self, stages: tuple[int, ...]) -> Partition:
-        """For each pipeline of the world, its ranks at the pipeline coordinates `stages`."""
-        return tuple(tuple(pipeline[stage] for stage in stages) for pipeline in self.partition("pipeline"))
+    def stage_partition(self, stages: tuple[int, ...]) -> Partition:
+        """For each tensor coordinate, all replicas' ranks at the pipeline coordinates `stages`, replica by replica."""
+        return tuple(
+            tuple(rank for rank in part if self.coordinates(rank)["pipeline"] in stages)
+            for part in self.partition("data", "pipeline", "context")
+        )
 
     def _walk(self, names: list[str]) -> list[tuple[tuple[str, int], ...]]:
         return list(itertools.product(*[[(name, index) for index in range(self.sizes[name])] for name in names]))
@@ -96,10 +102,12 @@ class Mesh:
         self.device = device
         self._create_group = create_group
         self._coordinates = shape.coordinates(rank)
-        self._pipeline_subgroups: dict[tuple[int, ...], Group | None] = {}
-        self.world = self._create("world", shape.partition(*DIMENSIONS))
+        self._stage_groups: dict[tuple[int, ...], Group | None] = {}
+        self._second_world: Group | None = None
+        self.world = self._create(WORLD, shape.partition(*DIMENSIONS))
         self._groups: dict[tuple[str, ...], Group] = {
-            (name,): self._create(name, shape.partition(name)) for name in DIMENSIONS
+            (name,): self.world if size == shape.world_size else self._create(name, shape.partition(name))
+            for name, size in shape.sizes.items()
         }
         for names in COMBINATIONS:
             self._groups[names] = self._combined(names)
@@ -128,8 +136,8 @@ class Mesh:
             raise ValueError(f"the mesh has no group over {dimensions}: it has groups over {known}, and `world`")
         return self._groups[names]
 
-    def pipeline_subgroup(self, stages: tuple[int, ...]) -> Group | None:
-        """The group of this rank's pipeline at the pipeline coordinates `stages`, None where this rank is not at one.
+    def stage_group(self, stages: tuple[int, ...]) -> Group | None:
+        """All replicas of this rank's tensor shard at the pipeline coordinates `stages`, None where it is at none.
 
         For a weight that several stages share. A collective call, also for ranks that get None: every rank asks for
         the same coordinates in the same order. Asking twice gives the same group.
@@ -142,10 +150,19 @@ class Mesh:
                 f"pipeline coordinates {stages} must ascend within 0..{self.size('pipeline') - 1} (pipeline size "
                 f"{self.size('pipeline')})"
             )
-        if stages not in self._pipeline_subgroups:
+        if stages not in self._stage_groups:
             name = f"pipeline {'+'.join(str(stage) for stage in stages)}"
-            self._pipeline_subgroups[stages] = self._create_any(name, self.shape.pipeline_partition(stages))
-        return self._pipeline_subgroups[stages]
+            self._stage_groups[stages] = self._create_any(name, self.shape.stage_partition(stages))
+        return self._stage_groups[stages]
+
+    def second_world(self) -> Group:
+        """All ranks once more, for collectives whose order against those of `world` is not the same on all ranks.
+
+        A collective call. Asking twice gives the same group.
+        """
+        if self._second_world is None:
+            self._second_world = self._create("second world", self.shape.partition(*DIMENSIONS))
+        return self._second_world
 
     def _combined(self, names: tuple[str, ...]) -> Group:
         """The group over several dimensions; a new one only where it is none of those that already exist."""

@@ -25,15 +25,17 @@ def squared_norm(values: Tensor) -> Tensor:
     return total
 
 
-def add_squared_norms(states: Iterable[UnitState], positions: dict[str, int], into: Tensor) -> None:
-    """Write each counted parameter's squared gradient norm to `into[positions[name]]` (float64, one entry a name).
+def add_squared_norms(states: Iterable[UnitState], positions: dict[str, int], into: Tensor, update: int = 0) -> None:
+    """Add each counted parameter's squared gradient norm to `into[positions[name]]` (float64, one entry a name).
+
+    update: whose gradients, where several are alive.
 
     Ranks then sum `into` over the pipeline and tensor groups: entries of other ranks' parameters are zero, so that
     adding them changes no bit.
     """
     for state in states:
         for segment in state.table.counted():
-            owned = state.gradients[0][segment.start : segment.start + segment.owned]
+            owned = state.gradients_of(update)[0][segment.start : segment.start + segment.owned]
             into[positions[segment.spec.name]] += squared_norm(owned)
 
 

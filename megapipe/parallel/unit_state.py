@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.costs.parameters import ParameterSpec
-from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.segments import Segment, SegmentTable
 from megapipe.random.weights import fill_box
 
@@ -22,7 +21,8 @@ class UnitState:
     0 .. copies-1 start out equal; `newest` is the youngest one.
     master: fp32 buffer that the optimizer updates. When compute is fp32 (or fp64) there is no separate master: the
     newest version is it.
-    gradients[u]: fp32 (fp64) accumulator of use u; `gradients[0]` holds the total after `sum_uses`.
+    gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
+    in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
     moments: name -> flat buffer, filled in by the optimizer.
     """
 
@@ -38,16 +38,25 @@ class UnitState:
         alignment: int = 1,
         num_versions: int = 1,
         num_uses: int = 1,
+        gradient_buffers: int = 1,
     ) -> None:
-        """Allocate zeroed buffers. Raises ValueError on a count below one."""
+        """Allocate zeroed buffers. Raises ValueError on a count below one, or gradient buffers that do not go evenly
+        into the versions: what computes with one version always accumulates in the same buffer."""
         if num_versions < 1 or num_uses < 1:
             raise ValueError(f"unit {name}: {num_versions} versions and {num_uses} uses; both must be at least 1")
+        if gradient_buffers < 1 or num_versions % gradient_buffers:
+            raise ValueError(
+                f"unit {name}: {gradient_buffers} gradient buffers must divide its {num_versions} weight versions"
+            )
         self.name = name
         self.table = SegmentTable(specs, tensor_rank=tensor_rank, tensor_size=tensor_size, alignment=alignment)
         self.accumulate_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         size = self.table.num_elements
         self.weights = [torch.zeros(size, dtype=compute_dtype, device=device) for _ in range(num_versions)]
-        self.gradients = [torch.zeros(size, dtype=self.accumulate_dtype, device=device) for _ in range(num_uses)]
+        self.num_uses = num_uses
+        self.gradients = [
+            torch.zeros(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
+        ]
         self.moments: dict[str, Tensor] = {}
         self.newest = num_versions - 1
         self._master: Tensor | None = None
@@ -94,7 +103,7 @@ class UnitState:
         return self.master
 
     def bind(self, module: nn.Module, parameters: Mapping[str, ParameterSpec], *, copy: int = 0, use: int = 0) -> None:
-        """Replace parameters of `module` by views: data in `weights[copy]`, `.grad` in `gradients[use]`.
+        """Replace parameters of `module` by views: data in `weights[copy]`, `.grad` where that version accumulates.
 
         parameters: attribute path in the module -> spec; only specs of this unit are bound.
         """
@@ -106,7 +115,7 @@ class UnitState:
             parameter = nn.Parameter(self.view(self.weights[copy], segment))
             # Lets autograd add into the wider accumulator in place where compute is bf16.
             parameter.grad_dtype = self.accumulate_dtype
-            parameter.grad = self.view(self.gradients[use], segment)
+            parameter.grad = self.view(self.gradients_of(copy)[use], segment)
             owner, _, leaf = path.rpartition(".")
             setattr(module.get_submodule(owner), leaf, parameter)
 
@@ -120,16 +129,18 @@ class UnitState:
         """One parameter's owned elements, shaped as its box: no padding."""
         return flat[segment.start : segment.start + segment.owned].view(segment.box.shape)
 
-    def sum_uses(self) -> None:
-        """Add every use's gradient into the first accumulator, in order of use."""
-        for other in self.gradients[1:]:
-            self.gradients[0].add_(other)
+    def gradients_of(self, update: int) -> list[Tensor]:
+        """The accumulators of an update, by use. update: absolute number, that of the version it is computed with."""
+        buffer = update * self.num_uses % len(self.gradients)
+        return self.gradients[buffer : buffer + self.num_uses]
 
-    def reduce(self, group: Group) -> Work:
-        """Start the sum of the total gradient over data-parallel replicas, in place."""
-        return group.all_reduce(self.gradients[0], async_op=True)
+    def sum_uses(self, update: int = 0) -> None:
+        """Add every use's gradient into the first accumulator of an update, in order of use."""
+        total, *others = self.gradients_of(update)
+        for other in others:
+            total.add_(other)
 
-    def zero_gradients(self) -> None:
-        """Clear every accumulator for the next step."""
-        for gradient in self.gradients:
+    def zero_gradients(self, update: int = 0) -> None:
+        """Clear the accumulators of an update for the next one that takes their buffer."""
+        for gradient in self.gradients_of(update):
             gradient.zero_()

@@ -153,7 +153,10 @@ class Dependencies:
         yield Needs(*halves)
 
     def _reduction_needs(self) -> Iterator[Needs]:
-        """Reductions need the last gradient they include, scalars every reduction, updates the scalars."""
+        """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.
+
+        Where a step has several updates they do not wait for its scalars, which then tell of its losses alone.
+        """
         table, header = self.table, self.table.header
         last = self._last_added
         reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
@@ -175,19 +178,20 @@ class Dependencies:
                 for use in stages:
                     yield Needs(mine, last[use, table.update[mine]])
         updates = table.rows_with(Kind.UPDATE)
-        if header.updates_per_step > 1:
+        scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.num_microbatches)
+        every = header.updates_per_step
+        for stage, rank in enumerate(header.stage_ranks.tolist()):
+            yield Needs(scalars[rank], last[stage, every - 1 :: every])
+        if every > 1:
             yield Needs(updates, last[table.stage[updates], table.update[updates]])
             yield self._updates_after_reductions(updates)
             return
-        scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.microbatches_per_update)
         for rows in (reductions, tied):
             yield Needs(scalars[table.rank[rows], table.update[rows]], rows)
-        for stage, rank in enumerate(header.stage_ranks.tolist()):
-            yield Needs(scalars[rank], last[stage])
         yield Needs(updates, scalars[table.rank[updates], table.update[updates]])
 
     def _updates_after_reductions(self, updates: Ints) -> Needs:
-        """Without scalars an update needs its own unit's reduction."""
+        """Of several in a step an update needs its own unit's reduction."""
         table = self.table
         rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)
         most = max(table.header.units_per_stage) + len(table.header.tied_groups)
@@ -250,7 +254,7 @@ class Dependencies:
         parts = [_against_all(self._counts_users(), counts)]
         if header.updates_per_step == 1:
             updates, tied = table.rows_with(Kind.UPDATE), table.rows_with(Kind.REDUCE_TIED)
-            scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.microbatches_per_update)
+            scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.num_microbatches)
             place = table.rank[updates] * table.num_updates + table.update[updates]
             first_update = first_row_per(place, updates, scalars.size).reshape(scalars.shape)
             parts.append(_against_all(first_update, scalars))

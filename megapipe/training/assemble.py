@@ -126,6 +126,7 @@ class Assembly:
             alignment=VOCABULARY_ALIGNMENT,
             num_versions=self._copies,
             num_uses=num_uses,
+            gradient_buffers=self._header.gradient_buffers,
         )
         state.initialize(self._config.training.seed)
         return state

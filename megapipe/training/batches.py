@@ -21,12 +21,12 @@ from megapipe.training.replica import Replica
 class StepBatch:
     """One step's micro-batches on one rank.
 
-    num_samples: of the global batch. token_count: loss tokens of this replica's share of it.
+    num_samples: of the global batch. token_counts: loss tokens of each micro-batch, known on the last stage.
     """
 
     contexts: list[MicrobatchContext]
     num_samples: int
-    token_count: float
+    token_counts: tuple[float, ...]
 
 
 class BatchLoader:
@@ -57,20 +57,20 @@ class BatchLoader:
 
     def load(self, consumed: int) -> StepBatch:
         """The step that starts after `consumed` samples."""
-        contexts, token_count = [], 0.0
+        contexts, token_counts = [], []
         num_samples = self._plan.size(consumed)
         num_microbatches = num_samples // (self._source.micro_size * self._source.data_size)
         for index in range(num_microbatches):
             if self._is_first or self._is_last:
                 microbatch = self._source.microbatch(consumed, index, num_microbatches)
-                token_count += float(microbatch.loss_mask.sum())
+                token_counts.append(float(microbatch.loss_mask.sum()))
                 contexts.append(self._context(microbatch))
             else:
                 ordinals = self._source.ordinals(consumed, index, num_microbatches)
                 contexts.append(
                     MicrobatchContext(ordinals=torch.from_numpy(ordinals), seed=self._seed, training=self._training)
                 )
-        return StepBatch(contexts, num_samples, token_count if self._is_last else 0.0)
+        return StepBatch(contexts, num_samples, tuple(token_counts) if self._is_last else ())
 
     @contextmanager
     def steps(self, consumed: int) -> Iterator[Iterator[StepBatch]]:

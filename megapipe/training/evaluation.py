@@ -28,7 +28,6 @@ class Evaluation:
         size = config.batch.global_size
         self._num_batches = math.ceil(min(config.evaluation.samples, len(samples)) / size)
         self._mesh = mesh
-        self._replica = replica
         self._engine = replica.forward_engine()
         self._loader = batch_loader(config, mesh, replica, samples, BatchPlan(size, size, 0), training=False)
         self._counts_loss = replica.is_last and mesh.coordinate("tensor") == 0
@@ -40,14 +39,13 @@ class Evaluation:
         sums of like size: their order, the layout's, does not matter.
         """
         start = time.perf_counter()
-        newest = max(state.newest for state in self._replica.states())
         totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         with self._loader.steps(consumed=0) as batches:
             for batch in itertools.islice(batches, self._num_batches):
-                result = self._engine.run(StepInput(newest, batch.contexts, batch.token_count))
+                result = self._engine.run(StepInput(step, batch.contexts, batch.token_counts))
                 if self._counts_loss:
                     totals[0] += _loss_sum(result)
-                    totals[1] += batch.token_count
+                    totals[1] += sum(batch.token_counts)
         self._mesh.world.all_reduce(totals)
         loss_sum, num_tokens = totals.tolist()
         loss = loss_sum / max(num_tokens, 1.0)

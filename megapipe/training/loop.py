@@ -2,15 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
+from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.batches import BatchLoader, StepBatch
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.memory_report import out_of_memory_told
@@ -43,6 +43,14 @@ class Position:
         return cls(run.step, run.consumed_samples, deque(run.losses, maxlen=LOSSES_KEPT))
 
 
+@dataclass(frozen=True)
+class _FedStep:
+    """A step that the engine was given and has not ended."""
+
+    samples: int
+    learning_rate: float
+
+
 class TrainingLoop:
     """Runs a replica from a position to the end of the run. Every rank runs it; rank 0's listener tells of it."""
 
@@ -65,26 +73,47 @@ class TrainingLoop:
         self._listener = listener
         self._engine = replica.engine
         self._engine_samples = config.batch.global_size
+        self._plan = BatchPlan.of(config.batch)
+        self._fed: deque[_FedStep] = deque()
+        self._clock = 0.0
 
     def run(self, position: Position) -> int:
-        """Advance `position` to the last step, or to where Ctrl-C stopped the run; returns the exit status."""
+        """Advance `position` to the last step, or to where Ctrl-C stopped the run; returns the exit status.
+
+        A schedule that never flushes has a step under way while the loop turns; it is drained where something has to
+        happen between two steps.
+        """
         steps = self._config.training.last_step
         told = out_of_memory_told(self._replica.stages)
         with told, StopRequest() as stop, self._loader.steps(position.consumed) as batches:
             while position.step < steps:
-                stopped = self._step(position, batches, stop.requested)
-                last = stopped or position.step == steps
-                if self._evaluation is not None and not stopped and self._is_due(position, last):
-                    self._listener.evaluation(self._evaluation.run(position.step))
-                if self._checkpointer.is_due(position.step, last):
-                    self._save(position, last)
+                stopped = self._feed(position, batches, stop.requested)
+                if stopped or self._pauses_behind(position):
+                    stopped |= self._tell(position, self._engine.drain())
+                if not self._fed:
+                    self._pause(position, stopped)
                 if stopped:
                     return INTERRUPTED
         return 0
 
-    def _is_due(self, position: Position, last: bool) -> bool:
+    def _pauses_behind(self, position: Position) -> bool:
+        """Whether something happens between the step that was fed last and the one after it."""
+        step, consumed = position.step + len(self._fed), position.consumed + sum(fed.samples for fed in self._fed)
+        last = step == self._config.training.last_step
+        resized = self._plan.size(consumed) != self._engine_samples
+        return last or resized or self._evaluates(step, last) or self._checkpointer.is_due(step, last)
+
+    def _pause(self, position: Position, stopped: bool) -> None:
+        """What is due between two steps."""
+        last = stopped or position.step == self._config.training.last_step
+        if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
+            self._listener.evaluation(self._evaluation.run(position.step))
+        if self._checkpointer.is_due(position.step, last):
+            self._save(position, last)
+
+    def _evaluates(self, step: int, last: bool) -> bool:
         every = self._config.evaluation.every
-        return every is not None and (last or position.step % every == 0)
+        return every is not None and (last or step % every == 0)
 
     def _save(self, position: Position, last: bool) -> None:
         """Save. When that fails on the way, a full disk say, the run goes on: the next save may succeed."""
@@ -97,36 +126,47 @@ class TrainingLoop:
         else:
             self._listener.event("checkpoint", step=position.step, path=str(path))
 
-    def _step(self, position: Position, batches: Iterator[StepBatch], stop: bool) -> bool:
-        """Run the next step and tell of it; whether some rank wants to stop."""
-        start = time.perf_counter()
+    def _feed(self, position: Position, batches: Iterator[StepBatch], stop: bool) -> bool:
+        """Give the engine its next step and tell of those that ended; whether some rank wants to stop."""
+        if not self._fed:
+            self._clock = time.perf_counter()
+        step = position.step + len(self._fed)
         batch = next(batches)
-        rate = learning_rate(self._config.optimizer, position.step + 1, self._config.training.steps)
-        engine = self._engine_for(batch.num_samples)
-        result = engine.run(StepInput(position.step, batch.contexts, batch.token_count, rate, stop))
-        position.step += 1
-        position.consumed += batch.num_samples
-        position.losses.append((position.step, result.loss))
-        self._listener.step(self._record(position, result, batch.num_samples, rate, time.perf_counter() - start))
-        return result.stop
+        rate = learning_rate(self._config.optimizer, step + 1, self._config.training.steps)
+        self._use_engine_for(batch.num_samples)
+        self._fed.append(_FedStep(batch.num_samples, rate))
+        return self._tell(position, self._engine.feed(StepInput(step, batch.contexts, batch.token_counts, rate, stop)))
 
-    def _engine_for(self, num_samples: int) -> Engine:
-        """The engine for a batch of that size. A ramp never goes back, so the last one is all that is kept."""
-        if num_samples == self._config.batch.global_size:
-            return self._replica.engine
-        if num_samples != self._engine_samples:
-            self._engine, self._engine_samples = self._replica.engine_for(num_samples), num_samples
-        return self._engine
+    def _tell(self, position: Position, results: Sequence[StepResult]) -> bool:
+        """Advance `position` over steps that ended; whether some rank wanted to stop in one of them."""
+        for result in results:
+            fed = self._fed.popleft()
+            position.step += 1
+            position.consumed += fed.samples
+            position.losses.append((position.step, result.loss))
+            now = time.perf_counter()
+            self._listener.step(self._record(position, result, fed, now - self._clock))
+            self._clock = now
+        return any(result.stop for result in results)
 
-    def _record(self, position: Position, result: StepResult, samples: int, rate: float, seconds: float) -> StepRecord:
-        tokens = samples * self._config.data.sequence_length
+    def _use_engine_for(self, num_samples: int) -> None:
+        """Take the engine for a batch of that size. A ramp never goes back, so the last one is all that is kept."""
+        if num_samples == self._engine_samples:
+            return
+        full = num_samples == self._config.batch.global_size
+        self._engine = self._replica.engine if full else self._replica.engine_for(num_samples)
+        self._engine_samples = num_samples
+
+    def _record(self, position: Position, result: StepResult, fed: _FedStep, seconds: float) -> StepRecord:
+        """What is told of a step. seconds: since the step before it ended, or since it was fed to an idle engine."""
+        tokens = fed.samples * self._config.data.sequence_length
         return StepRecord(
             step=position.step,
             loss=result.loss,
-            learning_rate=rate,
+            learning_rate=fed.learning_rate,
             gradient_norm=result.gradient_norm,
             skipped=result.skipped,
-            samples=samples,
+            samples=fed.samples,
             consumed_samples=position.consumed,
             tokens=tokens,
             loss_tokens=int(result.token_count),

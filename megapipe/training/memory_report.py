@@ -3,7 +3,7 @@
 Everything is counted after the fact, from the state that the failed step left, so that a run pays nothing for it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,14 +55,14 @@ def out_of_memory_told(stages: Mapping[int, Stage]) -> Iterator[None]:
 
 def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str | None:
     """The story of a failed step, None when memory was not the reason. stages: this rank's."""
-    if error.action is None or error.state is None or not is_out_of_memory(error.__cause__):
+    if error.action is None or not error.states or not is_out_of_memory(error.__cause__):
         return None
     states = _unique_states(stages)
     return "\n".join(
         [
-            f"out of memory in {_failed_unit(error, error.state, stages)}: {error}",
+            f"out of memory in {_failed_unit(error, stages)}: {error}",
             *_table("alive by unit", ("weights", "master", "gradients", "moments"), [_state_row(s) for s in states]),
-            *_table("alive for backwards to come", ("saved",), _activation_rows(error.state, states)),
+            *_table("alive for backwards to come", ("saved",), _activation_rows(error.states, states)),
             *_device_lines(states[0].master.device),
             ADVICE,
         ]
@@ -82,7 +82,7 @@ def saved_bytes(pieces: Iterable[Piece]) -> dict[int, int]:
     return _storages(tensor for tensor in kept if tensor.is_floating_point() or tensor.dtype == torch.bool)
 
 
-def _failed_unit(error: EngineError, state: StepState, stages: Mapping[int, Stage]) -> str:
+def _failed_unit(error: EngineError, stages: Mapping[int, Stage]) -> str:
     action, unit = error.action, error.unit
     assert action is not None
     if action.stage not in stages:
@@ -90,9 +90,10 @@ def _failed_unit(error: EngineError, state: StepState, stages: Mapping[int, Stag
     stage = stages[action.stage]
     if unit is None and action.unit != WHOLE:
         unit = action.unit
-    piece = state.pieces.get((action.stage, action.microbatch, action.unit))
-    if unit is None and piece is not None:
-        unit = _unit_in_backward(stage, piece)
+    key = (action.stage, action.microbatch, action.unit)
+    pieces = [state.pieces[key] for state in error.states if key in state.pieces]
+    if unit is None and pieces:
+        unit = _unit_in_backward(stage, pieces[0])
     return f"unit {stage.states[unit].name}" if unit in stage.states else f"stage {action.stage}"
 
 
@@ -165,15 +166,20 @@ def _state_row(state: UnitState) -> Row:
     return state.name, sizes
 
 
-def _activation_rows(state: StepState, states: list[UnitState]) -> list[Row]:
-    """By stage and micro-batch, each storage in the first row that keeps it; weights are not counted."""
+def _activation_rows(steps: Sequence[StepState], states: list[UnitState]) -> list[Row]:
+    """By step, stage and micro-batch, each storage in the first row that keeps it; weights are not counted."""
     counted = set(_storages(tensor for each in states for tensor in each.weights))
     rows: list[Row] = []
-    for key in sorted({(stage, microbatch) for stage, microbatch, _ in (*state.pieces, *state.tapes)}):
-        storages = saved_bytes(piece for place, piece in state.pieces.items() if place[:2] == key)
-        storages |= _storages(t for place, tape in state.tapes.items() if place[:2] == key for t in tape.kept)
-        rows.append((f"stage {key[0]}, micro-batch {key[1]}", (_new_bytes(storages, counted),)))
-    messages = [*state.activations.values(), *state.gradients.values()]
+    messages: list[tuple[Tensor, ...]] = []
+    for step in steps:
+        for key in sorted({(stage, microbatch) for stage, microbatch, _ in (*step.pieces, *step.tapes)}):
+            storages = saved_bytes(piece for place, piece in step.pieces.items() if place[:2] == key)
+            storages |= _storages(t for place, tape in step.tapes.items() if place[:2] == key for t in tape.kept)
+            name = f"stage {key[0]}, micro-batch {key[1]}"
+            rows.append(
+                (f"step {step.input.step}, {name}" if len(steps) > 1 else name, (_new_bytes(storages, counted),))
+            )
+        messages += [*step.activations.values(), *step.gradients.values()]
     storages = _storages(tensor for tensors in messages for tensor in tensors)
     rows.append(("on the way between stages", (_new_bytes(storages, counted),)))
     return rows

@@ -138,7 +138,7 @@ class Passes:
             contexts.append(
                 DecodingContext.of(rows, tokens[rows], positions[rows], last[rows], length=length, window=window)
             )
-        result = self._engine(width).run(StepInput(0, contexts, token_count=0.0))
+        result = self._engine(width).run(StepInput(0, contexts, token_counts=()))
         return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None
 
     def _engine(self, width: int) -> Engine:

@@ -23,6 +23,7 @@ from megapipe.training.records import Listeners
 from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
+from megapipe.training.scheduling import eager_cost
 from megapipe.training.throughput import UtilisationMeter, device_peak
 from megapipe.training.trackers import open_trackers
 from megapipe.training.validate import data_parallel_size, validate
@@ -79,6 +80,11 @@ def _run(
 ) -> int:
     """Run the loop from `position` on, and on rank 0 tell of it."""
     meter = _meter(config, mesh, say)
+    if config.schedule.update == "eager" and config.optimizer.clip_norm is not None:
+        say(
+            f"warning: schedule.update eager with optimizer.clip_norm: each update waits for the norm over all ranks, so "
+            f"steps take about {eager_cost(replica.schedule):.0%} longer than with lazy, or without clipping"
+        )
     references = _references(config, samples, say) if mesh.rank == 0 else None
     loader = batch_loader(config, mesh, replica, samples)
     with _listeners(config, mesh, position) as listeners:

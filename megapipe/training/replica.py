@@ -12,13 +12,14 @@ from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.optim.clipping import clip_coefficient
-from megapipe.optim.optimizer import FlatAdamW
+from megapipe.optim.optimizer import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.schedules import Schedule, build
+from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
-from megapipe.training.assemble import Assembly, StageLayout, lay_out
-from megapipe.training.validate import num_microbatches, num_stages, schedule_options
+from megapipe.training.assemble import Assembly, lay_out
+from megapipe.training.scheduling import build_schedule, num_stages
+from megapipe.training.validate import num_microbatches
 
 
 class Replica:
@@ -31,9 +32,9 @@ class Replica:
         self.rank = mesh.coordinate("pipeline")
         by_hand = config.parallel.layers_per_stage
         self.layout = lay_out(layers, config.model, num_stages(config), config.data.sequence_length, by_hand)
-        self.schedule = build_schedule(config, mesh, self.layout)
+        self.schedule = self._schedule(config)
         self.stages: dict[int, Stage] = Assembly(config, mesh, self.layout, self.schedule.header).stages()
-        self.optimizer = FlatAdamW(config.optimizer)
+        self.optimizer = make_optimizer(config.optimizer)
         self._links = LinkPool(mesh, config.parallel.links, config.parallel.timeout_seconds)
         self.engine = self._engine(self.schedule)
 
@@ -64,12 +65,22 @@ class Replica:
 
     def forward_engine(self) -> Engine:
         """An engine over the same stages that runs forwards alone, for evaluation."""
-        return self._engine(build_schedule(self._config, self._mesh, self.layout, mode="forward"))
+        return self._engine(self._schedule(self._config, mode="forward"))
 
     def engine_for(self, global_size: int) -> Engine:
         """An engine over the same stages for steps of `global_size` samples. A collective call."""
         config = replace(self._config, batch=replace(self._config.batch, global_size=global_size))
-        return self._engine(build_schedule(config, self._mesh, self.layout))
+        return self._engine(self._schedule(config))
+
+    def _schedule(self, config: PretrainConfig, mode: Mode = "train") -> Schedule:
+        return build_schedule(
+            config,
+            num_microbatches(config, self._mesh.world_size),
+            units_per_stage=self.layout.units_per_stage,
+            tied_groups=self.layout.tied,
+            data_parallel=self._mesh.size("data") > 1,
+            mode=mode,
+        )
 
     def _engine(self, schedule: Schedule) -> Engine:
         transfers = connect(schedule, self._mesh, self.stages, self._links)
@@ -86,22 +97,8 @@ class Replica:
             partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
             self.optimizer,
             self._mesh.device,
+            hidden=not schedule.flushes,
         )
-
-
-def build_schedule(config: PretrainConfig, mesh: Mesh, layout: StageLayout, mode: Mode = "train") -> Schedule:
-    """The lowered schedule that the configuration names."""
-    return build(
-        config.schedule.name,
-        config.parallel.pipeline,
-        num_microbatches(config, mesh.world_size),
-        mode=mode,
-        units_per_stage=layout.units_per_stage,
-        tied_groups=layout.tied,
-        data_parallel=mesh.size("data") > 1,
-        receive_ahead=config.schedule.receive_ahead,
-        **schedule_options(config),
-    )
 
 
 def communicators(mesh: Mesh, schedule: Schedule, is_last: bool) -> Communicators:
@@ -109,13 +106,14 @@ def communicators(mesh: Mesh, schedule: Schedule, is_last: bool) -> Communicator
     tied = {}
     for group, stages in enumerate(schedule.header.tied_groups):
         ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
-        members = mesh.pipeline_subgroup(ranks)
+        members = mesh.stage_group(ranks)
         if members is not None:
             tied[group] = members
     return Communicators(
         world=mesh.world,
         data=mesh.group("data"),
         tied=tied,
+        scalars=mesh.world if schedule.flushes else mesh.second_world(),
         counts_loss=is_last and mesh.coordinate("tensor") == 0,
         counts_norm=mesh.coordinate("data") == 0,
     )

@@ -17,7 +17,6 @@ from megapipe.checkpoint.manifest import Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
 from megapipe.checkpoint.save import save
 from megapipe.config.run import PretrainConfig
-from megapipe.optim.optimizer import FIRST, SECOND
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
 
@@ -161,7 +160,7 @@ class Checkpointer:
             replica.states(),
             replica.optimizer.applied,
             self._mesh,
-            moments=(FIRST, SECOND),
+            moments=replica.optimizer.moment_names,
             updates_per_step=replica.schedule.header.updates_per_step,
         )
         self._saved_step = run.step

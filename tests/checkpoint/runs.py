@@ -78,7 +78,7 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
         for step in range(start, until):
             batch = loader.load(consumed)
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-            result = replica.engine.run(StepInput(step, batch.contexts, batch.token_count, rate))
+            result = replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate))
             losses.append((step + 1, result.loss))
             consumed += config.batch.global_size
             if checkpointer.is_due(step + 1, last=step + 1 == until):

@@ -41,13 +41,13 @@ def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[St
     results = []
     for step in range(3):
         contexts = loader.load(step * config.batch.global_size).contexts
-        count = 0.0
+        counts = []
         for context in contexts:
             assert context.ordinals is not None
             if context.loss_mask is not None:
                 context.loss_mask[context.ordinals - step * config.batch.global_size < first_kept] = 0
-                count += float(context.loss_mask.sum())
-        results.append(replica.engine.run(StepInput(step, contexts, count, learning_rate=0.01)))
+                counts.append(float(context.loss_mask.sum()))
+        results.append(replica.engine.run(StepInput(step, contexts, counts, learning_rate=0.01)))
     return results
 
 

@@ -29,7 +29,7 @@ def one_rank(num_microbatches: int) -> Outcome:
 def test_gradients_equal_plain_autograd() -> None:
     replica = toy(solo(), "gpipe", 4, SPLITS[1])
     weights = {state.name: state.master.clone() for state in replica.states}
-    replica.engine.run(StepInput(0, contexts(0, 4), float(ROWS * 4), learning_rate=0.01))
+    replica.engine.run(StepInput(0, contexts(0, 4), [float(ROWS)] * 4, learning_rate=0.01))
     for name, expected in reference_gradients(0, 4, LAYERS, weights).items():
         torch.testing.assert_close(replica.gradients[0][name].double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -68,7 +68,7 @@ def test_replicas_sum_to_the_same_gradient(sizes: dict[str, int]) -> None:
 
 def forward_losses(mesh: Mesh) -> list[float]:
     replica = toy(mesh, "1f1b", 3, SPLITS[mesh.size("pipeline")], mode="forward")
-    result = replica.engine.run(StepInput(0, contexts(0, 3), 0.0))
+    result = replica.engine.run(StepInput(0, contexts(0, 3), ()))
     return [float(outputs[0]) for outputs in result.outputs]
 
 
@@ -85,12 +85,12 @@ def test_gradients_that_are_not_finite_skip_the_update_everywhere() -> None:
     before = {state.name: state.master.clone() for state in replica.states}
     poisoned = contexts(0, 2)
     poisoned[1].targets[0, 0] = float("nan")
-    result = replica.engine.run(StepInput(0, poisoned, float(ROWS * 2), learning_rate=0.01))
+    result = replica.engine.run(StepInput(0, poisoned, [float(ROWS)] * 2, learning_rate=0.01))
     assert result.skipped
     for state in replica.states:
         assert torch.equal(state.master, before[state.name])
         assert not state.gradients[0].any()
-    result = replica.engine.run(StepInput(1, contexts(1, 2), float(ROWS * 2), learning_rate=0.01))
+    result = replica.engine.run(StepInput(1, contexts(1, 2), [float(ROWS)] * 2, learning_rate=0.01))
     assert not result.skipped
     assert not torch.equal(replica.states[0].master, before["layers.0"])
 
@@ -98,7 +98,7 @@ def test_gradients_that_are_not_finite_skip_the_update_everywhere() -> None:
 def wish_to_stop(mesh: Mesh) -> bool:
     replica = toy(mesh, "1f1b", 2, SPLITS[2])
     stop = mesh.rank == 1
-    return replica.engine.run(StepInput(0, contexts(0, 2), float(ROWS * 2), 0.01, stop)).stop
+    return replica.engine.run(StepInput(0, contexts(0, 2), [float(ROWS)] * 2, 0.01, stop)).stop
 
 
 def test_one_rank_that_wants_to_stop_stops_all() -> None:
@@ -112,7 +112,7 @@ def test_a_failing_unit_is_named_with_its_action() -> None:
     with pytest.raises(
         EngineError, match=r"pipeline rank 0, step 7, action \d+ of 1f1b: FORWARD stage 0 microbatch 1"
     ):
-        replica.engine.run(StepInput(7, broken, 1.0))
+        replica.engine.run(StepInput(7, broken, [1.0]))
 
 
 def message_of_the_survivor(mesh: Mesh, victim: int) -> str:
@@ -122,7 +122,7 @@ def message_of_the_survivor(mesh: Mesh, victim: int) -> str:
     if mesh.rank == victim:
         batch[2].inputs = batch[2].targets = torch.zeros(ROWS + 1, ROWS + 1)
     try:
-        replica.engine.run(StepInput(0, batch, float(ROWS * 4), 0.01))
+        replica.engine.run(StepInput(0, batch, [float(ROWS)] * 4, 0.01))
     except EngineError as error:
         if mesh.rank == victim:
             os._exit(1)
@@ -144,7 +144,7 @@ def unanswered_send(mesh: Mesh) -> str:
     if mesh.rank == 1:
         return ""
     with pytest.raises(EngineError) as caught:
-        replica.engine.run(StepInput(3, contexts(0, 2), 0.0))
+        replica.engine.run(StepInput(3, contexts(0, 2), ()))
     return str(caught.value)
 
 

@@ -20,9 +20,9 @@ def peak_bytes(mesh: Mesh, name: str, num_microbatches: int) -> int:
     """Peak of this rank's second step, over what was alive before it. The first one makes the optimizer's state."""
     replica = toy(mesh, name, num_microbatches, [LAYERS] * PIPELINE)
     batch = contexts(0, num_microbatches)
-    replica.engine.run(StepInput(0, batch, float(ROWS * num_microbatches), learning_rate=0.01))
+    replica.engine.run(StepInput(0, batch, [float(ROWS)] * num_microbatches, learning_rate=0.01))
     with LiveBytes() as live:
-        replica.engine.run(StepInput(1, batch, float(ROWS * num_microbatches), learning_rate=0.01))
+        replica.engine.run(StepInput(1, batch, [float(ROWS)] * num_microbatches, learning_rate=0.01))
     return live.peak
 
 
@@ -45,9 +45,9 @@ def test_gpipe_keeps_every_micro_batch() -> None:
 def leftover_bytes(mesh: Mesh, name: str) -> int:
     replica = toy(mesh, name, 8, [LAYERS] * PIPELINE)
     batch = contexts(0, 8)
-    replica.engine.run(StepInput(0, batch, float(ROWS * 8), learning_rate=0.01))
+    replica.engine.run(StepInput(0, batch, [float(ROWS)] * 8, learning_rate=0.01))
     with LiveBytes() as live:
-        replica.engine.run(StepInput(1, batch, float(ROWS * 8), learning_rate=0.01))
+        replica.engine.run(StepInput(1, batch, [float(ROWS)] * 8, learning_rate=0.01))
         mesh.world.barrier()  # a peer may still read what this rank gave to a sum
     return live.current
 

@@ -47,7 +47,7 @@ def test_each_unit_is_reduced_once_while_the_backward_goes_on() -> None:
     replica = toy(mesh, "1f1b", 3, [LAYERS], change=over_replicas, data_group=RecordingGroup(events))
     for index, module in enumerate(replica.modules):
         module.weight.register_post_accumulate_grad_hook(lambda _, layer=index: events.append(f"gradient {layer}"))
-    replica.engine.run(StepInput(0, contexts(0, 3), float(ROWS * 3), learning_rate=0.01))
+    replica.engine.run(StepInput(0, contexts(0, 3), [float(ROWS)] * 3, learning_rate=0.01))
     descending = [f"gradient {layer}" for layer in reversed(range(LAYERS))]
     last = [event for gradient in descending for event in (gradient, "start")]
     assert events == [*descending, *descending, *last, *["wait"] * LAYERS]

@@ -146,6 +146,7 @@ def toy(
             mesh.world,
             mesh.group("data") if data_group is None else data_group,
             {},
+            mesh.world if schedule.flushes else mesh.second_world(),
             counts_loss=len(layers_per_stage) - 1 in stages,
             counts_norm=mesh.coordinate("data") == 0,
         ),
@@ -181,7 +182,7 @@ def train(
     losses, norms = [], []
     for step in range(steps):
         mine = contexts(step, num_microbatches * of)[data * num_microbatches : (data + 1) * num_microbatches]
-        result = replica.engine.run(StepInput(step, mine, float(ROWS * num_microbatches), learning_rate=0.01))
+        result = replica.engine.run(StepInput(step, mine, [float(ROWS)] * num_microbatches, learning_rate=0.01))
         losses.append(result.loss)
         norms.append(result.gradient_norm)
     weights = {state.name: state.master.clone() for state in replica.states}

@@ -64,7 +64,7 @@ def test_one_process_needs_no_torch_distributed() -> None:
     assert isinstance(mesh.world, SoloGroup)
     assert isinstance(mesh.group("data", "context"), SoloGroup)
     assert (mesh.rank, mesh.world_size, mesh.device) == (0, 1, torch.device("cpu"))
-    assert mesh.pipeline_subgroup((0,)) is not None
+    assert mesh.stage_group((0,)) is not None
     shutdown()
 
 

@@ -41,6 +41,11 @@ def test_tensor_ranks_are_neighbours_and_data_ranks_are_far() -> None:
     assert shape.partition("data")[0] == (0, 4)
 
 
+def test_replicas_of_a_shared_weight_hold_the_first_replica_first() -> None:
+    shape = MeshShape({"tensor": 2, "pipeline": 3, "data": 2})
+    assert shape.stage_partition((0, 2)) == ((0, 4, 6, 10), (1, 5, 7, 11))
+
+
 def test_unknown_dimension_and_bad_size_are_told() -> None:
     with pytest.raises(ValueError, match="unknown mesh dimension 'tensors': the dimensions are data, pipeline"):
         MeshShape({"tensors": 2})
@@ -52,10 +57,12 @@ def describe(mesh: Mesh) -> dict[str, object]:
     """What every group of this rank holds, both as told and as found by gathering the ranks through it."""
     names = [("data",), ("pipeline",), ("context",), ("tensor",), ("data", "context"), ("pipeline", "tensor")]
     groups = {"+".join(dimensions): mesh.group(*dimensions) for dimensions in names} | {"world": mesh.world}
-    subgroup = mesh.pipeline_subgroup((0, mesh.size("pipeline") - 1))
+    subgroup = mesh.stage_group((0, mesh.size("pipeline") - 1))
     if subgroup is not None:
         groups["ends"] = subgroup
-    assert mesh.pipeline_subgroup((0, mesh.size("pipeline") - 1)) is subgroup
+    assert mesh.stage_group((0, mesh.size("pipeline") - 1)) is subgroup
+    groups["second"] = mesh.second_world()
+    assert mesh.second_world() is groups["second"] is not mesh.world
     found = {name: tuple(group.all_gather(torch.tensor(mesh.rank)).tolist()) for name, group in groups.items()}
     assert found == {name: group.ranks for name, group in groups.items()}
     assert all(group.ranks[group.rank] == mesh.rank for group in groups.values())
@@ -78,9 +85,9 @@ def test_groups_hold_the_ranks_that_differ_in_their_dimensions(backend: Backend,
         assert result["coordinates"] == shape.coordinates(rank)
         for name, ranks in result["groups"].items():
             if name == "ends":
-                partition = shape.pipeline_partition((0, shape.sizes["pipeline"] - 1))
+                partition = shape.stage_partition((0, shape.sizes["pipeline"] - 1))
             else:
-                partition = shape.partition(*(DIMENSIONS if name == "world" else name.split("+")))
+                partition = shape.partition(*(DIMENSIONS if name in ("world", "second") else name.split("+")))
             assert ranks == next(part for part in partition if rank in part)
         stage = shape.coordinates(rank)["pipeline"]
         assert ("ends" in result["groups"]) == (stage in (0, shape.sizes["pipeline"] - 1))
@@ -106,9 +113,9 @@ def ask_wrongly(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="no group over"):
         mesh.group("replica")
     with pytest.raises(ValueError, match=r"\(1, 0\) must ascend"):
-        mesh.pipeline_subgroup((1, 0))
+        mesh.stage_group((1, 0))
     with pytest.raises(ValueError, match=r"0\.\.1"):
-        mesh.pipeline_subgroup((0, 2))
+        mesh.stage_group((0, 2))
 
 
 def test_groups_that_do_not_exist_are_told() -> None:

@@ -117,7 +117,7 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None) -> Ran
     for step in range(config.training.steps if steps is None else steps):
         batch = loader.load(step * config.batch.global_size)
         rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-        results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_count, rate)))
+        results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate)))
     states = replica.states()
     return RankRun(results, gradients, shards(states, [state.master for state in states]))
 

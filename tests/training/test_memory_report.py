@@ -56,7 +56,7 @@ def report_of(folder: Path, break_unit: str, backward: bool, schedule: str = "gp
     module.register_forward_hook(hook)
     batch = batch_loader(config, mesh, replica, split_samples(config, "train")).load(0)
     with pytest.raises(OutOfMemory) as caught, out_of_memory_told(replica.stages):
-        replica.engine.run(StepInput(0, batch.contexts, batch.token_count, 1e-3))
+        replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
     return str(caught.value)
 
 

@@ -13,7 +13,7 @@ def add_reductions(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion
         _counts(table),
         *([_gradients(table)] if table.header.data_parallel else []),
         *([_tied(table)] if table.header.tied_groups else []),
-        *([_scalars(table)] if table.header.updates_per_step == 1 else []),
+        _scalars(table),
         *_updates(table, lazy=lazy, flushes=flushes),
     ]
 
@@ -88,11 +88,12 @@ def _last_rows_by_rank(table: Table, last: Ints) -> Ints:
 
 
 def _scalars(table: Table) -> Insertion:
-    """One sum of norms and flags a rank and update, behind the rank's last gradient of it."""
-    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))
+    """One sum of losses, norms and flags a rank and step, behind the rank's last gradient of it."""
+    every = table.header.updates_per_step
+    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))[:, every - 1 :: every]
     anchor = by_rank.ravel()
-    updates = np.tile(np.arange(by_rank.shape[1]), len(by_rank))
-    rows = rows_of(Kind.REDUCE_SCALARS, microbatch=_last_microbatch(table, updates))
+    steps = np.tile(np.arange(by_rank.shape[1]), len(by_rank))
+    rows = rows_of(Kind.REDUCE_SCALARS, microbatch=(steps + 1) * table.header.num_microbatches - 1)
     return Insertion(rows, anchor, Place.REDUCE_SCALARS, table.section[anchor])
 
 

@@ -117,8 +117,7 @@ def _check_reductions(table: Table) -> None:
     state = [(stage, unit) for stage in stages for unit in header.state_units(stage)]
     tied = sorted(set(state) - set(plain))
     _require_each(table, Kind.REDUCE_COUNTS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
-    scalars = per_update if header.updates_per_step == 1 else ()
-    _require_each(table, Kind.REDUCE_SCALARS, [(rank, -1, -1, last) for rank in ranks for last in scalars])
+    _require_each(table, Kind.REDUCE_SCALARS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
     for kind, places in (
         (Kind.REDUCE_GRADIENTS, plain if header.data_parallel else []),
         (Kind.REDUCE_TIED, tied),

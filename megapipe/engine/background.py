@@ -1,0 +1,46 @@
+"""Work that runs beside a rank's actions: what waits for other ranks while this one has more to compute."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def run_now(function: Callable[[], Result]) -> Future[Result]:
+    """Run a function here and now; what it raises is raised here."""
+    future: Future[Result] = Future()
+    future.set_result(function())
+    return future
+
+
+def run_beside(function: Callable[[], Result], device: torch.device) -> Future[Result]:
+    """Run a function on a thread of its own; what it raises comes out of the future's `result()`.
+
+    On a GPU it runs on a stream of its own behind all that the caller has launched, and is done when its result is
+    there: neither the caller's stream nor its thread waits before that. The thread is a daemon: a rank that fails is
+    not kept from ending by one that waits for a dead peer.
+    """
+    future: Future[Result] = Future()
+    launched = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def run() -> None:
+        try:
+            if launched is None:
+                result = function()
+            else:
+                stream = torch.cuda.Stream(device)
+                with torch.cuda.stream(stream):
+                    stream.wait_event(launched)
+                    result = function()
+                stream.synchronize()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="megapipe reductions", daemon=True).start()
+    return future

@@ -1,0 +1,175 @@
+"""The schedule that a configuration asks for: whether it can run, and how it is built."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.config.run import PretrainConfig
+from megapipe.schedules import Schedule, ScheduleError, build, check_microbatches, rank_costs, simulate
+from megapipe.schedules.balance import check_assignment
+from megapipe.schedules.generators.registry import Options, find_generator
+from megapipe.schedules.load_file import fit_for_training, read_file
+from megapipe.schedules.schedule import Mode
+from megapipe.training.batch_plan import BatchPlan
+
+STEPS_COMPARED = 8
+"""Steps over which the cost of an eager update is predicted, after as many that fill the pipeline."""
+
+
+def schedule_options(config: PretrainConfig) -> Options:
+    """What the configuration asks of its schedule beside the name; what it leaves open is the schedule's to choose."""
+    schedule, options = config.schedule, Options()
+    if schedule.chunks is not None:
+        options["chunks"] = schedule.chunks
+    if schedule.group_size is not None:
+        options["group_size"] = schedule.group_size
+    if schedule.two_bp:
+        options["two_bp"] = True
+    if schedule.max_pending is not None:
+        options["max_pending"] = schedule.max_pending
+    if schedule.update is not None:
+        options["update"] = schedule.update
+    return options
+
+
+def num_stages(config: PretrainConfig) -> int:
+    """Stages of the model, over all pipeline ranks. Raises ScheduleError."""
+    if config.schedule.file:
+        return len(read_file(Path(config.schedule.file)).header.stages)
+    generator = find_generator(config.schedule.name)
+    return config.parallel.pipeline * generator.number_of_chunks(schedule_options(config))
+
+
+def build_schedule(
+    config: PretrainConfig,
+    num_microbatches: int,
+    *,
+    units_per_stage: Sequence[int],
+    tied_groups: Sequence[Sequence[int]],
+    data_parallel: bool,
+    mode: Mode = "train",
+) -> Schedule:
+    """The lowered schedule that the configuration names, for micro-batches of one replica in one step.
+
+    units_per_stage, tied_groups: how the model falls into stages. Raises ScheduleError.
+    """
+    pipeline, ahead = config.parallel.pipeline, config.schedule.receive_ahead
+    if config.schedule.file:
+        return fit_for_training(
+            read_file(Path(config.schedule.file)),
+            pipeline,
+            num_microbatches,
+            mode=mode,
+            units_per_stage=units_per_stage,
+            tied_groups=tied_groups,
+            data_parallel=data_parallel,
+            receive_ahead=ahead,
+        )
+    return build(
+        config.schedule.name,
+        pipeline,
+        num_microbatches,
+        mode=mode,
+        units_per_stage=units_per_stage,
+        tied_groups=tied_groups,
+        data_parallel=data_parallel,
+        receive_ahead=ahead,
+        **schedule_options(config),
+    )
+
+
+def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[str]:
+    """What keeps the schedule from running, one message each; the sizes of batch and world fit already."""
+    share = config.batch.micro_size * data_parallel_size
+    try:
+        if config.schedule.file:
+            return _file_problems(config, share) or _stage_problems(config, config.schedule.file)
+        return _named_problems(config, share) or _stage_problems(config, config.schedule.name)
+    except ScheduleError as error:
+        return [f"schedule: {error}"]
+
+
+def _file_problems(config: PretrainConfig, share: int) -> list[str]:
+    """A file is for one number of micro-batches; the rest is held against the run when it is built for the model."""
+    if config.batch.ramp_start is not None:
+        return [
+            "schedule.file is for one number of micro-batches a step, and batch.ramp_start changes it; use one alone"
+        ]
+    header = read_file(Path(config.schedule.file)).header
+    per_step = config.batch.global_size // share
+    problems = []
+    for what, said, here in (
+        ("pipeline ranks", header.num_ranks, config.parallel.pipeline),
+        ("micro-batches a step", header.num_microbatches, per_step),
+    ):
+        if said != here:
+            problems.append(f"schedule.file {config.schedule.file} is for {said} {what}, and this run has {here}")
+    return problems or _asynchronous_problems(config, header.updates_per_step)
+
+
+def _named_problems(config: PretrainConfig, share: int) -> list[str]:
+    name, pipeline = config.schedule.name, config.parallel.pipeline
+    for size in BatchPlan.of(config.batch).sizes():
+        try:
+            check_microbatches(name, pipeline, size // share, **schedule_options(config))
+        except ScheduleError as error:
+            at = f" (a step of {size} samples on the way up the ramp)" if size != config.batch.global_size else ""
+            return [f"schedule.name: {error}{at}"]
+    generator = find_generator(name)
+    chunks = num_stages(config) // pipeline
+    try:
+        generator.placement(pipeline, chunks)
+    except ScheduleError as error:
+        return [f"schedule.chunks: {error} ({name})"]
+    per_step = config.batch.global_size // share
+    policy = generator.policy(
+        pipeline, per_step, **generator.arguments(generator.policy_options, schedule_options(config))
+    )
+    return _asynchronous_problems(config, policy.updates_per_step)
+
+
+def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> list[str]:
+    """What a schedule cannot do that updates before a step's gradients are complete."""
+    if updates_per_step == 1:
+        return []
+    problems = []
+    if config.optimizer.clip_norm is not None:
+        problems.append(
+            f"optimizer.clip_norm {config.optimizer.clip_norm} needs the gradient norm over all ranks before it updates, "
+            f"and this schedule updates {updates_per_step} times a step, each rank when it likes; set "
+            "optimizer.clip_norm null, or use 2bw, which clips exactly"
+        )
+    if config.model.tie_embeddings and config.parallel.pipeline > 1:
+        problems.append(
+            "model.tie_embeddings: the tied weight lies on the first and the last rank, which this schedule updates at "
+            "different times; set model.tie_embeddings false, or use 2bw"
+        )
+    return problems
+
+
+def _stage_problems(config: PretrainConfig, name: str) -> list[str]:
+    layers, stages, pipeline = config.model.num_layers + 2, num_stages(config), config.parallel.pipeline
+    if stages > layers:
+        chunks = stages // pipeline
+        each = f" x {chunks} stages a rank of {name}" if chunks > 1 else ""
+        return [
+            f"parallel.pipeline {pipeline}{each} exceeds the {layers} layers of the model (embedding, "
+            f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers // chunks}"
+        ]
+    if config.parallel.layers_per_stage is not None:
+        try:
+            check_assignment(config.parallel.layers_per_stage, layers, stages)
+        except ScheduleError as error:
+            return [f"parallel.layers_per_stage: {error} (embedding and head count as one each)"]
+    return []
+
+
+def eager_cost(schedule: Schedule) -> float:
+    """How much longer steps take where a schedule that never flushes updates eagerly, which has to wait for the norm
+    over all ranks: time over that of the same work without a bubble, minus 1, of backwards twice as long as forwards.
+    """
+    costs = rank_costs(schedule.header)
+    longer = (
+        simulate(schedule, costs, STEPS_COMPARED).makespan - simulate(schedule, costs, STEPS_COMPARED // 2).makespan
+    )
+    ideal = 3.0 * schedule.header.num_microbatches * (STEPS_COMPARED - STEPS_COMPARED // 2)
+    return longer / ideal - 1.0
