@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.engine.errors import UnitError
 from megapipe.engine.stage import TensorSpec, Unit
+from megapipe.layers import split
 from megapipe.layers.split import SplitTape
 
 WHOLE = -1
@@ -42,6 +43,12 @@ def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tup
 def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tuple[bool, ...]:
     """Which tensors of a boundary carry gradients."""
     return tuple(tensor.requires_grad for tensor in tensors)
+
+
+def unsplit_parameters(units: Sequence[Unit]) -> tuple[nn.Parameter, ...]:
+    """Parameters whose gradients the input half computes: their modules cannot split."""
+    modules = (unit for unit in units if isinstance(unit, nn.Module))
+    return tuple(parameter for module in modules for parameter in split.unsplit_parameters(module))
 
 
 def run_units(units: Sequence[Unit], inputs: tuple[Tensor, ...], context: Any) -> tuple[Tensor, ...]:

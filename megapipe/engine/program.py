@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megapipe.engine.compute import WHOLE, Piece, as_leaves, backward, backward_input, requires_grad_flags, run_units
+from megapipe.engine.compute import (
+    WHOLE,
+    Piece,
+    as_leaves,
+    backward,
+    backward_input,
+    requires_grad_flags,
+    run_units,
+    unsplit_parameters,
+)
 from megapipe.engine.errors import EngineError
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
@@ -109,6 +118,7 @@ class Program:
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
         split, training = key in self._split, self._training
+        unsplit = [unsplit_parameters(units) if split else () for units in twins]
         version, per_step = action.version, self._header.updates_per_step
         slots = self._transfers.receive_activation.get(stage_id)
 
@@ -125,8 +135,8 @@ class Program:
                 with torch.no_grad():
                     hand_on(step, run_units(twins[stage.newest % len(twins)], inputs, context))
                 return
-            units = twins[(step.input.step * per_step + version) % len(twins)]
-            tape = SplitTape() if split else None
+            copy = (step.input.step * per_step + version) % len(twins)
+            units, tape = twins[copy], SplitTape(unsplit[copy]) if split else None
             outputs = run_units(units, inputs, replace(context, tape=tape) if split else context)
             step.pieces[stage_id, microbatch, unit] = Piece.between(inputs, outputs, tape)
             hand_on(step, outputs)

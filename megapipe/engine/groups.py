@@ -1,0 +1,44 @@
+"""What a rank's stages share with other ranks: the groups that the engine sums over, and who counts which state."""
+
+from collections.abc import Mapping
+
+from megapipe.engine.reductions import Communicators
+from megapipe.engine.stage import Stage
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules.schedule import Schedule
+
+
+def communicators(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage]) -> Communicators:
+    """The groups that the engine sums over. A collective call: every rank makes it, in the same order."""
+    tied = {}
+    for group, users in enumerate(schedule.header.tied_groups):
+        members = mesh.stage_group(tuple(sorted({schedule.rank_of(stage) for stage in users})))
+        if members is not None:
+            tied[group] = members
+    ends_here = any(route[-1] in stages for route in schedule.header.routes)
+    return Communicators(
+        world=mesh.world,
+        data=mesh.group("data"),
+        tied=tied,
+        scalars=mesh.world if schedule.flushes else mesh.second_world(),
+        counts_loss=ends_here and mesh.coordinate("tensor") == 0,
+        counts_norm=mesh.coordinate("data") == 0,
+    )
+
+
+def unit_states(stages: Mapping[int, Stage]) -> list[UnitState]:
+    """The states of a rank's stages, tied ones once."""
+    unique = {id(state): state for stage in stages.values() for state in stage.states.values()}
+    return list(unique.values())
+
+
+def counted_states(stages: Mapping[int, Stage], groups: Communicators) -> list[UnitState]:
+    """States whose gradient norm this rank contributes: a tied weight counts on the first of its ranks alone."""
+    elsewhere = {
+        id(stage.states[len(stage.units) + group])
+        for stage in stages.values()
+        for group, members in groups.tied.items()
+        if members.rank > 0 and len(stage.units) + group in stage.states
+    }
+    return [state for state in unit_states(stages) if id(state) not in elsewhere]
