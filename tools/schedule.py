@@ -1,4 +1,4 @@
-"""Pipeline schedules: list, show, validate, simulate, compare, draw; see --help."""
+"""Pipeline schedules: list, show, validate, simulate, compare, draw, overlay; see --help."""
 
 import sys
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from megapipe.schedules.build import build
+from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.generators.weight_halves import Times
@@ -20,7 +21,7 @@ NEVER_FLUSHING_STEPS = 4
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
-        prog="schedule.py", description="Pipeline schedules: list, show, validate, simulate, compare, draw."
+        prog="schedule.py", description="Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
     )
     commands = top.add_subparsers(dest="command", required=True)
     _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
@@ -44,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="a table over schedules")
     compare.add_argument("--schedule", default=",".join(GENERATORS), help="names, separated by commas; all by default")
     _flags(compare)
+    overlay = commands.add_parser("overlay", help="a measured trace over its prediction")
+    add_overlay(overlay)
+    _json(overlay)
     return top
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megapipe.schedules.command.arguments import costs_of, parse, schedule_of, steps_of
+from megapipe.schedules.command.overlay import run_overlay
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS
@@ -183,4 +184,5 @@ COMMANDS = {
     "compare": _compare,
     "draw": _draw,
     "write": _write,
+    "overlay": run_overlay,
 }

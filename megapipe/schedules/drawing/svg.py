@@ -31,7 +31,7 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
         parts.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{BAR_HEIGHT}" fill="#f1f3f6"/>')
     parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
-    parts += _legend(bars, TOP + ROW_HEIGHT * header.num_ranks + 8)
+    parts += legend(bars, TOP + ROW_HEIGHT * header.num_ranks + 8, LEFT)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -49,8 +49,9 @@ def _bar(bar: Bar, scale: float) -> str:
     )
 
 
-def _legend(bars: list[Bar], y: int) -> list[str]:
-    parts, x = [], LEFT
+def legend(bars: list[Bar], y: int, x: int) -> list[str]:
+    """The colours of the bars' kinds, from a place to the right."""
+    parts = []
     for kind in sorted({bar.kind for bar in bars}):
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill(kind, 0)}"/>')
         parts.append(f'<text x="{x + 20}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')

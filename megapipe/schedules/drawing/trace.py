@@ -11,28 +11,33 @@ from megapipe.schedules.simulation.simulate import Simulation
 THREADS: Final = {COMPUTE: 0, TRANSFER: 1, REDUCTION: 2}
 
 
-def trace_events(bars: Iterable[Bar], microseconds: float) -> list[dict[str, Any]]:
-    """One complete event a bar: a process a rank, a thread a lane; ``microseconds`` is the length of a time unit."""
+def trace_events(
+    bars: Iterable[Bar], microseconds: float, process: str = "rank", first_process: int = 0
+) -> list[dict[str, Any]]:
+    """One complete event a bar: a process a rank, a thread a lane; ``microseconds`` is the length of a time unit.
+
+    ``process`` is what a process is called before its rank's number; their ids count up from ``first_process``.
+    """
     events: list[dict[str, Any]] = []
     named: set[tuple[int, str]] = set()
     for bar in bars:
         if (bar.rank, bar.lane) not in named:
             named.add((bar.rank, bar.lane))
-            place = {"ph": "M", "pid": bar.rank, "tid": THREADS[bar.lane]}
-            events.append({**place, "name": "process_name", "args": {"name": f"rank {bar.rank}"}})
+            place = {"ph": "M", "pid": first_process + bar.rank, "tid": THREADS[bar.lane]}
+            events.append({**place, "name": "process_name", "args": {"name": f"{process} {bar.rank}"}})
             events.append({**place, "name": "thread_name", "args": {"name": bar.lane}})
         events.append(
             {
                 "ph": "X",
                 "name": NAMES[bar.kind],
                 "cat": bar.lane,
-                "pid": bar.rank,
+                "pid": first_process + bar.rank,
                 "tid": THREADS[bar.lane],
                 "ts": bar.start * microseconds,
                 "dur": (bar.end - bar.start) * microseconds,
                 "args": {
                     "stage": bar.stage, "microbatch": bar.microbatch, "step": bar.step,
-                    "critical": bar.critical, "action": bar.text,
+                    "critical": bar.critical, "action": bar.text, "wait": bar.wait * microseconds,
                 },
             }
         )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a run really did: traces that the engine writes, laid over what the simulator predicts."""

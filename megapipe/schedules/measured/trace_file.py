@@ -1,0 +1,118 @@
+"""The files of a measured trace: one a rank, and the schedule's own text beside them.
+
+``rank-N.json`` holds what rank N did: one event an action, by the place of the action in the schedule. Times are
+nanoseconds on one clock, that of rank 0's host.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import SECTIONS, SectionName
+
+FORMAT: Final = "megapipe trace 1"
+SCHEDULE_FILE: Final = "schedule.txt"
+RANK_FILE: Final = re.compile(r"rank-(\d+)\.json")
+
+
+class Event(NamedTuple):
+    """What happened to one action.
+
+    ``section`` and ``position`` say which action of its rank it is; ``step`` is the section's own step, from 0, and
+    ``action`` the action's word, counted from there. The rank reached it at ``start`` and was done with it at ``end``;
+    of that time ``wait`` went into waiting for other ranks. Nanoseconds.
+    """
+
+    section: SectionName
+    step: int
+    position: int
+    action: str
+    start: int
+    wait: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's file.
+
+    ``run`` names the run and ``fingerprint`` the schedule's text: both are the same on all ranks. ``coordinates`` is
+    the rank's place in each parallel dimension. ``about`` says what ran: model, layout, versions, steps.
+    ``clock_error`` is how far this rank's times may be off from rank 0's, in nanoseconds; 0 on the same host.
+    """
+
+    run: str
+    fingerprint: str
+    rank: int
+    coordinates: Mapping[str, int]
+    about: Mapping[str, Any]
+    clock_error: int
+    events: Sequence[Event]
+
+
+def fingerprint(schedule_text: str) -> str:
+    """What tells schedules apart."""
+    return hashlib.sha256(schedule_text.encode()).hexdigest()[:16]
+
+
+def write_rank(directory: Path, trace: RankTrace) -> None:
+    """Write a rank's file, whole or not at all."""
+    document = {"format": FORMAT, **vars(trace), "event_fields": Event._fields}
+    write_whole(directory / f"rank-{trace.rank}.json", json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text aside, flush it to disk and rename it; creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def rank_files(directory: Path) -> dict[int, Path]:
+    """The rank files of a folder, by rank. Raises ScheduleError where there are none."""
+    if not directory.is_dir():
+        raise ScheduleError(f"{directory} is no folder; give the one that --profile.trace named")
+    matches = ((RANK_FILE.fullmatch(path.name), path) for path in directory.iterdir())
+    found = {int(match[1]): path for match, path in matches if match}
+    if not found:
+        raise ScheduleError(f"{directory} holds no rank-N.json; give the folder that --profile.trace named")
+    return dict(sorted(found.items()))
+
+
+def read_rank(path: Path) -> RankTrace:
+    """The trace in a rank's file. Raises ScheduleError for one that is cut off, or is something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read {path}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ScheduleError(
+            f"{path} is no whole JSON document ({error}); the file was cut off on the way here: copy it again"
+        ) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise ScheduleError(f"{path} has format {found!r}, and {FORMAT!r} is the one known here")
+    try:
+        fields = {name: document[name] for name in RankTrace.__dataclass_fields__}
+        return RankTrace(**(fields | {"events": [_event(row) for row in fields["events"]]}))
+    except KeyError as error:
+        raise ScheduleError(f"{path} lacks {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"{path} holds an event that is none: {error}") from None
+
+
+def _event(row: Any) -> Event:
+    event = Event(*row)
+    if event.section not in SECTIONS or not all(isinstance(value, int) for value in (*event[1:3], *event[4:])):
+        raise ValueError(f"{row}; its fields are {', '.join(Event._fields)}")
+    return event
