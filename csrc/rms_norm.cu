@@ -1,0 +1,32 @@
+// C functions of rms normalisation. All return a cudaError_t; arguments are described at their structs.
+#include "norm.cuh"
+#include "weight_gradient.cuh"
+
+using namespace megapipe;
+
+// y = weight * s / sqrt(mean(s * s) + epsilon), with s = x, or x + residual.
+MEGAPIPE_EXPORT int32_t megapipe_rms_norm_forward(const void* x, const void* residual, const void* weight, void* y,
+                                                  void* sum, float* rstd, int64_t rows, int64_t width, float epsilon,
+                                                  int32_t dtype, int64_t stream) {
+  if (!valid_rows(rows, width)) return cudaErrorInvalidValue;
+  const NormForward p{x, residual, weight, nullptr, y, sum, nullptr, rstd, rows, static_cast<int>(width), epsilon};
+  return dispatch_norm<false>(p, dtype, reinterpret_cast<cudaStream_t>(stream));
+}
+
+MEGAPIPE_EXPORT int32_t megapipe_rms_norm_input_gradient(const void* dy, const void* x, const float* rstd,
+                                                         const void* weight, const void* upstream, void* dx,
+                                                         int64_t rows, int64_t width, int32_t dtype, int64_t stream) {
+  if (!valid_rows(rows, width)) return cudaErrorInvalidValue;
+  const NormBackward p{dy, x, weight, upstream, nullptr, rstd, dx, rows, static_cast<int>(width)};
+  return dispatch_norm<false>(p, dtype, reinterpret_cast<cudaStream_t>(stream));
+}
+
+// partial: fp32 [1, megapipe_norm_slabs(rows, width), width].
+MEGAPIPE_EXPORT int32_t megapipe_rms_norm_weight_gradient(const void* dy, const void* x, const float* rstd,
+                                                          float* partial, void* dweight, int64_t rows, int64_t width,
+                                                          int32_t dtype, int64_t stream) {
+  if (!valid_rows(rows, width)) return cudaErrorInvalidValue;
+  const NormWeightGradient p{dy,   x,    nullptr, rstd, partial, dweight, nullptr,
+                             rows, static_cast<int>(width), num_slabs(rows, width)};
+  return dispatch_weight_gradient<false>(p, dtype, reinterpret_cast<cudaStream_t>(stream));
+}

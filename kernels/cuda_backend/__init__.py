@@ -1,0 +1,21 @@
+"""Kernels in CUDA C++ (csrc/), called through ctypes. This file loads nothing, so that the registry may ask it."""
+
+import torch
+
+from megapipe.kernels.cuda_backend import library
+
+_LOWEST_CAPABILITY = (8, 0)
+
+
+def unavailable(device: str) -> str | None:
+    """Why no CUDA C++ kernel can run on this type of device; None where they can."""
+    if device == "cpu":
+        return "needs a GPU"
+    if device != "cuda":
+        return f"runs on NVIDIA GPUs, not on {device}"
+    if not library.PATH.exists():
+        return "was not built; install megapipe with nvcc on the PATH and MEGAPIPE_CUDA=1"
+    found = torch.cuda.get_device_capability()
+    if found < _LOWEST_CAPABILITY:
+        return f"needs compute capability 8.0 or above, not {found[0]}.{found[1]}"
+    return None

@@ -1,0 +1,93 @@
+"""Building csrc/ with nvcc alone. It needs neither torch nor megapipe: setup.py runs this file by its path."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ARCHITECTURES = (80, 90, 100)
+"""Machine code for these; newer GPUs compile the PTX of the last one when a kernel is first run."""
+
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "--fmad=false",  # products and sums fuse where the source says so: the same bits from every compiler
+    "-Werror",
+    "all-warnings",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+    "-shared",
+)
+
+
+class BuildError(RuntimeError):
+    """The CUDA C++ kernels were asked for and cannot be built; the message names the way out."""
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc: on the PATH, under CUDA_HOME, or where NVIDIA's installer puts it."""
+    folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    for folder in (None, *folders, "/usr/local/cuda/bin"):
+        found = shutil.which("nvcc", path=folder)
+        if found is not None:
+            return found
+    return None
+
+
+def has_gpu() -> bool:
+    """Whether the driver lists an NVIDIA GPU."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.stdout.startswith("GPU")
+
+
+def reason_to_skip() -> str | None:
+    """Why an installation leaves the kernels out; None when it builds them.
+
+    MEGAPIPE_CUDA=1 demands them, MEGAPIPE_CUDA=0 leaves them out; otherwise they are built for a machine with a GPU.
+    Raises BuildError when they are demanded and there is no nvcc, or for another value.
+    """
+    demand = os.environ.get("MEGAPIPE_CUDA", "")
+    if demand not in ("", "0", "1"):
+        raise BuildError(f"MEGAPIPE_CUDA is {demand!r}; 1 builds the CUDA kernels, 0 does not, unset looks for a GPU")
+    if demand == "0":
+        return "MEGAPIPE_CUDA=0"
+    if find_nvcc() is None:
+        if demand == "1":
+            raise BuildError("MEGAPIPE_CUDA=1, but there is no nvcc: put it on the PATH, set CUDA_HOME, or unset it")
+        return "nvcc was not found"
+    if demand != "1" and not has_gpu():
+        return "no GPU was found; MEGAPIPE_CUDA=1 builds them nevertheless"
+    return None
+
+
+def command(nvcc: str, sources: Sequence[Path], output: Path, architectures: Sequence[int]) -> list[str]:
+    """The call of nvcc that makes one shared library."""
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+    newest = architectures[-1]
+    portable = f"-gencode=arch=compute_{newest},code=compute_{newest}"
+    return [nvcc, *FLAGS, "--threads", "0", *targets, portable, *map(str, sources), "-o", str(output)]
+
+
+def known_architectures(nvcc: str) -> list[int]:
+    """Those of ARCHITECTURES that this nvcc can compile for. Raises BuildError when there is none."""
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    known = [number for number in ARCHITECTURES if f"sm_{number}" in listed]
+    if not known:
+        raise BuildError(f"{nvcc} compiles for none of sm_80, sm_90 and sm_100; install CUDA 12 or newer")
+    return known
+
+
+def build(sources: Sequence[Path], output: Path) -> None:
+    """Compile `sources` into the shared library `output`. Raises BuildError with nvcc's messages."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("there is no nvcc: put it on the PATH, or set CUDA_HOME")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    call = command(nvcc, sources, output, known_architectures(nvcc))
+    done = subprocess.run(call, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"nvcc failed:\n{' '.join(call)}\n{done.stdout}{done.stderr}")

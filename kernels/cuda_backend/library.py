@@ -1,0 +1,88 @@
+"""The shared library of csrc/, through ctypes: launches on torch's current stream, and errors as exceptions."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PATH = Path(__file__).with_name("libmegapipe_cuda.so")
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtype -> its number in csrc/launch.cuh."""
+
+_POINTER, _INTEGER, _REAL, _CODE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+_KINDS = {"p": _POINTER, "n": _INTEGER, "f": _REAL, "c": _CODE}
+
+# Arguments of each function before the stream: pointers, sizes, fp32 numbers and 32-bit codes.
+_SIGNATURES = {
+    "layer_norm_forward": "pppp" + "pppp" + "nn" + "f" + "c",
+    "layer_norm_input_gradient": "pppppp" + "p" + "nn" + "c",
+    "layer_norm_weight_gradient": "pppp" + "ppp" + "nn" + "c",
+    "rms_norm_forward": "ppp" + "ppp" + "nn" + "f" + "c",
+    "rms_norm_input_gradient": "ppppp" + "p" + "nn" + "c",
+    "rms_norm_weight_gradient": "ppp" + "pp" + "nn" + "c",
+    "softmax_forward": "ppp" + "nnnn" + "f" + "nnn" + "n" + "c",
+    "softmax_input_gradient": "ppp" + "nn" + "f" + "c",
+    "adamw": "ppppp" + "n" + "fffffff" + "pp" + "c",
+}
+
+
+class CudaError(RuntimeError):
+    """A launch that CUDA refused; the message names the function and gives CUDA's own text."""
+
+
+class Library:
+    """The functions of one build of csrc/, for tensors of one type of device.
+
+    device: `cuda`; tests build the same sources for the processor and pass `cpu`.
+    Raises OSError when the file cannot be loaded, AttributeError when it lacks a function.
+    """
+
+    def __init__(self, path: Path, device: str = "cuda") -> None:
+        self.device = device
+        self._library = ctypes.CDLL(str(path))
+        self._functions = {}
+        for name, kinds in _SIGNATURES.items():
+            function = getattr(self._library, f"megapipe_{name}")
+            function.argtypes = [*(_KINDS[kind] for kind in kinds), _INTEGER]
+            function.restype = _CODE
+            self._functions[name] = function
+        self._library.megapipe_error_string.argtypes = [_CODE]
+        self._library.megapipe_error_string.restype = ctypes.c_char_p
+        self._library.megapipe_norm_slabs.argtypes = [_INTEGER, _INTEGER]
+        self._library.megapipe_norm_slabs.restype = _CODE
+
+    def launch(self, name: str, *arguments: Tensor | float | None) -> None:
+        """Launch `megapipe_<name>` on the device of its tensors. Raises ValueError for a wrong device, CudaError."""
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        device = tensors[0].device
+        if device.type != self.device or any(tensor.device != device for tensor in tensors):
+            places = ", ".join(str(tensor.device) for tensor in tensors)
+            raise ValueError(f"{name} got tensors on {places}; they must all be on one {self.device} device")
+        plain = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                code = self._functions[name](*plain, torch.cuda.current_stream().cuda_stream)
+        else:
+            code = self._functions[name](*plain, 0)
+        if code:
+            raise CudaError(f"{name} failed: {self._library.megapipe_error_string(code).decode()} (CUDA error {code})")
+
+    def norm_slabs(self, rows: int, width: int) -> int:
+        """Partial sums that the weight gradient of a norm writes per column."""
+        return self._library.megapipe_norm_slabs(rows, width)
+
+
+@functools.cache
+def current() -> Library:
+    """The installed library."""
+    return Library(PATH)
+
+
+def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
+    """The rule of kernels that take every width of the usual dtypes."""
+    if dtype not in DTYPES:
+        return f"takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    return "the last axis is empty" if width == 0 else None
