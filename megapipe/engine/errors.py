@@ -34,3 +34,7 @@ class UnitError(RuntimeError):
     def __init__(self, unit: int) -> None:
         super().__init__(f"the forward of unit {unit} failed")
         self.unit = unit
+
+
+class PipelineError(ValueError):
+    """Modules, data or settings that a Pipeline cannot run; the message names the value, the rule and the way out."""

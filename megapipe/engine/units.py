@@ -1,0 +1,67 @@
+"""Any torch module as a unit: what a micro-batch carries, and the wrapper that knows the module's place in the model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megapipe.layers.adopted import recording
+from megapipe.layers.adoption import adopted_modules
+from megapipe.layers.split import SplitTape
+
+Loss = Callable[..., Tensor]
+"""(the last layer's outputs, then the micro-batch's targets) -> loss summed over the micro-batch, 0-dim."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One micro-batch: the first layer's inputs and the loss's targets, each empty where this rank does not need them.
+
+    tape: collects a split backward.
+    """
+
+    inputs: tuple[Tensor, ...] = ()
+    targets: tuple[Tensor, ...] = ()
+    tape: SplitTape | None = None
+
+
+class ModuleUnit(nn.Module):
+    """A module as the engine calls it.
+
+    first: takes the micro-batch's inputs. loss: this is the last layer; its outputs go into the loss.
+    """
+
+    def __init__(self, module: nn.Module, *, first: bool, loss: Loss | None) -> None:
+        super().__init__()
+        self.module = module
+        self._first = first
+        self._loss = loss
+        self._adopted = tuple(adopted_modules(module))
+
+    def forward(self, *inputs: Tensor, context: Microbatch) -> tuple[Tensor, ...]:
+        """Run the module; raises ValueError where the loss is not a sum."""
+        with recording(self._adopted, context.tape):
+            outputs = as_tuple(self.module(*(context.inputs if self._first else inputs)))
+        if self._loss is None:
+            return outputs
+        loss = self._loss(*outputs, *context.targets)
+        if loss.dim() != 0:
+            raise ValueError(
+                f"the loss has shape {list(loss.shape)}; it must be one number, the sum over the micro-batch"
+            )
+        return (loss,)
+
+    def share(self, aliases: Mapping[str, str]) -> None:
+        """Put one parameter where the module has it under several paths. aliases: path -> where it is bound."""
+        for alias, path in aliases.items():
+            owner, _, leaf = alias.rpartition(".")
+            setattr(self.module.get_submodule(owner), leaf, self.module.get_parameter(path))
+
+
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    """What a module returned as a tuple of tensors. Raises TypeError for anything else."""
+    found = (outputs,) if isinstance(outputs, Tensor) else outputs
+    if not isinstance(found, tuple | list) or not all(isinstance(each, Tensor) for each in found):
+        raise TypeError(f"a layer returned {type(outputs).__name__}; it must return a tensor or a tuple of tensors")
+    return tuple(found)
