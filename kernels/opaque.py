@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+_PLAIN = (Tensor, nn.Parameter)
 _LIBRARY = torch.library.Library("megapipe", "FRAGMENT")
 
 
@@ -22,7 +24,8 @@ def opaque(
 
     Compilers reorder sums when they fuse them. What has to give the same bits inside a compiled backward and outside
     of it, such as the weight half of a split backward, is kept out of their reach; so are kernels that no compiler
-    knows. Eager calls go to the function, but where autograd may have to see one that has a backward.
+    knows. Eager calls go to the function, unless autograd may have to see one that has a backward, or tensors are of a
+    class of their own, as those are that tracing without the compiler puts through the backward.
 
     schema: `name(Tensor x, ...) -> ...` in torch's schema language. fake: shapes and dtypes of the results alone.
     setup_context, backward: as `torch.library.register_autograd` takes them; None for an operator without gradients.
@@ -40,6 +43,8 @@ def opaque(
         @functools.wraps(function)
         def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
             if torch.compiler.is_compiling() or (backward is not None and torch.is_grad_enabled()):
+                return operator(*arguments, **named)
+            if any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in arguments):
                 return operator(*arguments, **named)
             return function(*arguments, **named)
 

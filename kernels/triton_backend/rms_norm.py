@@ -1,68 +1,116 @@
-"""Root-mean-square normalisation in Triton: the functions of `megapipe.kernels.reference.rms_norm`."""
+"""Root-mean-square normalisation in Triton: the functions and arguments of `megapipe.kernels.reference.rms_norm`.
+
+Statistics are fp32. Any width, any strides.
+"""
+
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two
+from megapipe.kernels.opaque import opaque
 from megapipe.kernels.triton_backend.launch import refusal as refusal
-from megapipe.kernels.triton_backend.specimens import Specimen, meta
+from megapipe.kernels.triton_backend.row_norms_backward import (
+    Operands,
+    input_gradient_of,
+    weight_gradients_of,
+    whole_backward_of,
+)
+from megapipe.kernels.triton_backend.row_norms_forward import forward_launch, statistic_of
 
 
-@triton.jit
-def _helper(x, width):
-    return tl.sum(x * x, axis=1) / width
+def _fake_forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), statistic_of(x)
 
 
-@triton.jit
-def _forward_kernel(x, weight, y, rstd, num_rows, width, epsilon, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (column < width)[None, :]
-    offset = row.to(tl.int64)[:, None] * width + column[None, :]
-    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(_helper(value, width) + epsilon)
-    tl.store(rstd + row, scale, mask=row < num_rows)
-    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(y + offset, (value * scale[:, None] * factor[None, :]).to(y.dtype.element_ty), mask=mask)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _ = inputs
+    _, rstd = output
+    ctx.save_for_backward(x, rstd, weight)
+    ctx.mark_non_differentiable(rstd)
 
 
-def _forward(x: Tensor, weight: Tensor, y: Tensor, rstd: Tensor, epsilon: float) -> Launch:
-    width = x.shape[-1]
-    num_rows = x.numel() // width
-    block = power_of_two(width)
-    rows = max(1, 4096 // block)
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "y": y,
-        "rstd": rstd,
-        "num_rows": num_rows,
-        "width": width,
-        "epsilon": epsilon,
-    }
-    return Launch(
-        _forward_kernel,
-        (ceiling_division(num_rows, rows),),
-        arguments,
-        {"ROWS": rows, "BLOCK": block},
-        max(8, block // 512),
-    )
+def _forward_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, rstd, weight = ctx.saved_tensors
+    return *backward(dy, x, rstd, weight), None
 
 
+@opaque(
+    "rms_norm_triton(Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+    _fake_forward,
+    _keep,
+    _forward_backward,
+)
 def forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(normalised [..., h] in x's dtype, reciprocal root of the mean square [..., 1])."""
-    x = x.contiguous()
-    y, rstd = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    _forward(x, weight.contiguous(), y, rstd, epsilon).run()
+    x, weight = x.contiguous(), weight.contiguous()
+    y, rstd = torch.empty_like(x), statistic_of(x)
+    forward_launch(x, None, weight, None, y, None, None, rstd, epsilon).run()
     return y, rstd
 
 
-def specimens() -> list[Specimen]:
-    """Small, typical and large rows."""
-    found = []
-    for width in (768, 4096, 16384):
-        x, weight, rstd = meta(4096, width, dtype=torch.bfloat16), meta(width), meta(4096, 1)
-        found.append(Specimen(f"forward bf16 {width}", _forward(x, weight, x, rstd, 1e-5), loads=2, stores=1))
-    return found
+def _fake_add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    y, rstd = _fake_forward(x, weight, epsilon)
+    return y, torch.empty_like(y), rstd
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, total, rstd = output
+    ctx.save_for_backward(total, rstd, inputs[2])
+    ctx.mark_non_differentiable(rstd)
+
+
+def _add_forward_backward(ctx: Any, dy: Tensor, dtotal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    total, rstd, weight = ctx.saved_tensors
+    dx, dweight = backward(dy, total, rstd, weight, dtotal)
+    return dx, dx, dweight, None
+
+
+@opaque(
+    "rms_norm_triton_add(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor, Tensor)",
+    _fake_add_forward,
+    _keep_sum,
+    _add_forward_backward,
+)
+def add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(normalised sum and sum of x and residual, in the dtype of x; reciprocal root of the sum's mean square)."""
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    y, total, rstd = torch.empty_like(x), torch.empty_like(x), statistic_of(x)
+    forward_launch(x, residual, weight, None, y, total, None, rstd, epsilon).run()
+    return y, total, rstd
+
+
+@opaque(
+    "rms_norm_triton_input_gradient(Tensor dy, Tensor x, Tensor rstd, Tensor weight, Tensor? dx=None) -> Tensor",
+    lambda dy, x, rstd, weight, dx=None: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> Tensor:
+    """Gradient of x [..., h], of which dx, if given, is the part that does not come through the norm."""
+    return input_gradient_of(Operands.contiguous(dy, x, None, rstd, weight, dx))
+
+
+@opaque(
+    "rms_norm_triton_weight_gradient(Tensor dy, Tensor x, Tensor rstd, Tensor weight) -> Tensor",
+    lambda dy, x, rstd, weight: torch.empty_like(weight),
+)
+def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    (dweight,) = weight_gradients_of(Operands.contiguous(dy, x, None, rstd, weight))
+    return dweight
+
+
+def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
+    """Gradient of weight [h], summed over all other axes in fp32, in the weight's dtype."""
+    return (_weight_gradient(dy, x, rstd, weight),)
+
+
+@opaque(
+    "rms_norm_triton_backward(Tensor dy, Tensor x, Tensor rstd, Tensor weight, Tensor? dx=None) -> (Tensor, Tensor)",
+    lambda dy, x, rstd, weight, dx=None: (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        torch.empty_like(weight),
+    ),
+)
+def backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight: the bits of `input_gradient` and `weight_gradient`, in one pass."""
+    through, dweight = whole_backward_of(Operands.contiguous(dy, x, None, rstd, weight, dx))
+    return through, dweight

@@ -28,7 +28,10 @@ ARCHITECTURES = (80, 90, 100)
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a compiled kernel uses. stack: bytes of it per thread. local: spills, in instructions."""
+    """What a compiled kernel uses. stack: bytes of it per thread. local: spills, in instructions.
+
+    wide_loads, wide_stores: 128-bit instructions that read global memory, to registers or shared memory, and write it.
+    """
 
     registers: int
     stack: int
@@ -57,7 +60,7 @@ def _inspect(cubin: bytes) -> MachineCode:
         registers=int(found[0]),
         stack=int(found[1]),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        wide_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", code)),
+        wide_loads=len(re.findall(r"\bLDG(?:STS)?\.E\S*\.128\b", code)),
         wide_stores=len(re.findall(r"\bSTG\.E\S*\.128\b", code)),
     )
 

@@ -1,0 +1,99 @@
+"""Triton's norms: exactness, awkward inputs, determinism, autograd, and inside of compiled graphs."""
+
+import importlib
+
+import pytest
+import torch
+
+from megapipe.kernels.ops import OPS
+from megapipe.layers.norms import LayerNorm, RMSNorm
+from megapipe.layers.split import SplitTape
+from tests.kernels import norm_checks
+from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, draw, needs_triton
+from tests.kernels.norm_checks import LONG, MOST_OF_A_TEST, Norm
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(params=["layer_norm", "rms_norm"])
+def norm(request: pytest.FixtureRequest) -> Norm:
+    """One of the two ops in Triton."""
+    return Norm(request.param, importlib.import_module(f"megapipe.kernels.triton_backend.{request.param}"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MOST_OF_A_TEST, ids=str)
+def test_against_double(norm: Norm, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    norm_checks.check_against_double(norm, shape, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("shape", LONG, ids=str)
+def test_long_rows(norm: Norm, shape: tuple[int, ...]) -> None:
+    norm_checks.check_against_double(norm, shape, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_awkward_layouts(norm: Norm, layout: norm_checks.Layout) -> None:
+    norm_checks.check_against_double(norm, (5, 64), torch.float32, DEVICE, layout)
+
+
+@pytest.mark.parametrize(("spread", "shift"), [(1e-6, 0), (1e12, 0), (1, 1e4)])
+def test_extreme_values(norm: Norm, spread: float, shift: float) -> None:
+    norm_checks.check_against_double(norm, (60, 200), torch.float32, DEVICE, spread=spread, shift=shift)
+
+
+def test_two_runs_and_a_row_alone(norm: Norm) -> None:
+    norm_checks.check_two_runs(norm, (37, 96), torch.float32, DEVICE)
+
+
+def test_no_rows(norm: Norm) -> None:
+    norm_checks.check_empty(norm, DEVICE)
+
+
+def test_not_a_number(norm: Norm) -> None:
+    norm_checks.check_not_a_number(norm, DEVICE)
+
+
+def test_autograd(norm: Norm) -> None:
+    norm_checks.check_autograd(norm, DEVICE)
+
+
+@pytest.mark.parametrize("name", ["", "_add", "_input_gradient", "_weight_gradient", "_backward"])
+def test_operators_keep_torchs_rules(norm: Norm, name: str) -> None:
+    """Schema, fake results, registered gradients and tracing, as `torch.library.opcheck` sees them."""
+    x, dy = draw(4, 24, dtype=torch.float32, device=DEVICE), draw(4, 24, seed=1, dtype=torch.float32, device=DEVICE)
+    parameters = norm.parameters(24, torch.float32, DEVICE)
+    _, *statistics = norm.module.forward(x, *parameters, 1e-5)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, dy, *parameters)]
+    arguments = {
+        "": (leaves[0], *leaves[2:], 1e-5),
+        "_add": (*leaves, 1e-5),
+        "_weight_gradient": (dy, x, *statistics, parameters[0]),
+    }.get(name, (dy, x, *statistics, parameters[0], dy))
+    torch.library.opcheck(getattr(torch.ops.megapipe, f"{norm.op}_triton{name}").default, arguments)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_compiled_layer_with_a_split_backward(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph, and the bits of the eager layer: whole and in halves."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    shapes = {"weight": (40,), "bias": (40,)} if kind is LayerNorm else {"weight": (40,)}
+    layer = kind(shapes, 1e-5, OPS.with_overrides({kind.op: "triton"})).to_empty(device=DEVICE)
+    for seed, parameter in enumerate(layer.parameters()):
+        parameter.data.copy_(draw(40, seed=seed))
+    x = draw(3, 5, 40, dtype=torch.float32, device=DEVICE).requires_grad_()
+    dy = draw(3, 5, 40, seed=1, dtype=torch.float32, device=DEVICE)
+
+    def gradients(forward: object) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(forward(x, None), [x, *layer.parameters()], dy))  # type: ignore[operator]
+
+    expected = gradients(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    tape = SplitTape()
+    y = layer(x, tape)
+    (dx,) = tape.backward_input([y], [dy], [x])
+    tape.backward_weight()
+    split = [dx, *(parameter.grad for parameter in layer.parameters())]
+    for one, other, third in zip(expected, gradients(compiled), split, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
