@@ -1,0 +1,116 @@
+"""One race: every contestant runs one schedule; what each took over what the schedule allows."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megapipe.engine.wiring import LinkPool
+from megapipe.parallel.links import LinkKind
+from megapipe.parallel.mesh import Mesh
+from pipeline_contest.bare import bare_loop
+from pipeline_contest.floor import compute_only
+from pipeline_contest.measure import Sample, in_turns
+from pipeline_contest.orders import RACES, actions_of, finish, lowered
+from pipeline_contest.ours import megapipe
+from pipeline_contest.peer import torch_pipelining
+from pipeline_contest.setting import Setting, Step
+from pipeline_contest.sleeping import Meter
+
+KINDS: tuple[LinkKind, ...] = ("shared_memory", "gloo")
+WAIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a race. seconds: of a stage's forward. floats: in a message."""
+
+    num_microbatches: int
+    seconds: float
+    floats: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One contestant in one race, medians over the repeats.
+
+    seconds: a step. excess: percent that it took over the schedule's finish, what a rank overslept taken off.
+    processor: microseconds of a rank's thread for an action, outside of stage callables, mean over ranks.
+    """
+
+    schedule: str
+    contestant: str
+    num_ranks: int
+    num_microbatches: int
+    milliseconds: float
+    seconds: float
+    finish: float
+    late: float
+    excess: float
+    processor: float
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Track:
+    """One rank's part in the races of a pipeline. Links are made once and shared by all that use their kind."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._meter = Meter()
+        self._pools = {kind: LinkPool(mesh, kind, WAIT_SECONDS) for kind in KINDS}
+
+    def setting(self, size: Size) -> Setting:
+        """What the contestants of a race share."""
+        x = torch.zeros(1, size.floats)
+        return Setting(self._mesh, size.num_microbatches, size.seconds, x, self._meter)
+
+    def race(self, name: str, size: Size) -> list[Figure]:
+        """All contestants over one schedule. A collective call; every rank returns the same."""
+        setting, race = self.setting(size), RACES[name]
+        peer = torch_pipelining(setting, race)
+        schedule = lowered(race, setting.num_ranks, size.num_microbatches, peer.order)
+        steps: dict[str, Step] = {"torch": peer.step}
+        for kind in KINDS:
+            steps[f"megapipe {kind}"] = megapipe(setting, schedule, self._pools[kind])
+            steps[f"bare {kind}"] = bare_loop(setting, schedule, self._pools[kind])
+        steps["autograd alone"] = compute_only(setting, schedule)
+        samples = in_turns(self._mesh.world, self._meter, steps, size.repeats)
+        ours = self._everywhere(actions_of(schedule, setting.rank))
+        theirs = ours if peer.actions is None else self._everywhere(peer.actions)
+        allowed = finish(schedule, size.seconds)
+        allowed_torch = finish(schedule, size.seconds, torch_halves=race.takes_halves)
+        return [
+            _figure(name, contestant, setting, samples[contestant], *limits)
+            for contestant, limits in {
+                contestant: (allowed_torch, theirs) if contestant == "torch" else (allowed, ours) for contestant in steps
+            }.items()
+        ]
+
+
+    def _everywhere(self, actions: int) -> tuple[int, ...]:
+        return tuple(self._mesh.world.all_gather_object(actions))
+
+
+def _figure(
+    name: str, contestant: str, setting: Setting, samples: Sequence[Sample], allowed: float, actions: Sequence[int]
+) -> Figure:
+    def processor(sample: Sample) -> float:
+        return statistics.mean(used / count for used, count in zip(sample.processor, actions, strict=True)) * 1e6
+
+    return Figure(
+        schedule=name,
+        contestant=contestant,
+        num_ranks=setting.num_ranks,
+        num_microbatches=setting.num_microbatches,
+        milliseconds=setting.seconds * 1e3,
+        seconds=statistics.median(sample.seconds for sample in samples),
+        finish=allowed,
+        late=statistics.median(sample.late for sample in samples),
+        excess=statistics.median(sample.seconds - sample.late - allowed for sample in samples) / allowed * 100,
+        processor=statistics.median(map(processor, samples)),
+    )

@@ -1,0 +1,113 @@
+"""A stage that sleeps: what is left of a step's time and of its processor time is the runtime's own."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.layers.split import SplitModule, SplitTape
+
+ZERO = torch.zeros(1)
+
+
+@dataclass
+class Meter:
+    """What the stages of one rank used of a step.
+
+    processor: seconds of processor time inside stage callables. slept: seconds asked for. late: seconds overslept.
+    """
+
+    processor: float = 0.0
+    slept: float = 0.0
+    late: float = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        began = time.perf_counter()
+        time.sleep(seconds)
+        self.slept += seconds
+        self.late += time.perf_counter() - began - seconds
+
+    def reset(self) -> None:
+        self.processor = self.slept = self.late = 0.0
+
+
+class _SleepBackward(torch.autograd.Function):
+    """The identity; its backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meter: Meter, seconds: float) -> Tensor:
+        ctx.meter, ctx.seconds = meter, seconds
+        return x.data  # not a view, since torch detaches outputs in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        began = time.thread_time()
+        ctx.meter.sleep(ctx.seconds)
+        ctx.meter.processor += time.thread_time() - began
+        # Nobody else holds this tensor, so that autograd takes it as an input's gradient instead of a copy.
+        return gradients[0].detach(), None, None
+
+
+class _Join(torch.autograd.Function):
+    """The identity of its first argument, with the second one in the graph: a probe takes the gradient, a weight 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.probe = other.shape == x.shape
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gradient = gradients[0].detach()
+        return gradient, gradient if ctx.probe else ZERO
+
+
+class _Loss(torch.autograd.Function):
+    """Zero, whose gradient with respect to `x` is `gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+class SleepingStage(SplitModule):
+    """The identity: forward sleeps `seconds`, each half of the backward as long again. No arithmetic.
+
+    The input half lies behind the joint with the weight, so that it also runs where the input takes no gradient.
+    """
+
+    def __init__(self, seconds: float, meter: Meter) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self._seconds = seconds
+        self._meter = meter
+
+    def forward(self, x: Tensor, tape: SplitTape | None = None) -> Tensor:
+        began = time.thread_time()
+        self._meter.sleep(self._seconds)
+        if tape is None:
+            joined = _Join.apply(x, _SleepBackward.apply(self.weight, self._meter, self._seconds))
+        else:
+            joined = _Join.apply(x, tape.record(self, x.shape, x).probe)
+        y = _SleepBackward.apply(joined, self._meter, self._seconds)
+        self._meter.processor += time.thread_time() - began
+        return y
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        began = time.thread_time()
+        self._meter.sleep(self._seconds)
+        self._meter.processor += time.thread_time() - began
+        yield self.weight, ZERO
+
+
+def sleeping_loss(y: Tensor, gradient: Tensor) -> Tensor:
+    """A loss without arithmetic. gradient: that of `y`, whatever it is asked for."""
+    return _Loss.apply(y, gradient)
