@@ -102,8 +102,8 @@ class Pipeline:
         )
         if self.schedule.header.updates_per_step > 1 and self._config.clip_norm is not None:
             raise PipelineError(
-                f"schedule {schedule} updates after every micro-batch, before the norm of the step's gradients is known; "
-                "turn clipping off with OptimizerConfig(clip_norm=None)"
+                f"schedule {schedule} updates after every micro-batch, before the norm of the step's gradients is "
+                "known; turn clipping off with OptimizerConfig(clip_norm=None)"
             )
         self._modules = ModuleStages(layers, plan, ranges, mesh, self.schedule, loss, seed)
         self.stages = self._modules.stages
@@ -122,8 +122,8 @@ class Pipeline:
     ) -> tuple[StepResult, ...]:
         """Train on one batch: forward, backward, and the update of all weights.
 
-        Returns the steps that ended. A schedule that flushes ends every step; one that never does ends the step before,
-        so that the first call returns none and `drain` returns the last one. Results are the same on all ranks.
+        Returns the steps that ended. A schedule that flushes ends every step; one that never does ends the step
+        before, so that the first call returns none and `drain` the last one. Results are the same on all ranks.
 
         Args:
             inputs: this replica's batch, `microbatches` times as many rows as the sample; read where `is_first`.
@@ -201,8 +201,8 @@ class Pipeline:
         for tensor in tensors:
             if tensor.dim() == 0 or tensor.shape[0] % self._microbatches:
                 raise PipelineError(
-                    f"{what} of shape {list(tensor.shape)} do not fall into {self._microbatches} micro-batches of equal "
-                    "rows; change the batch, or microbatches"
+                    f"{what} of shape {list(tensor.shape)} do not fall into {self._microbatches} micro-batches of "
+                    "equal rows; change the batch, or microbatches"
                 )
         columns = [tensor.to(self._mesh.device).chunk(self._microbatches) for tensor in tensors]
         return [tuple(column[part] for column in columns) for part in range(self._microbatches)]
@@ -241,7 +241,8 @@ def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
     for rank, other in enumerate(mesh.world.all_gather_object(plan)):
         if other != plan:
             raise PipelineError(
-                f"rank {mesh.rank} was given other layers or another sample than rank {rank}; every rank passes the same"
+                f"rank {mesh.rank} was given other layers or another sample than rank {rank}; every rank passes the "
+                "same"
             )
     return plan
 
@@ -250,8 +251,8 @@ def _ranges(num_layers: int, num_ranks: int, chunks: int, by_hand: Sequence[int]
     num_stages = num_ranks * chunks
     if num_layers < num_stages:
         raise PipelineError(
-            f"{num_layers} layers cannot fill {num_stages} stages ({num_ranks} pipeline ranks, {chunks} each); cut the "
-            "model into more layers, or use fewer ranks or chunks"
+            f"{num_layers} layers cannot fill {num_stages} stages ({num_ranks} pipeline ranks, {chunks} each); cut "
+            "the model into more layers, or use fewer ranks or chunks"
         )
     if by_hand is None:
         bounds = balance_layers([1.0] * num_layers, num_stages)

@@ -1,4 +1,4 @@
-"""Any torch module as a unit: what a micro-batch carries, and the wrapper that knows the module's place in the model."""
+"""Any torch module as a unit: what a micro-batch carries, and a wrapper that knows the module's place in the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
