@@ -80,10 +80,10 @@ def _run(
 ) -> int:
     """Run the loop from `position` on, and on rank 0 tell of it."""
     meter = _meter(config, mesh, say)
-    if config.schedule.update == "eager" and config.optimizer.clip_norm is not None:
+    if config.schedule.update == "eager":
         say(
-            f"warning: schedule.update eager with optimizer.clip_norm: each update waits for the norm over all ranks, so "
-            f"steps take about {eager_cost(replica.schedule):.0%} longer than with lazy, or without clipping"
+            "warning: schedule.update eager: each update waits for the norm over all ranks, so that steps take about "
+            f"{eager_cost(replica.schedule):.0%} longer than with lazy; lazy costs a second gradient buffer"
         )
     references = _references(config, samples, say) if mesh.rank == 0 else None
     loader = batch_loader(config, mesh, replica, samples)

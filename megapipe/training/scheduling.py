@@ -134,14 +134,14 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
     problems = []
     if config.optimizer.clip_norm is not None:
         problems.append(
-            f"optimizer.clip_norm {config.optimizer.clip_norm} needs the gradient norm over all ranks before it updates, "
-            f"and this schedule updates {updates_per_step} times a step, each rank when it likes; set "
+            f"optimizer.clip_norm {config.optimizer.clip_norm} needs the gradient norm over all ranks before an "
+            f"update, and this schedule updates {updates_per_step} times a step, each rank when it likes; set "
             "optimizer.clip_norm null, or use 2bw, which clips exactly"
         )
     if config.model.tie_embeddings and config.parallel.pipeline > 1:
         problems.append(
-            "model.tie_embeddings: the tied weight lies on the first and the last rank, which this schedule updates at "
-            "different times; set model.tie_embeddings false, or use 2bw"
+            "model.tie_embeddings: the tied weight lies on the first and the last rank, which this schedule updates "
+            "at different times; set model.tie_embeddings false, or use 2bw"
         )
     return problems
 
@@ -164,12 +164,8 @@ def _stage_problems(config: PretrainConfig, name: str) -> list[str]:
 
 
 def eager_cost(schedule: Schedule) -> float:
-    """How much longer steps take where a schedule that never flushes updates eagerly, which has to wait for the norm
-    over all ranks: time over that of the same work without a bubble, minus 1, of backwards twice as long as forwards.
-    """
+    """How much longer than their work alone steps take, in the long run: what eager updates cost a schedule that
+    never flushes, as each waits for the norm over all ranks. Backwards are taken to be twice as long as forwards."""
     costs = rank_costs(schedule.header)
-    longer = (
-        simulate(schedule, costs, STEPS_COMPARED).makespan - simulate(schedule, costs, STEPS_COMPARED // 2).makespan
-    )
-    ideal = 3.0 * schedule.header.num_microbatches * (STEPS_COMPARED - STEPS_COMPARED // 2)
-    return longer / ideal - 1.0
+    longer, shorter = simulate(schedule, costs, 2 * STEPS_COMPARED), simulate(schedule, costs, STEPS_COMPARED)
+    return (longer.makespan - shorter.makespan) / (longer.ideal - shorter.ideal) - 1.0

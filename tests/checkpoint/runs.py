@@ -78,10 +78,14 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
         for step in range(start, until):
             batch = loader.load(consumed)
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-            result = replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate))
-            losses.append((step + 1, result.loss))
+            results = replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, rate))
             consumed += config.batch.global_size
-            if checkpointer.is_due(step + 1, last=step + 1 == until):
+            last = step + 1 == until
+            saving = checkpointer.is_due(step + 1, last)
+            if last or saving:
+                results += replica.engine.drain()
+            losses += [(result.step + 1, result.loss) for result in results]
+            if saving:
                 checkpointer.save(replica, step + 1, consumed, losses)
         return RankOutcome(losses, start, said, kept(replica))
 

@@ -46,7 +46,21 @@ def test_a_good_configuration_passes() -> None:
             3,
             ["parallel.pipeline 3", "2 stages a rank", "4 layers", "at most 2"],
         ),
-        ({"schedule": {"name": "2bw"}}, 1, ["2bw", "never flushes", "1f1b"]),
+        (
+            {"schedule": {"name": "2bw"}, "parallel": {"pipeline": 2}, "batch": {"global_size": 1}},
+            2,
+            ["2bw", "1 micro-batches on 2 ranks", "weights that do not exist yet", "2 micro-batches or more"],
+        ),
+        ({"schedule": {"name": "pipedream"}}, 1, ["optimizer.clip_norm 1.0", "8 times a step", "null", "2bw"]),
+        (
+            {
+                "schedule": {"name": "pipedream"},
+                "optimizer": {"clip_norm": None},
+                "parallel": {"pipeline": 2},
+            },
+            2,
+            ["model.tie_embeddings", "first and the last rank", "false"],
+        ),
         ({"batch": {"global_size": 6, "micro_size": 4}}, 1, ["global_size 6", "micro_size 4", "4 or 8"]),
         ({"batch": {"global_size": 0}}, 1, ["batch.global_size is 0", "at least 1"]),
         ({"batch": {"ramp_samples": 9}}, 1, ["ramp_samples is 9", "ramp_start is null"]),
