@@ -13,6 +13,7 @@ from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepInput, StepResult, StepState, finished
+from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
@@ -48,10 +49,25 @@ class Engine:
         self._rank = rank
         self._stages = stages
         self._transfers = transfers
+        self._reductions = reductions
+        self.schedule = schedule
         program = Program(schedule, rank, stages, transfers, reductions)
-        self._sections = {name: list(program.compile(name)) for name in SECTIONS}
+        self._compiled = {name: list(program.compile(name)) for name in SECTIONS}
+        self._sections = self._compiled
         self._under_way: StepState | None = None
         self._unread: list[StepState] = []
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have every action from here on noted by a recorder that was made for this schedule and rank, or no longer.
+
+        Actions that nobody records pay nothing: a recorder has a program of its own.
+        """
+        if recorder is None:
+            self._sections = self._compiled
+            return
+        transfers, reductions = recorder.transfers(self._transfers), self._reductions.through(recorder.group)
+        program = Program(self.schedule, self._rank, self._stages, transfers, reductions)
+        self._sections = {name: recorder.instructions(name, program.compile(name)) for name in SECTIONS}
 
     def run(self, step_input: StepInput) -> StepResult:
         """Run one whole step (train mode: through the optimizer update), the pipeline empty before and after.

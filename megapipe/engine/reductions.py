@@ -1,7 +1,8 @@
 """Sums over ranks: gradients over replicas, tied weights over their uses, scalars over everyone; then the update."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -37,6 +38,16 @@ class Communicators:
     scalars: Group | None = None
     counts_loss: bool = True
     counts_norm: bool = True
+
+    def through(self, change: Callable[[Group], Group]) -> "Communicators":
+        """The same, each group replaced by what `change` makes of it."""
+        return replace(
+            self,
+            world=change(self.world),
+            data=change(self.data),
+            tied={group: change(members) for group, members in self.tied.items()},
+            scalars=None if self.scalars is None else change(self.scalars),
+        )
 
 
 class Reductions:
@@ -75,6 +86,13 @@ class Reductions:
         self._hidden = hidden
         self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
         self._one = torch.ones((), device=device)
+
+    def through(self, change: Callable[[Group], Group]) -> "Reductions":
+        """The same reductions, each group replaced by what `change` makes of it."""
+        other = copy(self)
+        other._communicators = self._communicators.through(change)
+        other._all_ranks = change(self._all_ranks)
+        return other
 
     def start_counts(self, step: StepState) -> None:
         """Start the sum of (loss tokens of each update, wishes to stop) over all ranks."""

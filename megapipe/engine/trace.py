@@ -1,0 +1,210 @@
+"""Records what each rank really does: when it reaches an action, how long it waits inside it, when it is done.
+
+The engine compiles its schedule a second time, over receive slots and groups that tell a stopwatch of every wait.
+Steps that are recorded run that program; all others run the first one, which knows nothing of this.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.engine.clocks import Clock, DeviceClock, HostClock
+from megapipe.engine.program import Closure, Instruction
+from megapipe.engine.step import StepState
+from megapipe.engine.transfers import ReceiveSlots, Transfers
+from megapipe.parallel.groups import Group, ReduceOperation, Work
+from megapipe.schedules.actions import Action, Kind
+from megapipe.schedules.measured.trace_file import Event
+from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
+from megapipe.schedules.tokens import write_action
+
+
+class Stopwatch:
+    """Collects the waits of its own thread's current action. Sums that other threads await are hidden: no waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._waits: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time what happens inside as waiting; waits do not lie inside one another."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        start = self._clock.mark()
+        yield
+        self._waits.append((start, self._clock.mark()))
+
+    def take(self) -> list[tuple[Any, Any]]:
+        """The waits since the last call."""
+        waits, self._waits = self._waits, []
+        return waits
+
+
+@dataclass(frozen=True)
+class _Note:
+    """An action as it was recorded; the marks are read when the run is over."""
+
+    section: SectionName
+    step: int
+    position: int
+    start: Any
+    waits: list[tuple[Any, Any]]
+    end: Any
+
+
+class Recorder:
+    """Notes what one rank does with the actions of a schedule, from `Engine.record(recorder)` on.
+
+    Made by the thread that runs the engine, as near to the recorded steps as can be: times of a GPU count from here.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, device: torch.device) -> None:
+        """rank: pipeline rank."""
+        self._schedule = schedule
+        self._rank = rank
+        self._clock: Clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+        self._stopwatch = Stopwatch(self._clock)
+        self._notes: list[_Note] = []
+
+    def events(self, clock_offset: int = 0) -> list[Event]:
+        """What was recorded so far, in order. clock_offset: nanoseconds that this rank's clock is ahead."""
+        words = {
+            section: [write_action(action._replace(version=-1, slot=-1)) for action in self._actions(section)]
+            for section in SECTIONS
+        }
+        read = self._clock.nanoseconds
+        return [
+            Event(
+                note.section,
+                note.step,
+                note.position,
+                words[note.section][note.position],
+                read(note.start) - clock_offset,
+                sum(read(end) - read(start) for start, end in note.waits),
+                read(note.end) - clock_offset,
+            )
+            for note in self._notes
+        ]
+
+    def transfers(self, transfers: Transfers) -> Transfers:
+        """The same boundaries, their receives awaited under the stopwatch."""
+
+        def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
+            return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
+
+        return Transfers(
+            watched(transfers.receive_activation),
+            watched(transfers.receive_gradient),
+            transfers.send_activation,
+            transfers.send_gradient,
+        )
+
+    def group(self, group: Group) -> Group:
+        """The same group, its collectives awaited under the stopwatch."""
+        return _WatchedGroup(group, self._stopwatch)
+
+    def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
+        """The same instructions, each noting what becomes of it."""
+        actions, position = self._actions(section), 0
+        found = []
+        for instruction in instructions:
+            # Neighbouring updates are one instruction: the others are passed over.
+            while not self._is_at(actions[position], instruction):
+                position += 1
+            found.append(replace(instruction, run=self._noted(instruction, section, position)))
+            position += 1
+        return found
+
+    def _actions(self, section: SectionName) -> list[Action]:
+        return list(self._schedule.actions(section, self._rank))
+
+    def _is_at(self, action: Action, instruction: Instruction) -> bool:
+        own = instruction.action
+        microbatch = own.microbatch + instruction.offset * self._schedule.header.num_microbatches
+        return action[:4] == (own.kind, own.stage, own.unit, microbatch)
+
+    def _noted(self, instruction: Instruction, section: SectionName, position: int) -> Closure:
+        run, offset = instruction.run, instruction.offset
+        mark, stopwatch, notes = self._clock.mark, self._stopwatch, self._notes
+        updates = instruction.action.kind == Kind.UPDATE and self._schedule.header.updates_per_step == 1
+
+        def noted(step: StepState) -> None:
+            stopwatch.take()
+            start = mark()
+            if updates and step.scalars is not None:
+                with stopwatch.waiting():
+                    step.scalars.result()
+            run(step)
+            notes.append(_Note(section, step.input.step - offset, position, start, stopwatch.take(), mark()))
+
+        return noted
+
+
+class _WatchedSlots(ReceiveSlots):
+    """Another's receive slots."""
+
+    def __init__(self, slots: ReceiveSlots, stopwatch: Stopwatch) -> None:
+        self._slots = slots
+        self._stopwatch = stopwatch
+
+    def post(self, slot: int) -> None:
+        self._slots.post(slot)
+
+    def take(self, slot: int) -> tuple[Tensor, ...]:
+        with self._stopwatch.waiting():
+            return self._slots.take(slot)
+
+
+class _WatchedWork(Work):
+    """Another's collective."""
+
+    def __init__(self, work: Work, stopwatch: Stopwatch) -> None:
+        self._work = work
+        self._stopwatch = stopwatch
+
+    def wait(self) -> None:
+        with self._stopwatch.waiting():
+            self._work.wait()
+
+
+class _WatchedGroup(Group):
+    """Another's group. A collective that is started waits nowhere; one that is not is all waiting."""
+
+    def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
+        super().__init__(group.name, group.ranks, group.rank)
+        self._group = group
+        self._stopwatch = stopwatch
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        work = _WatchedWork(self._group.all_reduce(tensor, op, async_op=True), self._stopwatch)
+        if not async_op:
+            work.wait()
+        return work
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        with self._stopwatch.waiting():
+            return self._group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        with self._stopwatch.waiting():
+            return self._group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        with self._stopwatch.waiting():
+            self._group.broadcast(tensor, source)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        with self._stopwatch.waiting():
+            return self._group.all_gather_object(value)
+
+    def barrier(self) -> None:
+        with self._stopwatch.waiting():
+            self._group.barrier()

@@ -1,0 +1,132 @@
+"""What a recorder notes is what a rank did, and recording changes nothing."""
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.engine.clocks import clock_offset
+from megapipe.engine.step import StepInput
+from megapipe.engine.trace import Recorder
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.schedules.measured.trace_file import Event
+from megapipe.schedules.tokens import write_action
+from tests.engine.toy import ROWS, contexts, toy
+from tests.support.meshes import Backend, run_mesh, run_threads
+
+MICROBATCHES = 4
+
+
+def recorded(
+    mesh: Mesh, name: str, per_stage: list[int], steps: int = 2
+) -> tuple[list[Event], list[str], list[float], Any]:
+    """Events of the second step on; the words of the schedule's actions; losses; final weights."""
+    replica = toy(mesh, name, MICROBATCHES, per_stage)
+    engine, rank = replica.engine, mesh.coordinate("pipeline")
+    recorder = Recorder(engine.schedule, rank, mesh.device)
+    losses = []
+    for step in range(1 + steps):
+        if step == 1:
+            engine.record(recorder)
+        batch = contexts(step, MICROBATCHES)
+        losses.append(engine.run(StepInput(step, batch, [float(ROWS)] * MICROBATCHES, learning_rate=0.01)).loss)
+    words = [write_action(action._replace(version=-1, slot=-1)) for action in engine.schedule.actions("body", rank)]
+    return recorder.events(), words, losses, [state.master.clone() for state in replica.states]
+
+
+def plain(mesh: Mesh, name: str, per_stage: list[int]) -> tuple[list[float], Any]:
+    replica = toy(mesh, name, MICROBATCHES, per_stage)
+    losses = []
+    for step in range(3):
+        batch = contexts(step, MICROBATCHES)
+        step_input = StepInput(step, batch, [float(ROWS)] * MICROBATCHES, learning_rate=0.01)
+        losses.append(replica.engine.run(step_input).loss)
+    return losses, [state.master.clone() for state in replica.states]
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize(("name", "per_stage"), [("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])])
+def test_every_action_is_noted_in_order_and_nothing_else_changes(
+    backend: Backend, name: str, per_stage: list[int]
+) -> None:
+    ranks = run_mesh({"pipeline": 2}, recorded, name, per_stage, backend=backend)
+    expected = run_mesh({"pipeline": 2}, plain, name, per_stage, backend=backend)
+    for (events, words, losses, weights), (plain_losses, plain_weights) in zip(ranks, expected, strict=True):
+        assert {event.step for event in events} == {1, 2}
+        done = [event.action for event in events]
+        assert [word for word in done if word[0] != "U"] == [word for word in words if word[0] != "U"] * 2
+        assert sum(word[0] == "U" for word in done) == 2
+        assert all(words[event.position] == event.action for event in events)
+        for one, next_one in itertools.pairwise(events):
+            assert (one.step, one.position) < (next_one.step, next_one.position)
+            assert one.end <= next_one.start
+        for event in events:
+            assert 0 <= event.wait <= event.end - event.start
+        assert losses == plain_losses
+        assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
+
+
+def slow_first_rank(mesh: Mesh) -> list[Event]:
+    """Rank 0's forwards take 30 ms each: rank 1 waits for them."""
+    replica = toy(mesh, "gpipe", MICROBATCHES, [1, 1])
+    if mesh.rank == 0:
+        inner = replica.modules[0].forward
+
+        def slow(*inputs: torch.Tensor, context: Any) -> tuple[torch.Tensor, ...]:
+            time.sleep(0.03)
+            return inner(*inputs, context=context)
+
+        replica.modules[0].forward = slow  # type: ignore[method-assign]
+    recorder = Recorder(replica.engine.schedule, mesh.rank, mesh.device)
+    replica.engine.record(recorder)
+    replica.engine.run(StepInput(0, contexts(0, MICROBATCHES), [float(ROWS)] * MICROBATCHES, learning_rate=0.01))
+    replica.engine.record(None)
+    replica.engine.run(StepInput(1, contexts(1, MICROBATCHES), [float(ROWS)] * MICROBATCHES, learning_rate=0.01))
+    return recorder.events()
+
+
+def test_waiting_for_a_slow_peer_is_told_from_working() -> None:
+    first, second = run_threads({"pipeline": 2}, slow_first_rank)
+    forwards = [[event for event in events if event.action.startswith("F")] for events in (first, second)]
+    assert len(forwards[1]) == MICROBATCHES
+    for event in forwards[0]:
+        assert event.wait == 0
+        assert event.end - event.start >= 30e6
+    for event in forwards[1]:
+        assert event.wait >= 15e6
+        assert event.end - event.start - event.wait < 15e6
+    gradients = [event for event in first if event.action.startswith("B0.0")]
+    assert gradients[0].wait > 0
+
+
+def test_a_single_rank_waits_for_nobody() -> None:
+    events, *_ = recorded(connected_mesh(MeshShape({}), torch.device("cpu")), "1f1b", [2])
+    assert max(event.wait for event in events) < 5e6
+    assert {event.wait for event in events if event.action[0] == "F"} == {0}
+
+
+def compared(mesh: Mesh) -> tuple[int, int, bool]:
+    """Rank 1's host runs 5 s ahead."""
+    ahead = 5_000_000_000 * mesh.rank
+    found = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + ahead)
+    return found.nanoseconds, found.error, found.leads_host
+
+
+def test_clocks_of_two_hosts_are_compared() -> None:
+    zero, one = run_threads({"pipeline": 2}, compared)
+    assert zero == (0, 0, True)
+    assert one[0] == pytest.approx(5e9, abs=20e6)
+    assert 0 < one[1] < 20e6
+    assert one[2]
+
+
+def one_host(mesh: Mesh) -> tuple[int, int, bool]:
+    found = clock_offset(mesh.world)
+    return found.nanoseconds, found.error, found.leads_host
+
+
+def test_ranks_of_one_host_share_a_clock() -> None:
+    assert run_mesh({"pipeline": 2}, one_host) == [(0, 0, True), (0, 0, False)]
