@@ -1,12 +1,14 @@
 """Every op with its backends, in order of preference."""
 
-from megapipe.kernels import triton_backend
+from megapipe.kernels import cuda_backend, triton_backend
 from megapipe.kernels.reference import (
+    adamw,
     attention_probabilities,
     bias_gelu,
     cross_entropy,
     dropout,
     gelu,
+    gradient_norm,
     layer_norm,
     rms_norm,
     rotary,
@@ -20,19 +22,30 @@ def _triton(name: str) -> Backend:
     return Backend("triton", f"{triton_backend.__name__}.{name}", triton_backend.unavailable)
 
 
+def _cuda(name: str) -> Backend:
+    return Backend("cuda", f"{cuda_backend.__name__}.{name}", cuda_backend.unavailable)
+
+
 NORM = ("forward", "add_forward", "input_gradient", "weight_gradient", "backward")
+CROSS_ENTROPY = ("row_statistics", "logit_gradient", "statistics", "gradient", "statistics_and_gradient")
 
 OPS = Registry(
     [
-        Op("layer_norm", NORM, (_triton("layer_norm"), Backend(REFERENCE, layer_norm))),
-        Op("rms_norm", NORM, (_triton("rms_norm"), Backend(REFERENCE, rms_norm))),
+        Op("layer_norm", NORM, (_triton("layer_norm"), _cuda("layer_norm"), Backend(REFERENCE, layer_norm))),
+        Op("rms_norm", NORM, (_triton("rms_norm"), _cuda("rms_norm"), Backend(REFERENCE, rms_norm))),
         Op("gelu", ("apply",), (_triton("gelu"), Backend(REFERENCE, gelu))),
         Op("bias_gelu", ("apply",), (_triton("bias_gelu"), Backend(REFERENCE, bias_gelu))),
         Op("swiglu", ("apply",), (_triton("swiglu"), Backend(REFERENCE, swiglu))),
         Op("rotary", ("apply",), (Backend(REFERENCE, rotary),)),
         Op("dropout", ("apply",), (Backend(REFERENCE, dropout),)),
-        Op("attention_probabilities", ("apply",), (Backend(REFERENCE, attention_probabilities),)),
-        Op("softmax", ("forward", "input_gradient"), (Backend(REFERENCE, softmax),)),
-        Op("cross_entropy", ("row_statistics", "logit_gradient"), (Backend(REFERENCE, cross_entropy),)),
+        Op(
+            "attention_probabilities",
+            ("apply",),
+            (_triton("attention_probabilities"), Backend(REFERENCE, attention_probabilities)),
+        ),
+        Op("softmax", ("forward", "input_gradient"), (_cuda("softmax"), Backend(REFERENCE, softmax))),
+        Op("cross_entropy", CROSS_ENTROPY, (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))),
+        Op("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), Backend(REFERENCE, adamw))),
+        Op("gradient_norm", ("squared_norm",), (_triton("gradient_norm"), Backend(REFERENCE, gradient_norm))),
     ]
 )
