@@ -1,8 +1,9 @@
 """AdamW on flat buffers (Loshchilov and Hutter 2019, 1711.05101, algorithm 2), in torch's elementwise operations.
 
-In fp32 these are the bits of `megapipe.optim.adamw` on CPUs, wherever a buffer is cut.
+These are the bits of `megapipe.optim.adamw` on CPUs, wherever a buffer is cut.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,13 +64,16 @@ def check_buffers(
     parameter: Tensor | None,
     gradient_scale: Tensor | None,
     skip: Tensor | None,
+    masters: Sequence[torch.dtype] = (torch.float32,),
 ) -> None:
-    """Raise ValueError, naming the tensor, unless shapes and dtypes are those that `step` describes."""
-    moments = (torch.float32, torch.bfloat16)
-    flat = {
-        "master": (master, (torch.float32,)),
-        "gradient": (gradient, (torch.float32,)),
-        "first": (first, moments),
+    """Raise ValueError, naming the tensor, unless shapes and dtypes are those that `step` describes.
+
+    masters: dtypes that the master may have.
+    """
+    flat: dict[str, tuple[Tensor | None, Sequence[torch.dtype]]] = {
+        "master": (master, masters),
+        "gradient": (gradient, (master.dtype,)),
+        "first": (first, (master.dtype, torch.bfloat16)),
         "second": (second, (first.dtype,)),
         "parameter": (parameter, (torch.bfloat16,)),
     }
@@ -109,25 +113,26 @@ def step(
 ) -> None:
     """Update the master and both moments in place. All buffers are flat, contiguous and equally long.
 
-    master, gradient: fp32. first, second: moments, both fp32 or both bf16, rounded to nearest after their use.
+    master, gradient: fp32 (here fp64 too). first, second: moments, both in the master's dtype or both in bf16, rounded
+    to nearest after their use.
     parameter: bf16, overwritten by the rounded master. gradient_scale: one fp32 number that multiplies every gradient
     first (clipping, 1 / loss scale). skip: one fp32 number; where it is not 0 nothing changes.
     Raises ValueError when a buffer is not so, or bf16 moments could not decay (`check_moments`).
     """
-    check_buffers(master, gradient, first, second, parameter, gradient_scale, skip)
+    check_buffers(master, gradient, first, second, parameter, gradient_scale, skip, (torch.float32, torch.float64))
     check_moments(coefficients, first.dtype)
     if skip is not None and skip.item():
         return
     if gradient_scale is not None:
         gradient = gradient * gradient_scale.reshape(())
-    wide_first, wide_second = first.float(), second.float()
+    wide_first, wide_second = first.to(master.dtype), second.to(master.dtype)
     if coefficients.weight_decay:
         master.mul_(coefficients.decay)
     wide_first.lerp_(gradient, 1 - coefficients.beta1)
     wide_second.mul_(coefficients.beta2).addcmul_(gradient, gradient, value=1 - coefficients.beta2)
     denominator = (wide_second.sqrt() / coefficients.root_correction).add_(coefficients.epsilon)
     master.addcdiv_(wide_first, denominator, value=-coefficients.step_size)
-    if first.dtype != torch.float32:
+    if first.dtype != master.dtype:
         first.copy_(wide_first)
         second.copy_(wide_second)
     if parameter is not None:
