@@ -11,10 +11,11 @@ def forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, win
 
     mask: bool, broadcasts to the scores' shape, True where a key is seen; [b, 1, 1, k] hides padding.
     causal: query i of q stands at position i + k - q and sees that position and those before it; window: at most so
-    many of them, only with causal.
+    many of them, only with causal. Raises ValueError for arguments that break these rules.
     """
+    check(scores, mask, causal, window)
     wide = _wide(scores) * scale
-    visible = visibility(scores, mask, causal, window)
+    visible = _visible(scores, mask, causal, window)
     if visible is not None:
         wide = wide.masked_fill(~visible, -torch.inf)
     largest = wide.detach().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros(())
@@ -29,13 +30,22 @@ def input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     return (scale * weights * (gradient - (weights * gradient).sum(-1, keepdim=True))).to(y.dtype)
 
 
-def visibility(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
-    """bool, broadcasts to the scores: where a key is seen; None where all are.
-
-    Raises ValueError for a window without causal, or below 1.
-    """
+def check(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> None:
+    """Raises ValueError unless they are arguments of `forward`."""
+    if scores.dim() != 4:
+        raise ValueError(f"scores are {list(scores.shape)}, not [batch, heads, queries, keys]; view them so")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(
+            f"the mask is {mask.dtype}, not torch.bool, True where a key is seen; for one to add: mask == 0"
+        )
+    if mask is not None and torch.broadcast_shapes(mask.shape, scores.shape) != scores.shape:
+        raise ValueError(f"a mask of {list(mask.shape)} has axes that the scores, {list(scores.shape)}, lack")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window is {window} and causal {causal}; a window is at least 1 key, and only for causal")
+
+
+def _visible(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
+    """bool, broadcasts to the scores: where a key is seen; None where all are."""
     if not causal:
         return mask
     queries, keys = scores.shape[-2:]

@@ -5,6 +5,8 @@ A kernel's checks are functions of a device and a shape, and live in a module wi
 runs them on large shapes on a GPU.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +38,13 @@ def strided(x: Tensor) -> Tensor:
     """The same numbers with a gap behind each."""
     return torch.stack([x, x], dim=-1)[..., 0]
 
+
+def as_is(x: Tensor) -> Tensor:
+    """The tensor itself."""
+    return x
+
+
+Layout = Callable[[Tensor], Tensor]
 
 LAYOUTS = [misaligned, strided]
 

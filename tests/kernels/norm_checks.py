@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.kernels.cases import assert_as_exact_as_torch, assert_same_bits, draw
+from tests.kernels.cases import Layout, as_is, assert_as_exact_as_torch, assert_same_bits, draw
 
 EPSILON = 1e-5
 MOST_OF_A_TEST = [(7, 33), (1, 1), (1, 1023), (3, 2, 256), (37, 96), (2, 3000)]
 """Shapes with odd widths, one row, several rows a program, and several groups of rows."""
-
-Layout = Callable[[Tensor], Tensor]
 
 LONG = [(2, 8193), (1, 16400)]
 """Rows that take the chunked backward, and the chunked forward too."""
@@ -46,7 +44,7 @@ def check_against_double(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: str,
-    layout: Layout = lambda x: x,
+    layout: Layout = as_is,
     spread: float = 1.0,
     shift: float = 2.0,
 ) -> None:

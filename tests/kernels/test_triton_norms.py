@@ -9,7 +9,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.layers.norms import LayerNorm, RMSNorm
 from megapipe.layers.split import SplitTape
 from tests.kernels import norm_checks
-from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, draw, needs_triton
+from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, Layout, draw, needs_triton
 from tests.kernels.norm_checks import LONG, MOST_OF_A_TEST, Norm
 
 pytestmark = needs_triton
@@ -33,7 +33,7 @@ def test_long_rows(norm: Norm, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_awkward_layouts(norm: Norm, layout: norm_checks.Layout) -> None:
+def test_awkward_layouts(norm: Norm, layout: Layout) -> None:
     norm_checks.check_against_double(norm, (5, 64), torch.float32, DEVICE, layout)
 
 

@@ -1,0 +1,90 @@
+"""Triton's masked softmax, and attention weights by it."""
+
+import pytest
+import torch
+
+from tests.kernels import softmax_checks
+from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, Layout, assert_as_exact_as_torch, draw
+from tests.kernels.softmax_checks import LONG, MASKS, SCALE, SHAPES, mask_of
+
+pytest.importorskip("triton")
+
+from megapipe.kernels.reference import attention_probabilities as reference
+from megapipe.kernels.triton_backend import attention_probabilities, softmax
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_double(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    softmax_checks.check_against_double(softmax, shape, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 2, 40, 33), LONG], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
+def test_masks(shape: tuple[int, ...], mask: str, causal: bool, window: int | None) -> None:
+    softmax_checks.check_against_double(softmax, shape, torch.float32, DEVICE, mask, causal, window)
+
+
+def test_a_window_that_begins_within_a_late_chunk() -> None:
+    softmax_checks.check_against_double(softmax, LONG, torch.float32, DEVICE, "general", True, 5000)
+
+
+def test_fewer_keys_than_queries() -> None:
+    softmax_checks.check_against_double(softmax, (1, 2, 9, 4), torch.float32, DEVICE, "general", True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_awkward_layouts(layout: Layout, mask: str) -> None:
+    softmax_checks.check_against_double(softmax, (2, 2, 3, 48), torch.float32, DEVICE, mask, True, layout=layout)
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e4])
+def test_extreme_values(spread: float) -> None:
+    softmax_checks.check_against_double(softmax, (1, 2, 8, 100), torch.float32, DEVICE, spread=spread)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 9, 64), LONG], ids=str)
+def test_two_runs(shape: tuple[int, ...]) -> None:
+    softmax_checks.check_two_runs(softmax, shape, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("keys", [24, LONG[-1]])
+def test_special_values(keys: int) -> None:
+    softmax_checks.check_special_values(softmax, keys, DEVICE)
+
+
+def test_empty() -> None:
+    softmax_checks.check_empty(softmax, DEVICE)
+
+
+def test_autograd() -> None:
+    softmax_checks.check_autograd(softmax, DEVICE)
+
+
+def test_operators_keep_torchs_rules() -> None:
+    """Schema, fake results, registered gradients and tracing, as `torch.library.opcheck` sees them."""
+    scores = draw(1, 2, 4, 8, dtype=torch.float32, device=DEVICE)
+    mask = mask_of("general", (1, 2, 4, 8), DEVICE)
+    arguments = (scores.clone().requires_grad_(), mask, SCALE, True, 3)
+    torch.library.opcheck(torch.ops.megapipe.softmax_triton.default, arguments)
+    torch.library.opcheck(torch.ops.megapipe.softmax_triton_input_gradient.default, (scores, scores, SCALE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_probabilities(dtype: torch.dtype, window: int | None) -> None:
+    """Against the reference, which does the product and the masks in one step."""
+    query, key = draw(2, 3 * 6, 4, dtype=dtype, device=DEVICE), draw(2, 6, 4, seed=1, dtype=dtype, device=DEVICE)
+    exact = reference.apply(query.double(), key.double(), 0.3, window)
+    found = attention_probabilities.apply(query, key, 0.3, window)
+    assert_as_exact_as_torch(found, reference.apply(query, key, 0.3, window), exact)
+    leaves = [tensor.float().requires_grad_() for tensor in (query, key)]
+    dy = draw(*found.shape, seed=2, dtype=torch.float32, device=DEVICE)
+    ours, theirs = (
+        torch.autograd.grad(module.apply(*leaves, 0.3, window), leaves, dy)
+        for module in (attention_probabilities, reference)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
