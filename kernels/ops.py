@@ -43,7 +43,11 @@ OPS = Registry(
             ("apply",),
             (_triton("attention_probabilities"), Backend(REFERENCE, attention_probabilities)),
         ),
-        Op("softmax", ("forward", "input_gradient"), (_cuda("softmax"), Backend(REFERENCE, softmax))),
+        Op(
+            "softmax",
+            ("forward", "input_gradient"),
+            (_triton("softmax"), _cuda("softmax"), Backend(REFERENCE, softmax)),
+        ),
         Op("cross_entropy", CROSS_ENTROPY, (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))),
         Op("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), Backend(REFERENCE, adamw))),
         Op("gradient_norm", ("squared_norm",), (_triton("gradient_norm"), Backend(REFERENCE, gradient_norm))),
