@@ -1,5 +1,6 @@
-"""The loss curve of a run as a picture."""
+"""The loss curve of a run, or of several, as a picture."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,10 @@ from megapipe.training.references import References
 FILE_NAME = "loss_curve.png"
 
 _TRAINING, _EVALUATION, _REFERENCE = "#1f6fb4", "#d9541e", "#8a8a8a"
+_RUNS = (_TRAINING, _EVALUATION, "#3a8f3a", "#8a4fb0")
+
+Curve = tuple[str, LossHistory, str, str]
+"""What stands ahead of a run's labels, its losses, and the colours of its training and its validation."""
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -23,6 +28,19 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def draw_loss_curve(path: Path, history: LossHistory, references: References, title: str) -> None:
     """Draw training and validation losses over steps, with both reference losses, to a PNG at `path`."""
+    _draw(path, [("", history, _TRAINING, _EVALUATION)], references, title)
+
+
+def draw_loss_curves(path: Path, runs: Mapping[str, LossHistory], references: References, title: str) -> None:
+    """Draw several runs into one picture, each in its colour: training as a line, validation as points."""
+    curves = []
+    for index, (name, history) in enumerate(runs.items()):
+        colour = _RUNS[index % len(_RUNS)]
+        curves.append((f"{name}, ", history, colour, colour))
+    _draw(path, curves, references, title)
+
+
+def _draw(path: Path, runs: Sequence[Curve], references: References, title: str) -> None:
     # Importing matplotlib takes half a second, which only the end of a run spends.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,16 +48,17 @@ def draw_loss_curve(path: Path, history: LossHistory, references: References, ti
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = np.array(sorted(history.training))
-    losses = np.array([history.training[step] for step in steps])
-    if len(steps):
-        axes.plot(steps, losses, color=_TRAINING, alpha=0.25, linewidth=0.8)
-        mean = smoothed(losses)
-        axes.plot(steps, mean, color=_TRAINING, linewidth=1.8, label=f"training, {mean[-1]:.3f} at the end")
-    if history.evaluation:
-        points = sorted(history.evaluation.items())
-        label = f"validation, {points[-1][1]:.3f} at the end"
-        axes.plot(*zip(*points, strict=True), "o-", color=_EVALUATION, markersize=4, linewidth=1.2, label=label)
+    for name, history, training, evaluation in runs:
+        steps = np.array(sorted(history.training))
+        losses = np.array([history.training[step] for step in steps])
+        if len(steps):
+            axes.plot(steps, losses, color=training, alpha=0.25, linewidth=0.8)
+            mean = smoothed(losses)
+            axes.plot(steps, mean, color=training, linewidth=1.8, label=f"{name}training, {mean[-1]:.3f} at the end")
+        if history.evaluation:
+            points = sorted(history.evaluation.items())
+            label = f"{name}validation, {points[-1][1]:.3f} at the end"
+            axes.plot(*zip(*points, strict=True), "o-", color=evaluation, markersize=4, linewidth=1.2, label=label)
     for value, words in ((references.uniform, "ln(vocabulary)"), (references.unigram, "unigram\nentropy")):
         axes.axhline(value, color=_REFERENCE, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(f"{words}\n{value:.2f}", (1, value), (6, 0), xycoords=("axes fraction", "data"),

@@ -43,8 +43,10 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
     assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
 
 
-def test_ctrl_c_ends_all_ranks_after_a_whole_step_and_saves_it(tmp_path: Path, corpus: str) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_ctrl_c_ends_all_ranks_after_a_whole_step_and_saves_it(tmp_path: Path, corpus: str, schedule: str) -> None:
     arguments = ["--data.prefix", corpus, "--optimizer.decay", "constant", "--checkpoint.every", "100000"]
+    arguments += ["--schedule.name", schedule]
     arguments += ["--training.steps", "100000", "--parallel.pipeline", "2"]
     process = subprocess.Popen(
         command(2, *arguments),

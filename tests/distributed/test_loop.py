@@ -32,17 +32,21 @@ def told(folder: Path) -> list[tuple[object, ...]]:
     ]
 
 
-def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(tmp_path: Path, corpus: str) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(
+    tmp_path: Path, corpus: str, schedule: str
+) -> None:
     alone, split = tmp_path / "alone", tmp_path / "split"
     for folder in (alone, split):
         folder.mkdir()
-    first = launch(1, f"--data.prefix={corpus}", *RUN, folder=alone)
+    run = [*RUN, f"--schedule.name={schedule}"]
+    first = launch(1, f"--data.prefix={corpus}", *run, folder=alone)
     assert first.returncode == 0, first.stderr
     layout = ["--parallel.pipeline=2"]
-    begun = launch(2, f"--data.prefix={corpus}", *RUN, *layout, "--training.stop_at=4", folder=split)
+    begun = launch(2, f"--data.prefix={corpus}", *run, *layout, "--training.stop_at=4", folder=split)
     assert begun.returncode == 0, begun.stderr
     assert begun.stdout.count("losses to beat") == 1
-    ended = launch(1, f"--data.prefix={corpus}", *RUN, folder=split)
+    ended = launch(1, f"--data.prefix={corpus}", *run, folder=split)
     assert "resumed from" in ended.stdout
     expected = told(alone)
     assert [entry[3] for entry in expected if entry[0] is None] == [2, 2, 4, 6, 8, 8]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.training.loss_curve import draw_loss_curve, smoothed
+from megapipe.training.loss_curve import draw_loss_curve, draw_loss_curves, smoothed
 from megapipe.training.metrics import LossHistory
 from megapipe.training.references import References
 
@@ -35,3 +35,16 @@ def test_a_picture_of_every_run(tmp_path: Path, history: LossHistory) -> None:
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(content[16:20], "big") == 1200
     assert int.from_bytes(content[20:24], "big") == 675
+
+
+def test_a_picture_of_several_runs(tmp_path: Path) -> None:
+    rates = {"1f1b": 9.0, "2bw": 8.0}
+    runs = {
+        name: LossHistory({step: rate / step for step in range(1, 40)}, {20: rate}) for name, rate in rates.items()
+    }
+    path, alone = tmp_path / "curves.png", tmp_path / "alone.png"
+    references = References(uniform=4.1, unigram=3.5, num_tokens=10)
+    draw_loss_curves(path, runs, references, title="runs")
+    draw_loss_curves(alone, {"1f1b": runs["1f1b"]}, references, title="runs")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert path.read_bytes() != alone.read_bytes()

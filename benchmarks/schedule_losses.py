@@ -1,0 +1,74 @@
+"""What staleness costs a model: the quickstart's GPT under several schedules, one picture, final losses told.
+
+Every schedule trains the same model from the same start on the same batches, as a pipeline of two processes; those of
+one numerical class give the same bits, and 2bw, whose gradients are one step old, does not. The corpus and tokenizer
+are the quickstart's (`make quickstart` makes them).
+
+    .venv/bin/python benchmarks/schedule_losses.py --schedules 1f1b 2bw --steps 200
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], metavar="NAME")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="folder of `make quickstart`")
+    parser.add_argument("--folder", type=Path, default=Path("runs/schedule_losses"), help="where the runs go")
+    parser.add_argument("--picture", type=Path, default=None, help="default: losses.png in the folder")
+    return parser.parse_args()
+
+
+def train(name: str, arguments: argparse.Namespace) -> Path:
+    """One run of a schedule; returns its folder."""
+    folder = arguments.folder / name
+    prefix = arguments.quickstart / "corpus_text_document"
+    if not prefix.with_suffix(".bin").is_file():
+        sys.exit(f"{prefix}.bin is not there; run `make quickstart` first, or name its folder with --quickstart")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "pretrain_gpt.py",
+        "--config", "examples/gpt_quickstart.yaml", "--data.prefix", str(prefix), "--training.directory", str(folder),
+        "--training.steps", str(arguments.steps), "--optimizer.warmup_steps", str(max(1, arguments.steps // 10)),
+        "--training.precision", "fp32", "--parallel.pipeline", "2", "--schedule.name", name,
+        "--checkpoint.every", "null", "--evaluation.every", str(max(1, arguments.steps // 4)),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    return folder
+
+
+def main() -> None:
+    arguments = parse()
+    for path in ("quickstart", "folder"):
+        setattr(arguments, path, getattr(arguments, path).resolve())
+    folders = {name: train(name, arguments) for name in arguments.schedules}
+
+    # Not before the runs: torch takes a second to import, and bad arguments are told by then.
+    from megapipe.config.load import parse as parse_config
+    from megapipe.training import loss_curve, metrics
+    from megapipe.training.batches import split_samples
+    from megapipe.training.references import reference_losses
+
+    histories = {name: metrics.read_losses(folder / metrics.FILE_NAME) for name, folder in folders.items()}
+    prefix = str(arguments.quickstart / "corpus_text_document")
+    config = parse_config(["--config", str(ROOT / "examples/gpt_quickstart.yaml"), "--data.prefix", prefix])
+    references = reference_losses(split_samples(config, "train"), config.model.vocabulary_size)
+    picture = arguments.picture or arguments.folder / "losses.png"
+    title = f"quickstart GPT, two pipeline ranks, fp32, {arguments.steps} steps"
+    loss_curve.draw_loss_curves(picture, histories, references, title)
+    print(f"\n{'schedule':<20}{'last training loss':>20}{'mean of last 20':>18}{'held-out loss':>16}")
+    for name, history in histories.items():
+        last = [history.training[step] for step in sorted(history.training)[-20:]]
+        held_out = history.evaluation[max(history.evaluation)]
+        print(f"{name:<20}{last[-1]:>20.4f}{sum(last) / len(last):>18.4f}{held_out:>16.4f}")
+    print(f"picture: {picture}")
+
+
+if __name__ == "__main__":
+    main()
