@@ -14,6 +14,7 @@ from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.batches import BatchLoader, StepBatch
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.memory_report import out_of_memory_told
+from megapipe.training.profile import Profiler
 from megapipe.training.records import Listener, StepRecord
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
@@ -63,6 +64,7 @@ class TrainingLoop:
         checkpointer: Checkpointer,
         meter: UtilisationMeter,
         listener: Listener,
+        profiler: Profiler,
     ) -> None:
         self._config = config
         self._replica = replica
@@ -71,6 +73,7 @@ class TrainingLoop:
         self._checkpointer = checkpointer
         self._meter = meter
         self._listener = listener
+        self._profiler = profiler
         self._engine = replica.engine
         self._engine_samples = config.batch.global_size
         self._plan = BatchPlan.of(config.batch)
@@ -134,6 +137,7 @@ class TrainingLoop:
         batch = next(batches)
         rate = learning_rate(self._config.optimizer, step + 1, self._config.training.steps)
         self._use_engine_for(batch.num_samples)
+        self._profiler.before(step, self._engine)
         self._fed.append(_FedStep(batch.num_samples, rate))
         return self._tell(position, self._engine.feed(StepInput(step, batch.contexts, batch.token_counts, rate, stop)))
 

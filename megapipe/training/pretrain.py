@@ -19,6 +19,7 @@ from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.precision import with_precision
+from megapipe.training.profile import Profiler
 from megapipe.training.records import Listeners
 from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
@@ -87,8 +88,11 @@ def _run(
         )
     references = _references(config, samples, say) if mesh.rank == 0 else None
     loader = batch_loader(config, mesh, replica, samples)
-    with _listeners(config, mesh, position) as listeners:
-        loop = TrainingLoop(config, replica, loader, evaluation, checkpointer, meter, listeners)
+    with (
+        _listeners(config, mesh, position) as listeners,
+        Profiler(config, mesh, listeners.say, position.step) as profiler,
+    ):
+        loop = TrainingLoop(config, replica, loader, evaluation, checkpointer, meter, listeners, profiler)
         status = loop.run(position)
         listeners.event("end", status=status, step=position.step)
     if references is not None:
