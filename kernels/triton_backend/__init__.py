@@ -20,6 +20,8 @@ def unavailable(device: str) -> str | None:
         return f"runs on NVIDIA GPUs, not on {device}"
     if not installed():
         return "triton is not installed; pip install 'triton>=3.6'"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "needs a GPU"
     if device == "cuda":
         found = torch.cuda.get_device_capability()
         if found < _LOWEST_CAPABILITY:

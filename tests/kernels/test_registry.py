@@ -8,7 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from megapipe.kernels import triton_backend
 from megapipe.kernels.ops import OPS
+from megapipe.kernels.reference import layer_norm
 from megapipe.kernels.registry import Backend, KernelError, Op, Registry
 
 
@@ -78,6 +80,94 @@ def test_demands_leave_the_shared_table_alone() -> None:
     demanding = OPS.with_overrides({"gelu": "reference"})
     assert demanding.choice("gelu", "cpu", torch.float32, 8).reasons == ("demanded by the configuration",)
     assert OPS.choice("gelu", "cpu", torch.float32, 8).reasons != ("demanded by the configuration",)
+
+
+def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, **rules: object) -> Registry:
+    """A registry with a backend that is given by name; its module, `backend_of_test`, has this source."""
+    (tmp_path / "backend_of_test.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "backend_of_test", raising=False)
+    fast = Backend("triton", "backend_of_test", **rules)
+    slow = Backend("reference", module(apply=lambda x: x))
+    return Registry([Op("gelu", ("apply",), (fast, slow))])
+
+
+def test_a_named_module_is_imported_when_a_tensor_first_reaches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = lazy(
+        tmp_path,
+        monkeypatch,
+        "def apply(x): return x + 1",
+        unavailable=lambda device: "needs a GPU" if device == "cpu" else None,
+    )
+    assert ops.pick("gelu", torch.zeros(4)).apply(0) == 0
+    assert "backend_of_test" not in sys.modules
+    assert ops.pick("gelu", torch.zeros(4, device="meta")).apply(0) == 1
+    assert "backend_of_test" in sys.modules
+    assert ops.report().splitlines() == [
+        "gelu on cpu float32 [..., 4]: reference (triton: needs a GPU)",
+        "gelu on meta float32 [..., 4]: triton",
+    ]
+
+
+def test_a_module_that_cannot_be_imported_is_passed_over_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = lazy(tmp_path, monkeypatch, "import no_such_library")
+    assert ops.pick("gelu", torch.zeros(4)).apply(0) == 0
+    assert "(triton: cannot be imported: No module named 'no_such_library')" in ops.report()
+    with pytest.raises(KernelError, match=r"demanded from backend 'triton'.*no_such_library"):
+        ops.with_overrides({"gelu": "triton"}).pick("gelu", torch.zeros(4))
+
+
+def test_a_named_module_needs_every_function_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelError, match="'triton' of op 'gelu' lacks apply"):
+        lazy(tmp_path, monkeypatch, "other = 1").pick("gelu", torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "capability", "reason"),
+    [
+        ("cpu", True, (9, 0), "needs a GPU"),
+        ("mps", True, (9, 0), "runs on NVIDIA GPUs, not on mps"),
+        ("cuda", False, (9, 0), "triton is not installed; pip install 'triton>=3.6'"),
+        ("cuda", True, None, "needs a GPU"),
+        ("cuda", True, (7, 5), "needs compute capability 8.0 or above, not 7.5"),
+        ("cuda", True, (9, 0), None),
+    ],
+)
+def test_why_triton_cannot_run(
+    device: str,
+    installed: bool,
+    capability: tuple[int, int] | None,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_backend, "installed", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert triton_backend.unavailable(device) == reason
+
+
+def test_kernels_are_picked_on_the_cpu_only_to_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    tensor = torch.zeros(2, 8)
+    assert OPS.with_overrides({}).pick("layer_norm", tensor) is layer_norm
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert OPS.with_overrides({}).choice("layer_norm", "cpu", torch.float32, 8).backend == "triton"
+    exact = OPS.with_overrides({}).choice("layer_norm", "cpu", torch.float64, 8)
+    assert str(exact).startswith("layer_norm on cpu float64 [..., 8]: reference (triton: takes float32, bfloat16 and")
+
+
+def test_the_table_of_ops_needs_no_triton() -> None:
+    """Neither to be imported, nor to pick the reference."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from megapipe.kernels.ops import OPS; print(OPS.pick('softmax', torch.ones(1)).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "megapipe.kernels.reference.softmax"
 
 
 def test_transformers_imports_beside_our_kernels_folder() -> None:
