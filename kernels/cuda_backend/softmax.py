@@ -6,13 +6,13 @@ with clusters (compute capability 9.0 and above), up to 32k (16k in fp32) on oth
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megapipe.kernels.cuda_backend import library
 from megapipe.kernels.cuda_backend.library import refusal as refusal
 from megapipe.kernels.cuda_backend.norms import result_of, sizes
 from megapipe.kernels.opaque import opaque
+from megapipe.kernels.reference.softmax import check
 
 
 def _fake_forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
@@ -42,12 +42,9 @@ def forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, win
 
     mask: bool, broadcasts to the scores' shape, True where a key is seen; [b, 1, 1, k] hides padding.
     causal: query i of q stands at position i + k - q and sees that position and those before it; window: at most so
-    many of them, only with causal. Raises ValueError when one of these rules is broken.
+    many of them, only with causal. Raises ValueError for arguments that break these rules.
     """
-    if scores.dim() != 4:
-        raise ValueError(f"scores are {list(scores.shape)}; they must be [batch, heads, queries, keys]")
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"window is {window} and causal {causal}; a window is at least 1 key, and only for causal")
+    check(scores, mask, causal, window)
     scores = scores.contiguous()
     weights = result_of(scores)
     mask, strides = _spread(mask, scores)
@@ -76,8 +73,6 @@ def _spread(mask: Tensor | None, scores: Tensor) -> tuple[Tensor | None, tuple[i
     """The mask, its keys next to each other, and its strides along batch, heads and queries: 0 where it repeats."""
     if mask is None:
         return None, (0, 0, 0)
-    if mask.dtype != torch.bool:
-        raise ValueError(f"the mask is {mask.dtype}; it must be bool, True where a key is seen")
     mask = mask.reshape((1,) * (scores.dim() - mask.dim()) + mask.shape)
     mask = mask.expand(*mask.shape[:-1], scores.shape[-1]).contiguous()
     batch, head, query, _ = mask.expand(scores.shape).stride()
