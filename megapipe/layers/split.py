@@ -130,8 +130,10 @@ class SplitTape:
         probes = [record.probe for record in self._records]
         # torch takes tensors and places in the graph side by side.
         sought: list[Tensor] = [*wanted, *probes, *self._unsplit]  # type: ignore[list-item]
-        found = torch.autograd.grad(outputs, sought, grad_outputs, allow_unused=True)
-        self._gradients = found[len(wanted) : len(wanted) + len(probes)]
+        found: Sequence[Tensor | None] = [None] * len(sought)
+        if outputs and sought:
+            found = torch.autograd.grad(outputs, sought, grad_outputs, allow_unused=True)
+        self._gradients = tuple(found[len(wanted) : len(wanted) + len(probes)])
         self._add_unsplit(found[len(wanted) + len(probes) :])
         of_wanted = iter(found)
         return tuple(next(of_wanted) if tensor.requires_grad else None for tensor in inputs)
