@@ -36,42 +36,42 @@ class Profiler:
         self._directory = None if config.profile.trace is None else Path(config.profile.trace)
         self._run = ""
         self._offset = ClockOffset(0, 0, False)
-        self._recorder: Recorder | None = None
-        self._engine: Engine | None = None
+        self._recording: tuple[Engine, Recorder] | None = None
 
     def before(self, step: int, engine: Engine) -> None:
         """Ahead of feeding a step, from 0. All ranks make the same calls: the clocks are compared in one of them.
 
-        A schedule that never flushes ends a step while it is fed the next one: its window opens a call later.
+        A schedule that never flushes ends a step while it is fed the next one: its window closes a call later.
         """
         if self._directory is None:
             return
-        opens = self._first + (0 if engine.schedule.flushes else 1)
-        closes = opens + self._config.profile.steps
-        if not self._run and opens - 1 <= step < closes:
-            # A step early where there is one, as ranks wait for each other here and the pipeline has to recover.
+        late = 0 if engine.schedule.flushes else 1
+        opens, closes = self._first - 1 + late, self._first + self._config.profile.steps + late
+        if self._recording is not None:
+            if step >= closes or engine is not self._recording[0]:
+                self.close()
+        elif opens <= step < closes:
+            # A step early where there is one: ranks wait for each other here, and the pipeline has to recover.
             self._run = self._mesh.world.all_gather_object(time.strftime("%Y-%m-%d %H:%M:%S"))[0]
             self._offset = clock_offset(self._mesh.world)
-        if self._engine is not None and (step >= closes or engine is not self._engine):
-            self.close()
-        elif self._engine is None and opens <= step < closes:
-            self._engine = engine
-            self._recorder = Recorder(engine.schedule, self._mesh.coordinate("pipeline"), self._mesh.device)
-            engine.record(self._recorder)
+            recorder = Recorder(engine.schedule, self._mesh.coordinate("pipeline"), self._mesh.device)
+            self._recording = engine, recorder
+            engine.record(recorder)
 
     def close(self) -> None:
         """Write what was recorded, once. A folder that cannot be written costs the trace and not the run."""
         if self._directory is None:
             return
         directory, self._directory = self._directory, None
-        if self._engine is None or self._recorder is None:
+        if self._recording is None:
             self._say(f"profile.trace: the run ended before step {self._first + 1}, the first to be traced")
             return
-        self._engine.record(None)
-        trace = self._trace(self._engine, self._recorder)
+        engine, recorder = self._recording
+        engine.record(None)
+        trace = self._trace(engine, recorder)
         try:
             if self._offset.leads_host:
-                write_whole(directory / SCHEDULE_FILE, dumps(self._engine.schedule))
+                write_whole(directory / SCHEDULE_FILE, dumps(engine.schedule))
             write_rank(directory, trace)
         except OSError as error:
             print(f"warning: rank {self._mesh.rank} wrote no trace into {directory}: {error}", file=sys.stderr)
@@ -79,7 +79,8 @@ class Profiler:
         self._say(f"traced steps {first} to {last}: python tools/schedule.py overlay {directory}")
 
     def _trace(self, engine: Engine, recorder: Recorder) -> RankTrace:
-        events = recorder.events(self._offset.nanoseconds)
+        wanted = range(self._first, self._first + self._config.profile.steps)
+        events = [event for event in recorder.events(self._offset.nanoseconds) if event.step in wanted]
         steps = [event.step + 1 for event in events]
         return RankTrace(
             run=self._run,

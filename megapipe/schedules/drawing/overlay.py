@@ -12,7 +12,7 @@ from megapipe.schedules.drawing.document import Curves, Line, html_page
 from megapipe.schedules.drawing.palette import NAMES, fill, ink
 from megapipe.schedules.drawing.svg import legend
 from megapipe.schedules.drawing.trace import trace_events
-from megapipe.schedules.measured.overlay import Overlay
+from megapipe.schedules.measured.overlay import Overlay, predicted_ends
 from megapipe.schedules.measured.report import headline, sentence
 
 MICROSECONDS: Final = 1000.0
@@ -38,7 +38,9 @@ def predicted_bars(overlay: Overlay) -> list[Bar]:
     simulation, table = overlay.simulation, overlay.window.table
     chunk_of = chunks_of(table.header)
     sends = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
-    shown = overlay.window.rows[(simulation.working | sends)[overlay.window.rows]]
+    rows = overlay.window.rows
+    shown = rows[(simulation.working | sends)[rows] & (overlay.window.owner[rows] == rows)]
+    end = predicted_ends(overlay.window, simulation)
     return [
         _named(
             overlay,
@@ -47,7 +49,7 @@ def predicted_bars(overlay: Overlay) -> list[Bar]:
                 row,
                 chunk_of,
                 float(simulation.start[row]) - overlay.predicted_zero,
-                float(simulation.end[row]) - overlay.predicted_zero,
+                float(end[row]) - overlay.predicted_zero,
             ),
         )
         for row in shown.tolist()

@@ -158,9 +158,7 @@ def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
     simulation = simulate(run.schedule, costs.costs, table.steps)
     wanted = window.seen & table.is_kind(*COMPUTE, Kind.UPDATE)
     rows = np.flatnonzero(wanted)
-    end = simulation.end.copy()
-    # An update's event covers its neighbours: it ends where the last of them does.
-    np.maximum.at(end, window.owner[window.rows], simulation.end[window.rows])
+    end = predicted_ends(window, simulation)
     measured_start = (window.start + window.wait)[rows]
     compute = np.isin(table.kind[rows], COMPUTE)
     measured_zero = float(measured_start[compute].min())
@@ -179,3 +177,10 @@ def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
         simulation.start[rows] - predicted_zero,
         end[rows] - predicted_zero,
     )
+
+
+def predicted_ends(window: Window, simulation: Simulation) -> Times:
+    """When each row ends; an update whose event covers its neighbours ends where the last of them does."""
+    end = simulation.end.copy()
+    np.maximum.at(end, window.owner[window.rows], simulation.end[window.rows])
+    return end
