@@ -10,6 +10,7 @@ from megapipe.kernels.reference import (
     gelu,
     gradient_norm,
     layer_norm,
+    linear_cross_entropy,
     rms_norm,
     rotary,
     softmax,
@@ -49,6 +50,11 @@ OPS = Registry(
             (_triton("softmax"), _cuda("softmax"), Backend(REFERENCE, softmax)),
         ),
         Op("cross_entropy", CROSS_ENTROPY, (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))),
+        Op(
+            "linear_cross_entropy",
+            ("statistics", "statistics_and_gradient", "complete_gradient", "backward"),
+            (_triton("linear_cross_entropy"), Backend(REFERENCE, linear_cross_entropy)),
+        ),
         Op("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), Backend(REFERENCE, adamw))),
         Op("gradient_norm", ("squared_norm",), (_triton("gradient_norm"), Backend(REFERENCE, gradient_norm))),
     ]
