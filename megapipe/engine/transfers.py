@@ -1,5 +1,6 @@
 """Activations and gradients between stages: preallocated receive slots, posted receives, sends in flight."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.stage import TensorSpec
-from megapipe.parallel.links import Link, Transfer
+from megapipe.parallel.links import FINISHED, Link, Loan, Transfer
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,25 @@ class Boundary:
     specs: tuple[TensorSpec, ...]
 
 
-class ReceiveSlots:
+class ReceiveSlots(ABC):
     """Receive buffers of one boundary. A slot is posted, awaited, and free again when the schedule reuses it."""
+
+    @abstractmethod
+    def post(self, slot: int) -> None:
+        """Start receiving the next message of the link into `slot`."""
+
+    @abstractmethod
+    def take(self, slot: int) -> tuple[Tensor, ...]:
+        """Wait for the message of `slot` and return its tensors, valid until the slot is posted again."""
+
+
+def receive_slots(boundary: Boundary, num_slots: int, device: torch.device) -> ReceiveSlots:
+    """Slots in the link's own memory where it lends that, else in buffers of this rank's."""
+    return LentSlots(boundary) if boundary.link.lends else BufferSlots(boundary, num_slots, device)
+
+
+class BufferSlots(ReceiveSlots):
+    """Slots that are buffers of this rank's."""
 
     def __init__(self, boundary: Boundary, num_slots: int, device: torch.device) -> None:
         self._link = boundary.link
@@ -27,18 +45,33 @@ class ReceiveSlots:
         self._pending: dict[int, list[Transfer]] = {}
 
     def post(self, slot: int) -> None:
-        """Start receiving the next message of the link into `slot`."""
         self._pending[slot] = [self._link.receive(buffer) for buffer in self._buffers[slot]]
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
-        """Wait for the message of `slot` and return its buffers, valid until the slot is posted again."""
         for transfer in self._pending.pop(slot):
             transfer.wait()
         return self._buffers[slot]
 
 
+class LentSlots(ReceiveSlots):
+    """Slots that are messages where they lie in the link's memory: nothing is copied."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self._link = boundary.link
+        self._specs = [spec.allocate(torch.device("meta")) for spec in boundary.specs]
+        self._loans: dict[int, list[Loan]] = {}
+
+    def post(self, slot: int) -> None:
+        for loan in self._loans.get(slot, ()):
+            loan.give_back()
+        self._loans[slot] = [self._link.borrow(spec) for spec in self._specs]
+
+    def take(self, slot: int) -> tuple[Tensor, ...]:
+        return tuple([loan.take() for loan in self._loans[slot]])
+
+
 class Sender:
-    """Sends over one boundary; each keeps its tensors alive until it has completed.
+    """Sends over one boundary.
 
     At most as many are in flight as the link has slots, so that a rank that runs ahead does not keep all it has sent.
     Waiting for the oldest cannot hang: schedules are proved free of deadlock where every send waits for its receive.
@@ -49,10 +82,11 @@ class Sender:
         self._in_flight: deque[tuple[Transfer, Tensor]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...]) -> None:
-        """Start sending."""
+        """Start sending; each tensor is kept alive until it has left."""
         for tensor in tensors:
-            payload = tensor.detach().contiguous()
-            self._in_flight.append((self._link.send(payload), payload))
+            transfer = self._link.send(tensor)
+            if transfer is not FINISHED:
+                self._in_flight.append((transfer, tensor.detach()))
         while len(self._in_flight) > self._link.edge.slots:
             self._finish_oldest()
 

@@ -8,7 +8,7 @@ import torch
 
 from megapipe.engine.errors import EngineError
 from megapipe.engine.stage import Stage, TensorSpec
-from megapipe.engine.transfers import Boundary, ReceiveSlots, Sender, Transfers
+from megapipe.engine.transfers import Boundary, Sender, Transfers, receive_slots
 from megapipe.parallel.links import Edge, Link, LinkKind, make_links
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.schedule import Schedule
@@ -72,11 +72,11 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
             if training:
                 boundary = Boundary(links[crossing.gradient], grads)
                 slots = header.gradient_slots[crossing.stage]
-                transfers.receive_gradient[crossing.stage] = ReceiveSlots(boundary, slots, device)
+                transfers.receive_gradient[crossing.stage] = receive_slots(boundary, slots, device)
         if crossing.next_stage in stages:
             boundary = Boundary(links[crossing.activation], crossing.specs)
             slots = header.activation_slots[crossing.next_stage]
-            transfers.receive_activation[crossing.next_stage] = ReceiveSlots(boundary, slots, device)
+            transfers.receive_activation[crossing.next_stage] = receive_slots(boundary, slots, device)
             if training:
                 transfers.send_gradient[crossing.next_stage] = Sender(links[crossing.gradient])
     return transfers
@@ -98,12 +98,14 @@ def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) ->
                 continue
             channel = 2 * len(crossings)
             size = max((_bytes(spec) for spec in outputs), default=0)
+            kept = schedule.header.activation_slots[following] * len(outputs)
+            kept_gradients = schedule.header.gradient_slots[stage] * len(outputs)
             crossings[stage, following] = Crossing(
                 stage,
                 following,
                 outputs,
-                Edge(source, destination, channel, size),
-                Edge(destination, source, channel + 1, size),
+                Edge(source, destination, channel, size, loans=kept),
+                Edge(destination, source, channel + 1, size, loans=kept_gradients),
             )
     return list(crossings.values())
 

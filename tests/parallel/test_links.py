@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.parallel.links import Edge, Link, LinkKind, make_links
+from megapipe.parallel.links import Edge, Link, LinkKind, Loan, make_links
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import Backend, run_mesh
 
@@ -113,6 +113,86 @@ def test_posted_receives_are_filled_while_another_link_is_awaited(kind: LinkKind
     assert run_mesh({"pipeline": 2}, cross_wait, kind, backend=backend_of(kind))[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+def borrow(mesh: Mesh) -> list[float]:
+    """Rank 1 keeps up to three of ten messages where they lie, and gives them back in another order."""
+    edge = Edge(0, 1, 0, 8 * 15, slots=1, loans=3)
+    link = make_links(mesh, [edge], "shared_memory", timeout=20)[edge]
+    if mesh.rank == 0:
+        for number in range(10):
+            link.send(message(number, torch.float64).requires_grad_()).wait()
+        return []
+    like = torch.empty(3, 5, dtype=torch.float64, device="meta")
+    kept: dict[int, tuple[Loan, torch.Tensor]] = {}
+    for number in range(10):
+        if len(kept) == 3:
+            kept.pop(sorted(kept)[number % 2])[0].give_back()
+        loan = link.borrow(like)
+        kept[number] = loan, loan.take()
+        for known, (_, tensor) in kept.items():
+            assert torch.equal(tensor, message(known, torch.float64))
+            assert not tensor.requires_grad
+    loan = kept[9][0]
+    loan.give_back()
+    with pytest.raises(ValueError, match="message 9 of link 0->1 channel 0 was not taken, or given back already"):
+        loan.give_back()
+    return [float(tensor.sum()) for _, tensor in kept.values()]
+
+
+def test_messages_can_be_read_where_they_lie() -> None:
+    assert len(run_mesh({"pipeline": 2}, borrow)[1]) == 3
+
+
+def receive_and_borrow(mesh: Mesh) -> list[float]:
+    """Both ways of receiving take turns on one link; what was posted first is filled first."""
+    edge = Edge(0, 1, 0, 4, slots=2, loans=1)
+    link = make_links(mesh, [edge], "shared_memory", timeout=20)[edge]
+    if mesh.rank == 0:
+        for number in range(9):
+            link.send(torch.full((1,), float(number)))
+        return []
+    values = []
+    for _ in range(3):
+        into = torch.zeros(2, 1)
+        first = link.receive(into[0])
+        loan = link.borrow(into[0])
+        last = link.receive(into[1])
+        last.wait()
+        first.wait()
+        values += [into[0].item(), loan.take().item(), into[1].item()]
+        loan.give_back()
+    return values
+
+
+def test_lent_and_copied_messages_keep_their_order() -> None:
+    assert run_mesh({"pipeline": 2}, receive_and_borrow)[1] == [float(number) for number in range(9)]
+
+
+def wait_beside_loans(mesh: Mesh) -> list[float]:
+    """As `cross_wait`, with the first link's only free slot taken by loans that are posted."""
+    many, one = Edge(0, 1, 0, 4, slots=1, loans=2), Edge(0, 1, 1, 4, slots=1)
+    links = make_links(mesh, [many, one], "shared_memory", timeout=20)
+    if mesh.rank == 0:
+        for number in range(5):
+            links[many].send(torch.full((1,), float(number)))
+        links[one].send(torch.full((1,), 9.0))
+        return []
+    like = torch.zeros(1)
+    loans = [links[many].borrow(like) for _ in range(2)]
+    values = [loan.take().item() for loan in loans]
+    buffers = [torch.zeros(1) for _ in range(4)]
+    receives = [links[many].receive(buffer) for buffer in buffers[:3]]
+    links[one].receive(buffers[3]).wait()
+    for transfer in receives:
+        transfer.wait()
+    for loan in loans:
+        loan.give_back()
+    return [*values, *(buffer.item() for buffer in buffers)]
+
+
+def test_loans_do_not_hold_up_posted_receives() -> None:
+    assert run_mesh({"pipeline": 2}, wait_beside_loans)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 9.0]
+
+
 def any_shapes(mesh: Mesh, kind: LinkKind, shapes: list[tuple[int, ...]]) -> None:
     edge = Edge(0, 1, 0, 8 * 3**4, slots=2)
     link = make_links(mesh, [edge], kind, timeout=20)[edge]
@@ -162,7 +242,8 @@ def ask_wrongly(mesh: Mesh, kind: LinkKind) -> None:
     for edge, rule in (
         (Edge(0, 2, 0, 4), "coordinate 2 is outside 0..1"),
         (Edge(1, 1, 0, 4), "without a link"),
-        (Edge(0, 1, 0, 4, slots=0), "needs 1..128 slots"),
+        (Edge(0, 1, 0, 4, slots=0), "at least 1 slot"),
+        (Edge(0, 1, 0, 4, loans=-1), "-1 to lend"),
         (Edge(0, 1, 0, 0), "at least 1 byte"),
     ):
         with pytest.raises(ValueError, match=rule):
@@ -183,6 +264,9 @@ def ask_wrongly(mesh: Mesh, kind: LinkKind) -> None:
             link.send(torch.zeros(1))
         with pytest.raises(ValueError, match="contiguous"):
             link.receive(torch.zeros(2, 2).mT)
+        if not link.lends:
+            with pytest.raises(ValueError, match="does not lend memory to rank 1"):
+                link.borrow(torch.zeros(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ class Edge:
         channel: tells several links between the same two ranks apart.
         maximum_bytes: size of the largest tensor that it will carry.
         slots: messages that shared memory holds before a send waits for a receive.
+        loans: slots that it has besides, for messages that the receiver keeps where they lie.
     """
 
     source: int
@@ -25,6 +26,7 @@ class Edge:
     channel: int
     maximum_bytes: int
     slots: int = 4
+    loans: int = 0
 
     def __str__(self) -> str:
         return f"link {self.source}->{self.destination} channel {self.channel}"
@@ -51,6 +53,25 @@ class Finished(Transfer):
         """Nothing to wait for."""
 
 
+FINISHED = Finished()
+
+
+class Loan(ABC):
+    """A receive that was started into memory of the link's."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """The message, once it is there. The tensor is valid until it is given back, also in graphs that saved it.
+
+        Raises:
+            CommunicationError: the peer died, fell silent, or sent something else than was expected.
+        """
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """The sender may write that memory again. Once for each loan, after it was taken."""
+
+
 class Link:
     """One end of an edge. The sending end has `send`, the receiving end `receive`; messages arrive in order.
 
@@ -61,7 +82,12 @@ class Link:
         edge: the link's edge.
         group: the pipeline's group, as seen from this end.
         timeout: seconds that a wait gives the peer.
+
+    Attributes:
+        lends: the receiving end has `borrow`.
     """
+
+    lends = False
 
     def __init__(self, edge: Edge, group: Group, timeout: float) -> None:
         self.edge = edge
@@ -86,6 +112,16 @@ class Link:
             ValueError: the tensor is not contiguous.
         """
         raise ValueError(f"rank {self.rank} is the sending end of {self.edge} and cannot receive on it")
+
+    def borrow(self, like: Tensor) -> Loan:
+        """Start receiving the link's next message where the link puts it, which saves a copy.
+
+        No more than `edge.loans` may be out at a time, or the sender runs out of slots.
+
+        Args:
+            like: has the message's shape and dtype; it may be on the meta device.
+        """
+        raise ValueError(f"{self.edge} does not lend memory to rank {self.rank}: give it a tensor to receive into")
 
     def close(self) -> None:
         """Release what the link holds outside torch. The peer may still receive what was sent."""

@@ -13,9 +13,6 @@ from megapipe.parallel.mesh import Mesh
 
 LinkKind = Literal["auto", "gloo", "shared_memory", "nccl", "in_process"]
 
-_MAXIMUM_SLOTS = 128
-"""More signals than this may not fit into a socket's buffer, and then a send would block without a time-out."""
-
 
 def make_links(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0) -> dict[Edge, Link]:
     """This rank's ends of `edges`, which run within its pipeline.
@@ -56,10 +53,10 @@ def _check_edges(edges: Sequence[Edge], pipeline_size: int) -> None:
                 raise ValueError(f"{edge}: pipeline coordinate {coordinate} is outside 0..{pipeline_size - 1}")
         if edge.source == edge.destination:
             raise ValueError(f"{edge}: stages on one rank hand tensors over without a link")
-        if not 1 <= edge.slots <= _MAXIMUM_SLOTS or edge.maximum_bytes < 1:
+        if edge.slots < 1 or edge.loans < 0 or edge.maximum_bytes < 1:
             raise ValueError(
-                f"{edge} has {edge.slots} slots of {edge.maximum_bytes} bytes, but needs 1..{_MAXIMUM_SLOTS} slots of "
-                "at least 1 byte"
+                f"{edge} has {edge.slots} slots of {edge.maximum_bytes} bytes and {edge.loans} to lend, but needs at "
+                "least 1 slot of at least 1 byte"
             )
         key = (edge.source, edge.destination, edge.channel)
         if key in seen:

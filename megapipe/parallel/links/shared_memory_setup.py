@@ -5,7 +5,6 @@ Neither has a name in a file system, so nothing is left however the processes en
 matter.
 """
 
-import mmap
 import os
 import secrets
 import select
@@ -15,16 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group
 from megapipe.parallel.links.link import Edge, Link
-from megapipe.parallel.links.poller import Poller
-from megapipe.parallel.links.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megapipe.parallel.links.ring import Ring, RingShape
+from megapipe.parallel.links.shared_memory import Links, SharedMemoryReceiver, SharedMemorySender
 
-_ALIGNMENT = 4096
 _HELLO = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group id, as Linux returns them for SO_PEERCRED
 
@@ -47,7 +42,7 @@ def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> 
         CommunicationError: a source did not connect within `timeout` seconds.
         OSError: the host has no memory left for the slots.
     """
-    poller = Poller()
+    mine = Links()
     links: dict[Edge, Link] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         address = f"\0megapipe-{secrets.token_hex(16)}"
@@ -57,14 +52,14 @@ def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> 
         # Connecting needs no answer, so all ranks first connect what they send on, then accept what they receive on.
         for index, edge in enumerate(edges):
             if edge.source == group.rank:
-                connection, slots = _connect(addresses[edge.destination], index, edge)
-                links[edge] = SharedMemorySender(edge, group, timeout, connection, slots, poller)
-        links |= _accept_all(listener, group, edges, timeout, poller)
+                connection, ring = _connect(addresses[edge.destination], index, edge)
+                links[edge] = SharedMemorySender(edge, group, timeout, connection, ring, mine)
+        links |= _accept_all(listener, group, edges, timeout, mine)
     return links
 
 
 def _accept_all(
-    listener: socket.socket, group: Group, edges: Sequence[Edge], timeout: float, poller: Poller
+    listener: socket.socket, group: Group, edges: Sequence[Edge], timeout: float, mine: Links
 ) -> dict[Edge, Link]:
     """The receiving ends, once every source has connected."""
     links: dict[Edge, Link] = {}
@@ -77,23 +72,26 @@ def _accept_all(
         connection, _ = listener.accept()
         if _is_same_user(connection):
             connection.settimeout(timeout)
-            index, slots = _take_memory(connection, edges)
+            index, ring = _take_memory(connection, edges)
             edge = expected.pop(index)
-            links[edge] = SharedMemoryReceiver(edge, group, timeout, connection, slots, poller)
+            links[edge] = SharedMemoryReceiver(edge, group, timeout, connection, ring, mine)
         else:
             connection.close()
     return links
 
 
-def _connect(address: str, index: int, edge: Edge) -> tuple[socket.socket, Tensor]:
+def _connect(address: str, index: int, edge: Edge) -> tuple[socket.socket, Ring]:
     """Connect to the destination, make the memory and pass it on."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
     memory = os.memfd_create(f"megapipe {edge}", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(memory, 0, max(edge.slots * _slot_bytes(edge), _ALIGNMENT))
+        shape = _shape(edge)
+        os.posix_fallocate(memory, 0, shape.total_bytes)
+        ring = Ring(memory, shape)
+        ring.initialize()
         socket.send_fds(connection, [_HELLO.pack(index)], [memory])
-        return connection, _map(memory, edge)
+        return connection, ring
     finally:
         os.close(memory)
 
@@ -105,24 +103,17 @@ def _is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def _take_memory(connection: socket.socket, edges: Sequence[Edge]) -> tuple[int, Tensor]:
+def _take_memory(connection: socket.socket, edges: Sequence[Edge]) -> tuple[int, Ring]:
     """The index of the edge that a source has connected for, and its memory."""
     hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     if len(hello) < _HELLO.size:
         raise CommunicationError("a source of a shared-memory link ended while it connected")
     (index,) = _HELLO.unpack(hello)
     try:
-        return index, _map(descriptors[0], edges[index])
+        return index, Ring(descriptors[0], _shape(edges[index]))
     finally:
         os.close(descriptors[0])
 
 
-def _map(memory: int, edge: Edge) -> Tensor:
-    """The slots as a tensor, which keeps the mapping alive: (slots, slot bytes) uint8."""
-    num_bytes = edge.slots * _slot_bytes(edge)
-    return torch.frombuffer(mmap.mmap(memory, num_bytes), dtype=torch.uint8).view(edge.slots, -1)
-
-
-def _slot_bytes(edge: Edge) -> int:
-    """Slots start on pages, so that every dtype is aligned."""
-    return -(-edge.maximum_bytes // _ALIGNMENT) * _ALIGNMENT
+def _shape(edge: Edge) -> RingShape:
+    return RingShape.of(edge.slots + edge.loans, edge.maximum_bytes)
