@@ -29,9 +29,10 @@ class Adopted(SplitModule):
     tape: SplitTape | None = None
 
     def splits(self) -> bool:
-        """Whether this forward is recorded. Autocast computes in another dtype than the parameters': not split."""
+        """Whether this forward is recorded; not where another dtype than the parameters' or a compiler takes over."""
         return (
-            self.tape is not None
+            not torch.compiler.is_compiling()
+            and self.tape is not None
             and torch.is_grad_enabled()
             and not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
             and all(own.requires_grad for own in self.parameters(recurse=False))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from megapipe.layers import adopt
 from megapipe.layers.adopted import Adopted, SplitLinear, recording
@@ -215,6 +216,41 @@ def test_autocast_and_no_grad_leave_the_tape_alone() -> None:
         tape.backward_input([outputs], [torch.ones_like(outputs)], [])
     tape.backward_weight()
     assert torch.equal(module.bias.grad, torch.full((4,), 2.0))
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are made a second time in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 24), nn.Tanh(), nn.RMSNorm(24), nn.Linear(24, 24))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(self.block, inputs, use_reentrant=False)
+
+
+def test_recomputed_activations_split_as_well() -> None:
+    original = perturbed(Recomputed())
+    expected = whole_step(copy.deepcopy(original), randn(3, 24), lambda y: y)
+    assert_same_bits(split_step(adopt(original), randn(3, 24), lambda y: y), expected)
+
+
+@pytest.mark.filterwarnings("ignore:some parameters")
+def test_what_is_compiled_gets_whole_gradients() -> None:
+    """Several micro-batches, so that a second tape meets a frame that was compiled with the first one."""
+    original = perturbed(nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24)))
+    plain = copy.deepcopy(original)
+    compiled = torch.compile(adopt(original), backend="aot_eager")
+    for seed in range(3):
+        inputs, upstream = randn(4, 24, seed=seed), randn(4, 24, seed=9)
+        plain(inputs).backward(upstream)
+        tape = SplitTape(unsplit_parameters(original))
+        with recording(list(adopted_modules(original)), tape):
+            outputs = compiled(inputs)
+        tape.backward_input([outputs], [upstream], [])
+        tape.backward_weight()
+    for ours, theirs in zip(original.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_copies_of_adopted_modules_are_adopted_and_apart() -> None:
