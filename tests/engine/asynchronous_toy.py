@@ -1,6 +1,6 @@
 """The chain of `serial_recursion` on the engine, for schedules that never flush: fp64, versions, a tied weight."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -66,13 +66,13 @@ class Case:
         return batch
 
 
-def expected(case: Case, steps: int, delays: Mapping[str, int], *, each: bool = False, replicas: int = 1) -> History:
-    """The serial recursion of a case. each: an update for each micro-batch."""
+def expected(case: Case, steps: int, delays: Sequence[int], *, each: bool = False, replicas: int = 1) -> History:
+    """The serial recursion of a case. delays: by layer. each: an update for each micro-batch of a replica."""
     batches: list[Sequence[Microbatch]] = []
     rates = []
     for step in range(steps):
         batch = case.batch(step, replicas)
-        shares = [[microbatch] for microbatch in batch] if each else [batch]
+        shares = [batch[index :: case.num_microbatches] for index in range(case.num_microbatches)] if each else [batch]
         batches += shares
         rates += [learning_rate(step)] * len(shares)
     return recursion(case.chain, batches, rates, delays, partial(torchs, case.optimizer), case.optimizer.clip_norm)

@@ -95,12 +95,22 @@ def global_norm(gradients: Weights) -> Tensor:
 
 @dataclass
 class History:
-    """weights[k]: after k updates. losses, norms, skipped: by update; losses are means over the update's rows."""
+    """weights[k]: after k updates. The others by update: each micro-batch's loss sum, rows that count, norm."""
 
     weights: list[Weights]
-    losses: list[float]
+    loss_sums: list[list[Tensor]]
+    rows: list[float]
     norms: list[float]
     skipped: list[bool]
+
+    def losses(self, updates_per_step: int = 1) -> list[float]:
+        """The mean loss of every step over its rows."""
+        losses = []
+        for start in range(0, len(self.rows), updates_per_step):
+            step = slice(start, start + updates_per_step)
+            sums = torch.stack([loss for update in self.loss_sums[step] for loss in update])
+            losses.append(float(sums.sum() / sum(self.rows[step])))
+        return losses
 
 
 MakeOptimizer = Callable[[list[Tensor], list[Tensor]], torch.optim.Optimizer]
@@ -111,25 +121,27 @@ def recursion(
     chain: Chain,
     batches: Sequence[Sequence[Microbatch]],
     rates: Sequence[float],
-    delays: Mapping[str, int],
+    delays: Sequence[int],
     make_optimizer: MakeOptimizer,
     clip_norm: float | None = None,
 ) -> History:
-    """One update for each of `batches`, at rates[k]. delays: parameter name -> age of the weights it computes with."""
+    """One update for each of `batches`, at rates[k]. delays[i]: age in updates of the weights that layer i uses."""
     newest = {name: weight.clone().requires_grad_() for name, weight in chain.initial_weights().items()}
     decayed = [parameter for name, parameter in newest.items() if name.endswith("weight")]
     others = [parameter for name, parameter in newest.items() if name.endswith("bias")]
     optimizer = make_optimizer(decayed, others)
-    history = History([copied(newest)], [], [], [])
+    history = History([copied(newest)], [], [], [], [])
     for update, batch in enumerate(batches):
-        old = {name: history.weights[max(0, update - delays[name])][name] for name in newest}
-        loss, gradients = mean_loss_and_gradients(chain, old, batch)
+        old = [history.weights[max(0, update - delay)] for delay in delays]
+        rows = sum(microbatch.tokens for microbatch in batch)
+        losses, gradients = losses_and_gradients(chain, old, batch, rows)
         norm = global_norm(gradients)
         finite = math.isfinite(float(norm))
         if finite:
             take_step(optimizer, newest, gradients, rates[update], clip_coefficient(norm, clip_norm))
         history.weights.append(copied(newest))
-        history.losses.append(loss)
+        history.loss_sums.append(losses)
+        history.rows.append(rows)
         history.norms.append(float(norm))
         history.skipped.append(not finite)
     return history
@@ -139,30 +151,29 @@ def copied(weights: Mapping[str, Tensor]) -> Weights:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def mean_loss_and_gradients(chain: Chain, weights: Weights, batch: Sequence[Microbatch]) -> tuple[float, Weights]:
-    """Micro-batch by micro-batch, with a gradient for each use of the shared weight; these are added at the end."""
-    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items() if name != "shared.weight"}
-    uses = {
-        layer: weights["shared.weight"].clone().requires_grad_()
-        for layer in range(chain.num_layers)
-        if chain.shares(layer)
-    }
-    count = torch.tensor(max(1.0, sum(microbatch.tokens for microbatch in batch)), dtype=torch.float64)
-    sums = []
+def losses_and_gradients(
+    chain: Chain, weights: Sequence[Weights], batch: Sequence[Microbatch], rows: float
+) -> tuple[list[Tensor], Weights]:
+    """Each micro-batch's loss sum, and the gradient of their mean over `rows`, micro-batch by micro-batch.
+
+    weights[i]: what layer i uses. Each use of the shared weight has a gradient of its own; they are added at the end.
+    """
+    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in used.items()} for used in weights]
+    losses = []
     for microbatch in batch:
         x = microbatch.inputs
-        for layer in range(chain.num_layers):
-            x = apply_layer(x, leaves[f"layers.{layer}.weight"], leaves[f"layers.{layer}.bias"], uses.get(layer))
+        for layer, used in enumerate(leaves):
+            shared = used["shared.weight"] if chain.shares(layer) else None
+            x = apply_layer(x, used[f"layers.{layer}.weight"], used[f"layers.{layer}.bias"], shared)
         loss = loss_sum(x, microbatch)
-        loss.backward(1.0 / count)
-        sums.append(loss.detach())
-    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    if uses:
-        first, last = (leaf.grad for leaf in uses.values())
-        assert first is not None
-        assert last is not None
-        gradients["shared.weight"] = first + last
-    return float(torch.stack(sums).sum() / count), gradients
+        loss.backward(1.0 / torch.tensor(rows, dtype=torch.float64))
+        losses.append(loss.detach())
+    gradients: Weights = {}
+    for used in leaves:
+        for name, leaf in used.items():
+            if leaf.grad is not None:
+                gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
+    return losses, gradients
 
 
 def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor:

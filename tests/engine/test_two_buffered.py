@@ -32,17 +32,16 @@ def two_buffered(
 
 
 def serial(case: Case, steps: int, replicas: int = 1) -> History:
-    """Delay 1 for every parameter: the recursion knows nothing of stages."""
-    delays = dict.fromkeys(case.chain.initial_weights(), 1)
-    return expected(case, steps, delays, replicas=replicas)
+    """Delay 1 for every layer: the recursion knows nothing of stages."""
+    return expected(case, steps, [1] * case.chain.num_layers, replicas=replicas)
 
 
 def check_bits(outcomes: list[Outcome], history: History) -> None:
     """Every rank knows the same losses and norms, and is left with both versions of its weights."""
     for outcome in outcomes:
-        assert [result.step for result in outcome.results] == list(range(len(history.losses)))
+        assert [result.step for result in outcome.results] == list(range(len(history.rows)))
         assert [result.skipped for result in outcome.results] == history.skipped
-        for result, loss, norm in zip(outcome.results, history.losses, history.norms, strict=True):
+        for result, loss, norm in zip(outcome.results, history.losses(), history.norms, strict=True):
             assert result.loss == loss or result.skipped
             assert result.gradient_norm == norm or result.skipped
     check_weights(outcomes, history)
@@ -53,7 +52,7 @@ def check_weights(outcomes: list[Outcome], history: History) -> None:
     assert {name for name, _ in found} == set(history.weights[0])
     assert {age for _, age in found} == {0, 1}
     for (name, age), weight in found.items():
-        assert torch.equal(weight, history.weights[max(0, len(history.losses) - age)][name]), (name, age)
+        assert torch.equal(weight, history.weights[max(0, len(history.rows) - age)][name]), (name, age)
 
 
 def train_each(mesh: Mesh, cases: list[Case], steps: int) -> list[Outcome]:
@@ -78,9 +77,9 @@ def test_equals_the_serial_recursion_bit_for_bit(backend: Backend, pipeline: int
 def test_the_recursion_is_not_the_one_without_a_delay() -> None:
     """What the other tests could not see if a delay made no difference."""
     case = two_buffered(2, 2)
-    delayed, plain = serial(case, 3), expected(case, 3, dict.fromkeys(case.chain.initial_weights(), 0))
-    assert delayed.losses[0] == plain.losses[0]
-    assert delayed.losses[1] != plain.losses[1]
+    delayed, plain = serial(case, 3), expected(case, 3, [0] * case.chain.num_layers)
+    assert delayed.losses()[0] == plain.losses()[0]
+    assert delayed.losses()[1] != plain.losses()[1]
     assert not torch.equal(delayed.weights[2]["layers.0.weight"], plain.weights[2]["layers.0.weight"])
 
 
@@ -169,7 +168,7 @@ def test_replicas_follow_the_recursion_of_the_global_batch(backend: Backend, pip
 def check_replicas(first: list[Outcome], second: list[Outcome], history: History) -> None:
     """Both are the same to the last bit, and what one process gets but for the order of sums."""
     for outcome in (*first, *second):
-        assert [result.loss for result in outcome.results] == pytest.approx(history.losses, rel=1e-12)
+        assert [result.loss for result in outcome.results] == pytest.approx(history.losses(), rel=1e-12)
         assert [result.gradient_norm for result in outcome.results] == pytest.approx(history.norms, rel=1e-12)
         for (name, age), weight in outcome.weights.items():
             torch.testing.assert_close(weight, history.weights[-1 - age][name], rtol=1e-11, atol=1e-12)
