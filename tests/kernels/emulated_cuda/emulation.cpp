@@ -107,10 +107,12 @@ void run_ready(Block& block, size_t first, size_t stop) {
   }
 }
 
+// Runs warps up to the barrier of the block, first to last and last to first in turn: a barrier that is missing shows.
 void run_block(Block& block) {
-  const size_t size = block.fibers.size();
-  for (;;) {
-    for (size_t first = 0; first < size; first += kWarp) {
+  const size_t size = block.fibers.size(), num_warps = (size + kWarp - 1) / kWarp;
+  for (bool backwards = false;; backwards = !backwards) {
+    for (size_t i = 0; i < num_warps; ++i) {
+      const size_t first = (backwards ? num_warps - 1 - i : i) * kWarp;
       const size_t stop = first + kWarp < size ? first + kWarp : size;
       run_ready(block, first, stop);
       while (all_wait(block, first, stop, Wait::kWarp)) {
