@@ -34,7 +34,7 @@ class Report:
     whole: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.split)} modules split their backward, {len(self.whole)} do not"]
+        lines = [f"split: {len(self.split)} modules; not split: {len(self.whole)}"]
         return "\n".join(lines + [f"  {path or '(the module itself)'}: {why}" for path, why in self.whole.items()])
 
 

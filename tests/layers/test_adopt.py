@@ -199,7 +199,7 @@ def test_the_report_says_what_is_not_split_and_why() -> None:
         "renormed": "renormalises its weight in the forward (max_norm)",
         "convolution": "is none of Linear, Embedding, LayerNorm, RMSNorm",
     }
-    assert str(found).startswith("2 modules split their backward, 8 do not\n  own: Masked has a forward of its own")
+    assert str(found).startswith("split: 2 modules; not split: 8\n  own: Masked has a forward of its own")
 
 
 def test_autocast_and_no_grad_leave_the_tape_alone() -> None:
