@@ -6,11 +6,21 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.schedules import Costs, Kind, Schedule, dumps, simulate
-from megapipe.schedules.measured.trace_file import SCHEDULE_FILE, Event, RankTrace, fingerprint, write_rank, write_whole
-from megapipe.schedules.schedule import SECTIONS
+from megapipe.schedules.measured.trace_file import (
+    SCHEDULE_FILE,
+    Event,
+    RankTrace,
+    fingerprint,
+    write_rank,
+    write_whole,
+)
+from megapipe.schedules.schedule import SECTIONS, SectionName
+from megapipe.schedules.table import Table
 from megapipe.schedules.tokens import write_action
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
+STEP_APART = 1_000_000_000
+"""Nanoseconds from one flushing step's start to the next one's."""
 
 
 def write_trace(
@@ -20,56 +30,72 @@ def write_trace(
     steps: int = 3,
     change: Callable[[Event, int], Event] = lambda event, rank: event,
     run: str = "a run",
-    only: tuple[int, ...] | None = None,
     data: int = 1,
 ) -> None:
-    """Write what ranks would that take exactly the costs, in milliseconds; flushing steps 100 ms apart.
+    """Write what ranks would that take exactly the costs, in milliseconds.
 
-    change: applied to each event of each pipeline rank. only: the sections' steps to keep. data: equal replicas.
+    change: applied to each event and its pipeline rank. data: replicas, all alike.
     """
     header, text = schedule.header, dumps(schedule)
     write_whole(directory / SCHEDULE_FILE, text)
-    events: list[list[Event]] = [[] for _ in range(header.num_ranks)]
+    ranks: list[list[Event]] = [[] for _ in range(header.num_ranks)]
     for first in range(steps) if schedule.flushes else (0,):
-        for rank, mine in enumerate(_events(schedule, costs, 1 if schedule.flushes else steps)):
-            late = int(100e6) * first
-            events[rank] += [
-                change(e._replace(step=e.step + first, start=e.start + late, end=e.end + late), rank) for e in mine
-            ]
+        for rank, events in enumerate(_simulated(schedule, costs, 1 if schedule.flushes else steps)):
+            late = STEP_APART * first
+            moved = (e._replace(step=e.step + first, start=e.start + late, end=e.end + late) for e in events)
+            ranks[rank] += [change(event, rank) for event in moved]
     layout = {"data": data, "pipeline": header.num_ranks, "tensor": 1}
-    about = {"model": {"num_layers": 4}, "layout": layout, "world_size": data * header.num_ranks, "steps": [1, steps]}
-    for replica in range(data):
-        for rank, mine in enumerate(events):
-            place = {"data": replica, "pipeline": rank, "tensor": 0}
-            kept = [event for event in mine if only is None or event.step in only]
-            number = replica * header.num_ranks + rank
-            write_rank(directory, RankTrace(run, fingerprint(text), number, place, about, 0, kept))
+    about = {"model": {"num_layers": 4}, "layout": layout, "world_size": data * header.num_ranks}
+    for number in range(data * header.num_ranks):
+        replica, rank = divmod(number, header.num_ranks)
+        place = {"data": replica, "pipeline": rank, "tensor": 0}
+        write_rank(directory, RankTrace(run, fingerprint(text), number, place, about, 0, ranks[rank]))
 
 
-def _events(schedule: Schedule, costs: Costs, steps: int) -> list[list[Event]]:
+def pause(at: float, length: float) -> Callable[[Event, int], Event]:
+    """All ranks stand still for `length` milliseconds at a time: whoever works takes longer, whoever waits waits."""
+    nanoseconds, moment = round(length * 1e6), round(at * 1e6)
+
+    def later(event: Event, rank: int) -> Event:
+        start, end = (t + nanoseconds * (t > moment) for t in (event.start, event.end))
+        waits = event.start <= moment < event.start + event.wait
+        return event._replace(start=start, end=end, wait=event.wait + nanoseconds * waits)
+
+    return later
+
+
+def _simulated(schedule: Schedule, costs: Costs, steps: int) -> list[list[Event]]:
+    """Per rank what the simulator makes of every action; of neighbouring updates one event, as the engine has it."""
     simulation = simulate(schedule, costs, steps)
     table = simulation.table
-    found: list[list[Event]] = []
+    ranks = []
     for rank in range(schedule.header.num_ranks):
-        rows = np.flatnonzero(table.rank == rank)
-        mine, clock, at = [], 0.0, 0
-        counts: dict[int, int] = {}
-        for row in rows.tolist():
-            section = int(table.section[row])
-            name = SECTIONS[0 if section == 0 else 2 if section == table.num_sections - 1 else 1]
-            position = counts.get(section, 0)
-            counts[section] = position + 1
-            actions = list(schedule.actions(name, rank))
-            word = write_action(actions[position]._replace(version=-1, slot=-1))
-            step = 0 if section == 0 else section - 1
-            if name == "epilogue" and not schedule.flushes:
-                step = table.num_sections - 2
-            start = clock
-            wait = 0.0
-            if table.kind[row] in COMPUTE:
-                wait = float(simulation.start[row]) - clock
-                clock = float(simulation.end[row])
-            mine.append(Event(name, step, position, word, *(round(t * 1e6) for t in (start, wait, clock))))
-            at += 1
-        found.append(mine)
-    return found
+        words = {
+            section: [write_action(action._replace(version=-1, slot=-1)) for action in schedule.actions(section, rank)]
+            for section in SECTIONS
+        }
+        events: list[Event] = []
+        clock, updating = 0.0, False
+        for section in range(table.num_sections):
+            rows = np.flatnonzero((table.rank == rank) & (table.section == section))
+            name, step = _section(schedule, table, section)
+            for position, row in enumerate(rows.tolist()):
+                wait, end = 0.0, clock
+                if table.kind[row] in COMPUTE:
+                    wait, end = float(simulation.start[row]) - clock, float(simulation.end[row])
+                times = (round(time * 1e6) for time in (clock, wait, end))
+                if updating and table.kind[row] == Kind.UPDATE and position > 0:
+                    events[-1] = events[-1]._replace(end=round(end * 1e6))
+                else:
+                    events.append(Event(name, step, position, words[name][position], *times))
+                clock, updating = end, table.kind[row] == Kind.UPDATE
+        ranks.append(events)
+    return ranks
+
+
+def _section(schedule: Schedule, table: Table, section: int) -> tuple[SectionName, int]:
+    if section == 0:
+        return "prologue", 0
+    if section == table.num_sections - 1:
+        return "epilogue", table.num_sections - 2
+    return "body", section - 1

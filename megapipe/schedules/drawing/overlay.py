@@ -74,7 +74,7 @@ def draw_overlay_html(overlay: Overlay) -> str:
     figures = [
         ["measured, ms", f"{measured.span:.4g}", f"on rank {overlay.slowest}, the slowest"],
         ["predicted, ms", f"{predicted.span:.4g}", "the same rank, with the median times of its actions"],
-        ["difference", f"{measured.span / predicted.span - 1.0:+.1%}", "of the slowest rank's time"],
+        ["difference", f"{overlay.excess:+.1%}", "of the slowest rank's time"],
         ["bubble", f"{measured.bubble:.1%}", "measured: time that compute does not fill, over compute"],
         ["predicted bubble", f"{predicted.bubble:.1%}", "the same, predicted"],
     ]

@@ -118,6 +118,12 @@ class Overlay:
         return int(np.argmax([measured.span for measured, _ in self.ranks]))
 
     @property
+    def excess(self) -> float:
+        """How much longer the slowest rank took than predicted, as a part of that."""
+        measured, predicted = self.ranks[self.slowest]
+        return round(measured.span / predicted.span - 1.0, 6) + 0.0  # a rounded nothing has no sign
+
+    @property
     def _num_ranks(self) -> int:
         return self.window.table.header.num_ranks
 

@@ -31,7 +31,7 @@ def sentence(overlay: Overlay) -> str:
     wait, work, between = (sum(getattr(each, name) for each in mine) for name in ("wait", "work", "between"))
     return (
         f"rank {rank}, the slowest, took {_shown(measured.span)} ms where {_shown(predicted.span)} were predicted "
-        f"({measured.span / predicted.span - 1.0:+.1%}): waiting {_lost(wait)} ms, the actions themselves "
+        f"({overlay.excess:+.1%}): waiting {_lost(wait)} ms, the actions themselves "
         f"{_lost(work)}, time between them {_lost(between)}"
     )
 

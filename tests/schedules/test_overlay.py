@@ -1,0 +1,322 @@
+"""Measured over predicted: traces whose truth is known, and files that are wrong."""
+
+import json
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.schedules import GENERATORS, Kind, Link, Schedule, build, rank_costs
+from megapipe.schedules.command.main import main
+from megapipe.schedules.measured.medians import measured_costs
+from megapipe.schedules.measured.overlay import Overlay, lay_over
+from megapipe.schedules.measured.run import read_run
+from megapipe.schedules.measured.trace_file import RankTrace, read_rank, write_rank
+from megapipe.schedules.measured.window import choose
+from tests.schedules.test_drawing import browser_path
+from tests.schedules.traces import STEP_APART, pause, write_trace
+
+ROOT = Path(__file__).parents[2]
+TIMES = {"forward": 4.0, "backward_input": 5.0, "backward_weight": 3.0, "update": 1.0, "reduce_scalars": 0.75}
+
+
+def scheduled(name: str, ranks: int = 4, microbatches: int = 8, **how: object) -> Schedule:
+    stages = ranks * GENERATORS[name].chunks
+    return build(name, ranks, microbatches, **{"units_per_stage": [2] * stages, "tied_groups": [[0]]} | how)
+
+
+def overlay_of(directory: Path, step: int | None = None) -> Overlay:
+    run = read_run(directory)
+    window = choose(run, step)
+    return lay_over(run, window, measured_costs(run, window))
+
+
+@pytest.mark.parametrize("data_parallel", [False, True])
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_a_run_that_goes_as_predicted_parts_nowhere(tmp_path: Path, name: str, data_parallel: bool) -> None:
+    schedule = scheduled(name, data_parallel=data_parallel)
+    costs = rank_costs(schedule.header, **TIMES, link=Link(latency=0.5))
+    write_trace(tmp_path, schedule, costs)
+    overlay = overlay_of(tmp_path)
+    for measured, predicted in overlay.ranks:
+        assert measured == pytest.approx(predicted, abs=1e-4)
+    assert max(abs(parting.lost) for parting in overlay.partings) < 1e-4
+    found = overlay.costs.costs
+    if schedule.header.updates_per_step == 1:
+        assert found.reduce_scalars == pytest.approx(costs.reduce_scalars, abs=1e-4)
+    assert found.forward == pytest.approx(costs.forward, abs=1e-4)
+    for rank in range(4):  # a rank's updates are one event, of which each unit gets an equal part
+        stages = schedule.header.stages_on(rank)
+        assert sum(found.update[stage] for stage in stages) == pytest.approx(TIMES["update"], abs=1e-4)
+    assert found.links
+    for link in found.links.values():
+        assert link.latency == pytest.approx(0.5, abs=1e-4)
+    assert overlay.costs.clock_excess == 0.0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "2bw"])
+def test_a_pause_of_all_is_lost_once_on_every_rank(tmp_path: Path, name: str) -> None:
+    schedule = scheduled(name)
+    second_step = STEP_APART / 1e6 if schedule.flushes else 0.0
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), change=pause(second_step + 60.3, 7.0))
+    overlay = overlay_of(tmp_path, 1 if schedule.flushes else None)
+    for rank, (measured, predicted) in enumerate(overlay.ranks):
+        assert measured.span == pytest.approx(predicted.span + 7.0, abs=1e-3)
+        mine = [each for each in overlay.partings if overlay.window.table.rank[each.row] == rank]
+        assert mine[0].lost == pytest.approx(7.0, abs=1e-3)
+        assert max(mine[0].wait, mine[0].work) == pytest.approx(7.0, abs=1e-3)
+        assert overlay.lag[rank][-1][1] == pytest.approx(7.0, abs=1e-3)
+    lost = {round(each.work, 3) for each in overlay.partings}
+    assert lost == {0.0, 7.0}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "2bw", "pipedream"])
+def test_what_actions_lose_adds_up_to_what_their_rank_loses(tmp_path: Path, name: str) -> None:
+    generator = np.random.default_rng(7)
+    schedule = scheduled(name)
+    late = np.zeros(4, dtype=np.int64)
+
+    def jitter(event, rank):
+        longer, gap = (int(value) for value in generator.integers(0, 3_000_000, size=2))
+        start = event.start + late[rank] + gap
+        late[rank] += gap + longer
+        wait = event.wait + longer * bool(event.wait)
+        return event._replace(start=int(start), wait=wait, end=int(event.end + late[rank]))
+
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), steps=4, change=jitter)
+    overlay = overlay_of(tmp_path)
+    for rank, (measured, predicted) in enumerate(overlay.ranks):
+        mine = [each for each in overlay.partings if overlay.window.table.rank[each.row] == rank]
+        assert sum(each.lost for each in mine) == pytest.approx(measured.span - predicted.span)
+        assert sum(each.between for each in mine) == pytest.approx(measured.between)
+        for each in mine:
+            assert each.lost == pytest.approx(each.wait + each.work + each.between)
+        assert measured.between > 0.0
+
+
+def test_a_window_in_the_middle_of_a_run_is_compared_with_a_full_pipeline(tmp_path: Path) -> None:
+    schedule = scheduled("2bw")
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES, link=Link(0.2)), steps=7)
+    for path in tmp_path.glob("rank-*.json"):
+        trace = read_rank(path)
+        write_rank(tmp_path, replace(trace, events=[e for e in trace.events if e.section == "body" and e.step > 2]))
+    overlay = overlay_of(tmp_path)
+    assert overlay.window.steps == (3, 4, 5)
+    for measured, predicted in overlay.ranks:
+        assert measured == pytest.approx(predicted, abs=1e-4)
+    bodies = [np.sum(overlay.window.table.kind[overlay.rows] == kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    assert bodies == [3 * 8 * 4, 3 * 8 * 4]
+
+
+def test_the_typical_step_is_shown_unless_another_is_asked_for(tmp_path: Path) -> None:
+    schedule = scheduled("1f1b")
+    slow = pause(STEP_APART / 1e6 + 40.3, 9.0)
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), steps=5, change=slow)
+    assert overlay_of(tmp_path).window.steps != (1,)
+    assert overlay_of(tmp_path, 1).window.steps == (1,)
+
+
+def test_a_step_that_a_rank_did_not_finish_is_left_out(tmp_path: Path) -> None:
+    schedule = scheduled("1f1b")
+    write_trace(tmp_path, schedule, rank_costs(schedule.header), steps=2)
+    trace = read_rank(tmp_path / "rank-2.json")
+    write_rank(tmp_path, replace(trace, events=trace.events[:-5]))
+    assert {each.step for each in read_run(tmp_path).recorded} == {0}
+    write_rank(tmp_path, replace(trace, events=trace.events[:5]))
+    assert main(["overlay", str(tmp_path)]) == 2
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    schedule = scheduled("1f1b")
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES, link=Link(0.5)))
+    return tmp_path
+
+
+def test_the_command_prints_where_they_part(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overlay", str(traced)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1f1b, 4 ranks, 8 micro-batches, step 2: measured over predicted"
+    assert len([line for line in lines if line.split()[:1] in (["0"], ["1"], ["2"], ["3"])]) >= 4
+    assert "  stage 2 (rank 2): forward 4.000, backward 8.000, update 1.000" in lines
+    assert "  messages between ranks 0.500 to 0.500" in lines
+    assert lines[-1].startswith("rank 0, the slowest, took")
+    assert "(+0.0%)" in lines[-1]
+
+
+def test_given_times_replace_the_measured_ones(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--forward 2 --backward 3 --update-time 0.5 --latency 0 --scalars-time 0 --json"
+    assert main(["overlay", str(traced), *flags.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"][0]["predicted"]["span"] == pytest.approx((8 + 3) * 5 + 0.5)
+    assert found["times"]["stages"][1] == {
+        "forward": 2.0, "backward": 3.0, "backward_input": 0.0, "backward_weight": 0.0, "update": 0.5
+    }  # fmt: skip
+    assert found["ranks"][0]["measured"]["span"] > 90
+    assert found["about"]["model"] == {"num_layers": 4}
+
+
+def test_clocks_that_differ_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = scheduled("1f1b")
+
+    def early(event, rank):
+        return event._replace(start=event.start - 3_000_000 * rank, end=event.end - 3_000_000 * rank)
+
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), change=early)
+    assert main(["overlay", str(tmp_path)]) == 0
+    assert "a message seems to arrive 3 ms before it was sent" in capsys.readouterr().out
+
+
+def broken(traced: Path, how: str) -> None:
+    path = traced / "rank-1.json"
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_text(path.read_text()[:-50])
+    elif how == "format":
+        path.write_text(json.dumps({"format": "megapipe trace 9"}))
+    elif how == "list":
+        path.write_text("[]")
+    elif how == "field":
+        path.write_text(json.dumps({key: v for key, v in json.loads(path.read_text()).items() if key != "events"}))
+    elif how == "event":
+        path.write_text(path.read_text().replace('"body"', '"head"', 1))
+    elif how == "short event":
+        document = json.loads(path.read_text())
+        document["events"][3] = document["events"][3][:4]
+        path.write_text(json.dumps(document))
+    elif how == "run":
+        write_rank(traced, replace(read_rank(path), run="another run"))
+    elif how == "schedule":
+        write_rank(traced, replace(read_rank(path), fingerprint="0123"))
+    elif how == "text":
+        text = (traced / "schedule.txt").read_text()
+        (traced / "schedule.txt").write_text(text.replace("F0.3", "F0.4"))
+    elif how == "no text":
+        (traced / "schedule.txt").unlink()
+    elif how == "position":
+        trace: RankTrace = read_rank(path)
+        write_rank(traced, replace(trace, events=[trace.events[0]._replace(position=999), *trace.events[1:]]))
+    elif how == "empty":
+        for each in traced.iterdir():
+            each.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "lacks rank-1.json: the run had 4 ranks"),
+        ("cut", "rank-1.json is no whole JSON document"),
+        ("format", "has format 'megapipe trace 9', and 'megapipe trace 1' is the one known"),
+        ("list", "has format None"),
+        ("field", "rank-1.json lacks 'events'"),
+        ("event", "rank-1.json holds an event that is none"),
+        ("short event", "rank-1.json holds an event that is none"),
+        ("run", "rank-1.json and rank-0.json were recorded in different runs"),
+        ("schedule", "rank-1.json and rank-0.json were recorded in different schedules"),
+        ("text", "schedule.txt is not the schedule that"),
+        ("no text", "cannot read"),
+        ("position", "as action 999 of its body, which the schedule 1f1b beside it has not"),
+        ("empty", "holds no rank-N.json; give the folder that --profile.trace named"),
+    ],
+)
+def test_wrong_files_are_told(traced: Path, how: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(traced, how)
+    assert main(["overlay", str(traced)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--step 9", "step 9 was not recorded; there are 1, 2, 3"),
+        ("--pipeline 1", "there is no pipeline 1: the run had 1, counted from 0"),
+        ("--output overlay.png", "must end in .html, .svg, .json"),
+        ("--output /nowhere/overlay.svg", "cannot write"),
+        ("--latency -1", "--latency -1 is below 0"),
+    ],
+)
+def test_wrong_flags_are_told(traced: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overlay", str(traced), *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overlay", str(tmp_path / "nothing")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def drawn(directory: Path, suffix: str) -> str:
+    path = directory / f"overlay{suffix}"
+    assert main(["overlay", str(directory), "-o", str(path)]) == 0
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "2bw"])
+def test_the_still_picture_has_both_boxes_of_every_action(tmp_path: Path, name: str) -> None:
+    schedule = scheduled(name, 2, 4)
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES))
+    document = ElementTree.fromstring(drawn(tmp_path, ".svg"))
+    boxes = document.findall("{http://www.w3.org/2000/svg}g")
+    assert len(boxes) == 2 * len(overlay_of(tmp_path).rows)
+
+
+def test_the_merged_trace_has_a_process_a_rank_and_one_for_its_prediction(traced: Path) -> None:
+    document = json.loads(drawn(traced, ".json"))
+    names = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "process_name"}
+    assert names == {f"{what} {rank}" for what in ("rank", "predicted rank") for rank in range(4)}
+    forwards = [event for event in document["traceEvents"] if event["name"] == "forward"]
+    assert len(forwards) == 2 * 4 * 8
+    assert {round(event["dur"]) for event in forwards} == {4000}
+    assert document["otherData"]["layout"] == {"data": 1, "pipeline": 4, "tensor": 1}
+
+
+def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
+    if browser_path() is None:
+        pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
+    assert "http" not in drawn(traced, ".html")
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto((traced / "overlay.html").as_uri())
+        told = []
+        for line in (4, 5):
+            wanted = f"bars.find(bar => bar.line === {line} && bar.lane === 'compute' && bar.microbatch === 3)"
+            x, y = page.evaluate(
+                f"""() => {{ const bar = {wanted}, box = timeline.getBoundingClientRect();
+                return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 6]; }}"""
+            )
+            page.mouse.move(x, y)
+            told.append(page.inner_text("#tooltip"))
+        browser.close()
+    assert errors == []
+    for text, side in zip(told, ("measured", "predicted"), strict=True):
+        assert "forward" in text
+        assert "stage 2, micro-batch 3, step 2" in text
+        assert side in text
+
+
+def test_a_large_overlay_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
+    schedule = build("interleaved_1f1b", 8, 32)
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES, link=Link(0.1)), steps=3)
+    start = time.process_time()
+    drawn(tmp_path, ".html")
+    assert time.process_time() - start < 1.0
+    program = (
+        f"import sys; sys.argv = ['schedule.py', 'overlay', {str(tmp_path)!r}]; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import runpy\n"
+        "try: runpy.run_path('tools/schedule.py', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, timeout=60)
