@@ -37,7 +37,7 @@ OPS = Registry(
         Op("gelu", ("apply",), (_triton("gelu"), Backend(REFERENCE, gelu))),
         Op("bias_gelu", ("apply",), (_triton("bias_gelu"), Backend(REFERENCE, bias_gelu))),
         Op("swiglu", ("apply",), (_triton("swiglu"), Backend(REFERENCE, swiglu))),
-        Op("rotary", ("apply",), (Backend(REFERENCE, rotary),)),
+        Op("rotary", ("apply",), (_triton("rotary"), Backend(REFERENCE, rotary))),
         Op("dropout", ("apply",), (Backend(REFERENCE, dropout),)),
         Op(
             "attention_probabilities",
