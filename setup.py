@@ -1,6 +1,10 @@
 """Packaging of megapipe. Tool settings live in pyproject.toml; every dependency stands here with its reason."""
 
-from setuptools import find_packages, setup
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 RUN_TIME = [
     "torch>=2.11",  # tensors, autograd, process groups
@@ -24,6 +28,7 @@ EXTRAS = {
         "transformers>=4.50",  # outside oracle for GPT-2, Llama and Qwen2 logits
         'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards; no wheel from 3.14 on
         "playwright>=1.45",  # hovers over the interactive schedule page in a browser that the machine has
+        'triton>=3.6; platform_system == "Linux"',  # kernels interpreted on CPUs, and compiled ahead of time
         "ruff>=0.8",  # linter and formatter
         "mypy>=1.13",  # type checker
         "import-linter>=2.1",  # holds the rooms' import contract
@@ -37,6 +42,31 @@ EXTRAS = {
     ],
 }
 
+# Run by its path: an isolated build has neither torch nor megapipe.
+CUDA_BUILD = runpy.run_path("kernels/cuda_backend/build.py")
+CUDA_LIBRARY = "megapipe.kernels.cuda_backend.libmegapipe_cuda"
+
+
+class BuildCuda(build_ext):
+    """Hands csrc/ to nvcc. The library has C functions alone, so its name carries no Python version."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        CUDA_BUILD["build"]([Path(source) for source in ext.sources], Path(self.get_ext_fullpath(ext.name)))
+
+
+def cuda_extensions() -> list[Extension]:
+    """The library of CUDA kernels, or a line that says why it is left out."""
+    reason = CUDA_BUILD["reason_to_skip"]()
+    if reason is not None:
+        print(f"megapipe: CUDA C++ kernels are not built: {reason}")
+        return []
+    sources = [str(path) for path in sorted(Path("csrc").glob("*.cu"))]
+    return [Extension(CUDA_LIBRARY, sources, depends=[str(path) for path in sorted(Path("csrc").glob("*.cuh"))])]
+
+
 setup(
     name="megapipe",
     version="0.1.0",
@@ -46,4 +76,6 @@ setup(
     packages=find_packages(include=["megapipe*"]),
     install_requires=RUN_TIME,
     extras_require=EXTRAS,
+    ext_modules=cuda_extensions(),
+    cmdclass={"build_ext": BuildCuda},
 )

@@ -64,9 +64,13 @@ class Library:
         plain = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
         if device.type == "cuda":
             with torch.cuda.device(device):
-                code = self._functions[name](*plain, torch.cuda.current_stream().cuda_stream)
+                self.launch_plain(name, *plain, stream=torch.cuda.current_stream().cuda_stream)
         else:
-            code = self._functions[name](*plain, 0)
+            self.launch_plain(name, *plain, stream=0)
+
+    def launch_plain(self, name: str, *arguments: float | None, stream: int) -> None:
+        """Call `megapipe_<name>` with addresses and numbers. Raises CudaError, in CUDA's own words."""
+        code = self._functions[name](*arguments, stream)
         if code:
             raise CudaError(f"{name} failed: {self._library.megapipe_error_string(code).decode()} (CUDA error {code})")
 
