@@ -22,6 +22,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.schedules.generators.registry import Options
+from megapipe.schedules.schedule import Mode
 from tests.engine.serial_recursion import (
     ROWS,
     Chain,
@@ -49,7 +50,7 @@ class Case:
     num_microbatches: int
     optimizer: OptimizerConfig
     tied: bool = False
-    options: Options = field(default_factory=Options)  # type: ignore[arg-type]
+    options: Options = field(default_factory=Options)
     poisoned: tuple[int, int] | None = None
     width: int = 8
     dtype: torch.dtype = torch.float64
@@ -132,9 +133,13 @@ class Replica:
         self.optimizer: FlatOptimizer = make_optimizer(case.optimizer)
         for state in self.states:
             take_weights(state, self.chain.initial_weights())
+        self._links = LinkPool(mesh, "auto", 20.0)
+        self.engine = self._engine(self.schedule, self._reductions(scalars))
+
+    def _engine(self, schedule: Schedule, reductions: Reductions) -> Engine:
         stages = {self.rank: self.stage}
-        transfers = connect(self.schedule, mesh, stages, LinkPool(mesh, "auto", 20.0))
-        self.engine = Engine(self.schedule, self.rank, stages, transfers, self._reductions(scalars))
+        transfers = connect(schedule, self.mesh, stages, self._links)
+        return Engine(schedule, self.rank, stages, transfers, reductions)
 
     def _stage(self) -> Stage:
         layers = self.case.layers_per_stage
@@ -197,6 +202,11 @@ class Replica:
             hidden=not schedule.flushes,
         )
 
+    def losses(self, step: int) -> list[Tensor]:
+        """Each micro-batch's loss sum on the last rank, without training; nothing on the others."""
+        engine = self._engine(lowered(self.case, mode="forward"), self._reductions(None))
+        return [loss for (loss,) in engine.run(self.step_input(step)).outputs]
+
     def step_input(self, step: int) -> StepInput:
         """This rank's part of a step."""
         replica, replicas, share = self.mesh.coordinate("data"), self.mesh.size("data"), self.case.num_microbatches
@@ -224,13 +234,14 @@ class Replica:
         }
 
 
-def lowered(case: Case, replicas: int = 1) -> Schedule:
+def lowered(case: Case, replicas: int = 1, mode: Mode = "train") -> Schedule:
     """The schedule of a case. Raises ScheduleError where there is none."""
     num_ranks = len(case.layers_per_stage)
     return build(
         case.name,
         num_ranks,
         case.num_microbatches,
+        mode=mode,
         units_per_stage=case.layers_per_stage,
         tied_groups=[sorted({0, num_ranks - 1})] if case.tied else [],
         data_parallel=replicas > 1,
@@ -245,52 +256,6 @@ def take_weights(state: UnitState, weights: Weights) -> None:
     state.restore(state.newest)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a rank saw, and the weights that it was left with."""
-
-    results: list[StepResult]
-    weights: dict[tuple[str, int], Tensor]
-
-
-def train(mesh: Mesh, case: Case, steps: int, drain_after: Collection[int] = ()) -> Outcome:
-    """Train a case from its start."""
-    replica = Replica(mesh, case)
-    results = replica.train(range(steps), drain_after)
-    return Outcome(results, replica.weights())
-
-
-@dataclass(frozen=True)
-class Saved:
-    """All that a run goes on from: of every state its weights by copy, their numbering and its moments."""
-
-    weights: dict[str, list[Tensor]]
-    newest: dict[str, int]
-    moments: dict[str, dict[str, Tensor]]
-    applied: dict[str, int]
-
-    @classmethod
-    def of(cls, replica: Replica) -> "Saved":
-        states = replica.states
-        return cls(
-            {state.name: [copy.clone() for copy in state.weights] for state in states},
-            {state.name: state.newest for state in states},
-            {state.name: {name: moment.clone() for name, moment in state.moments.items()} for state in states},
-            dict(replica.optimizer.applied),
-        )
-
-    def restore(self, replica: Replica) -> None:
-        """Put everything into a new replica, moments by the names that its optimizer gives."""
-        replica.optimizer.applied = dict(self.applied)
-        for state in replica.states:
-            for copy, values in zip(state.weights, self.weights[state.name], strict=True):
-                copy.copy_(values)
-            state.newest = self.newest[state.name]
-            moments = self.moments[state.name]
-            assert set(moments) == set(replica.optimizer.moment_names)
-            state.moments = {name: moments[name].clone() for name in replica.optimizer.moment_names}
-
-
 def with_options(case: Case, **options: Any) -> Case:
     """The same case with other options of its schedule."""
-    return replace(case, options=Options(**options))
+    return replace(case, options=Options(**options))  # type: ignore[typeddict-item]

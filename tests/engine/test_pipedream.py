@@ -13,7 +13,8 @@ from megapipe.config.run import OptimizerConfig
 from megapipe.engine.errors import EngineError
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import ScheduleError
-from tests.engine.asynchronous_toy import Case, Outcome, Replica, Saved, expected, lowered, train, with_options
+from tests.engine.asynchronous_runs import Outcome, train, train_after_a_restart, train_each
+from tests.engine.asynchronous_toy import Case, expected, lowered, with_options
 from tests.engine.serial_recursion import History
 from tests.support.meshes import Backend, run_mesh, run_threads
 
@@ -56,10 +57,6 @@ def check_bits(case: Case, outcomes: Sequence[Outcome], history: History) -> Non
             assert torch.equal(weight, history.weights[max(0, len(history.rows) - age)][name]), (rank, name, age)
 
 
-def train_each(mesh: Mesh, cases: list[Case], steps: int) -> list[Outcome]:
-    return [train(mesh, case, steps) for case in cases]
-
-
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_equals_the_serial_recursion_bit_for_bit(backend: Backend, pipeline: int) -> None:
@@ -88,16 +85,6 @@ def test_a_drain_behind_any_step_changes_nothing(num_microbatches: int, vertical
     history = serial(case, steps)
     for drain_after in [*([step] for step in range(steps)), range(steps)]:
         check_bits(case, run_threads({"pipeline": 3}, train, case, steps, drain_after), history)
-
-
-def train_after_a_restart(mesh: Mesh, case: Case, before: int, after: int) -> Outcome:
-    """All versions are taken out of one replica and put into another one."""
-    first = Replica(mesh, case)
-    results = first.train(range(before))
-    second = Replica(mesh, case)
-    Saved.of(first).restore(second)
-    results += second.train(range(before, before + after))
-    return Outcome(results, second.weights())
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])

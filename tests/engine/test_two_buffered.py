@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.config.run import OptimizerConfig
+from megapipe.engine.step import StepResult
 from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.parallel.groups.group import ReduceOperation
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import ScheduleError
-from tests.engine.asynchronous_toy import Case, Outcome, Replica, Saved, expected, lowered, train, with_options
-from tests.engine.serial_recursion import History
+from tests.engine.asynchronous_runs import Outcome, train, train_after_a_restart, train_each
+from tests.engine.asynchronous_toy import Case, Replica, expected, lowered, with_options
+from tests.engine.serial_recursion import History, losses_and_gradients
 from tests.support.meshes import Backend, run_mesh, run_threads
 
 SGD = OptimizerConfig(name="sgd", weight_decay=0.02, clip_norm=None)
@@ -53,11 +55,6 @@ def check_weights(outcomes: list[Outcome], history: History) -> None:
     assert {age for _, age in found} == {0, 1}
     for (name, age), weight in found.items():
         assert torch.equal(weight, history.weights[max(0, len(history.rows) - age)][name]), (name, age)
-
-
-def train_each(mesh: Mesh, cases: list[Case], steps: int) -> list[Outcome]:
-    """One after another in the same processes, which cost more to start than to use."""
-    return [train(mesh, case, steps) for case in cases]
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
@@ -129,16 +126,6 @@ def test_a_drain_between_processes_changes_nothing() -> None:
     check_bits(run_mesh({"pipeline": 2}, train, case, 5, [1, 2]), serial(case, 5))
 
 
-def train_after_a_restart(mesh: Mesh, case: Case, before: int, after: int) -> Outcome:
-    """What a checkpoint holds is taken out of one replica and put into another one."""
-    first = Replica(mesh, case)
-    results = first.train(range(before))
-    second = Replica(mesh, case)
-    Saved.of(first).restore(second)
-    results += second.train(range(before, before + after))
-    return Outcome(results, second.weights())
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_ten_steps_and_ten_more_are_twenty(optimizer: str) -> None:
     case = two_buffered(2, 3, OPTIMIZERS[optimizer])
@@ -150,6 +137,27 @@ def test_ten_steps_and_ten_more_are_twenty(optimizer: str) -> None:
 def test_goes_on_from_any_step(before: int) -> None:
     case = two_buffered(4, 4, ADAMW)
     check_bits(run_threads({"pipeline": 4}, train_after_a_restart, case, before, 5 - before), serial(case, 5))
+
+
+def train_and_evaluate(mesh: Mesh, case: Case, steps: int) -> tuple[list[StepResult], list[Tensor]]:
+    """Training goes on behind the evaluation."""
+    replica = Replica(mesh, case)
+    results = replica.train(range(steps))
+    losses = replica.losses(steps)
+    return [*results, *replica.train(range(steps, steps + 2))], losses
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_evaluation_uses_the_newest_version(backend: Backend, steps: int) -> None:
+    case = two_buffered(2, 3)
+    (_, nothing), (results, losses) = run_mesh({"pipeline": 2}, train_and_evaluate, case, steps, backend=backend)
+    history = serial(case, steps + 2)
+    newest = [history.weights[steps]] * case.chain.num_layers
+    expected_losses, _ = losses_and_gradients(case.chain, newest, case.batch(steps), rows=1.0)
+    assert nothing == []
+    assert losses == expected_losses
+    assert [result.loss for result in results] == history.losses()
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
