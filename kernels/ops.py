@@ -1,9 +1,10 @@
 """Every op with its backends, in order of preference."""
 
-from megapipe.kernels import cuda_backend, triton_backend
+from megapipe.kernels import apex_backend, cuda_backend, triton_backend
 from megapipe.kernels.reference import (
     adamw,
     attention_probabilities,
+    bias_dropout_residual,
     bias_gelu,
     cross_entropy,
     dropout,
@@ -23,6 +24,10 @@ def _triton(name: str) -> Backend:
     return Backend("triton", f"{triton_backend.__name__}.{name}", triton_backend.unavailable)
 
 
+def _apex(name: str) -> Backend:
+    return Backend("apex", f"{apex_backend.__name__}.{name}", apex_backend.unavailable)
+
+
 def _cuda(name: str) -> Backend:
     return Backend("cuda", f"{cuda_backend.__name__}.{name}", cuda_backend.unavailable)
 
@@ -32,13 +37,24 @@ CROSS_ENTROPY = ("row_statistics", "logit_gradient", "statistics", "gradient", "
 
 OPS = Registry(
     [
-        Op("layer_norm", NORM, (_triton("layer_norm"), _cuda("layer_norm"), Backend(REFERENCE, layer_norm))),
-        Op("rms_norm", NORM, (_triton("rms_norm"), _cuda("rms_norm"), Backend(REFERENCE, rms_norm))),
+        Op(
+            "layer_norm",
+            NORM,
+            (_triton("layer_norm"), _cuda("layer_norm"), _apex("layer_norm"), Backend(REFERENCE, layer_norm)),
+        ),
+        Op(
+            "rms_norm", NORM, (_triton("rms_norm"), _cuda("rms_norm"), _apex("rms_norm"), Backend(REFERENCE, rms_norm))
+        ),
         Op("gelu", ("apply",), (_triton("gelu"), Backend(REFERENCE, gelu))),
         Op("bias_gelu", ("apply",), (_triton("bias_gelu"), Backend(REFERENCE, bias_gelu))),
         Op("swiglu", ("apply",), (_triton("swiglu"), Backend(REFERENCE, swiglu))),
         Op("rotary", ("apply",), (_triton("rotary"), Backend(REFERENCE, rotary))),
-        Op("dropout", ("apply",), (Backend(REFERENCE, dropout),)),
+        Op("dropout", ("apply",), (_triton("dropout"), Backend(REFERENCE, dropout))),
+        Op(
+            "bias_dropout_residual",
+            ("apply",),
+            (_triton("bias_dropout_residual"), Backend(REFERENCE, bias_dropout_residual)),
+        ),
         Op(
             "attention_probabilities",
             ("apply",),

@@ -109,8 +109,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    dx = rotated(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.forward)
-    return dx, None, None, None, None
+    cosine, sine = ctx.saved_tensors
+    return rotated(gradient, cosine, sine, ctx.interleaved, not ctx.forward), None, None, None, None
 
 
 @opaque(
