@@ -37,7 +37,7 @@ class Piece:
 
 def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tuple[Tensor, ...]:
     """Cut the graph: the same storage as new autograd leaves."""
-    return tuple(t.detach().requires_grad_(flag) for t, flag in zip(tensors, requires_grad, strict=True))
+    return tuple([t.detach().requires_grad_(flag) for t, flag in zip(tensors, requires_grad, strict=True)])
 
 
 def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tuple[bool, ...]:
@@ -73,7 +73,7 @@ def backward(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Input half of a split backward; what the weight half needs stays on the piece's tape.
 
-    That may be `gradients` themselves: whoever passes them must leave them as they are until the weight half is done.
+    That may be `gradients` themselves: lowering keeps their receive slot until the weight half is done.
     """
     assert piece.tape is not None
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)

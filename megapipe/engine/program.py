@@ -186,9 +186,6 @@ class Program:
             else:
                 gradients = slots.take(slot)
             if half:
-                if slots is not None:
-                    # The tape may keep these very tensors, and the slot is filled anew before the weight half runs.
-                    gradients = tuple(gradient.clone() for gradient in gradients)
                 passed = backward_input(piece, gradients)
                 assert piece.tape is not None
                 step.tapes[stage_id, microbatch, unit] = piece.tape

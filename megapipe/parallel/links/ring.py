@@ -43,6 +43,7 @@ class Ring:
 
     Attributes:
         slots: uint8, (num_slots, slot_bytes). It keeps the memory mapped.
+        addresses: of the slots in this process.
     """
 
     def __init__(self, descriptor: int, shape: RingShape) -> None:
@@ -59,6 +60,7 @@ class Ring:
         self._num_taken = self._num_announced = self._num_received = self._num_handed_back = 0
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=shape.control_bytes)
         self.slots: Tensor = slots.view(count, shape.slot_bytes)
+        self.addresses = [slot.data_ptr() for slot in self.slots]
 
     def initialize(self) -> None:
         """Make all slots free. The process that made the memory does this before it shares it."""

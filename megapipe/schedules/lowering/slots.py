@@ -33,7 +33,8 @@ def activation_releases(mode: str) -> tuple[Kind, ...]:
     return (Kind.FORWARD,) if mode == "forward" else (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-GRADIENT_RELEASES = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+GRADIENT_RELEASES = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""Kinds whose last action frees the gradient that a stage received: the weight half may need that very tensor."""
 
 
 def assign_slots(table: Table, *, flushes: bool) -> Table:
