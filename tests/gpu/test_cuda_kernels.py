@@ -1,0 +1,116 @@
+"""The CUDA C++ kernels, as installed, at the sizes of training: the checks of tests/kernels."""
+
+import pytest
+import torch
+
+from megapipe.kernels import cuda_backend
+from megapipe.kernels.cuda_backend import adamw, layer_norm, library, rms_norm, softmax
+from megapipe.kernels.reference.adamw import Coefficients
+from tests.kernels import adamw_checks, norm_checks, softmax_checks
+from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw
+from tests.kernels.norm_checks import EPSILON, Norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not library.PATH.exists(), reason="the CUDA C++ kernels are not built (MEGAPIPE_CUDA=1)"),
+]
+
+NORMS = [Norm("layer_norm", layer_norm), Norm("rms_norm", rms_norm)]
+
+
+def test_the_library_takes_this_gpu() -> None:
+    assert cuda_backend.unavailable("cuda") is None
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.op)
+class TestNorms:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(4096, 1024), (2049, 4096), (1000, 8191), (300, 16384), (33, 65536), (5, 70001)]
+    )
+    def test_against_double(self, norm: Norm, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        norm_checks.check_against_double(norm, shape, dtype, "cuda")
+
+    def test_rows_longer_than_a_cluster(self, norm: Norm) -> None:
+        norm_checks.check_against_double(norm, (2, 300_000), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_awkward_layouts(self, norm: Norm, layout: Layout) -> None:
+        norm_checks.check_against_double(norm, (513, 4096), torch.bfloat16, "cuda", layout)
+
+    @pytest.mark.parametrize("shape", [(4099, 768), (4099, 8192), (257, 40_000)])
+    def test_two_runs(self, norm: Norm, shape: tuple[int, ...]) -> None:
+        norm_checks.check_two_runs(norm, shape, torch.bfloat16, "cuda")
+
+    def test_special_cases(self, norm: Norm) -> None:
+        norm_checks.check_empty(norm, "cuda")
+        norm_checks.check_not_a_number(norm, "cuda")
+        norm_checks.check_autograd(norm, "cuda")
+
+    def test_more_elements_than_32_bits_count(self, norm: Norm) -> None:
+        x = torch.ones(2**21 + 3, 1024, dtype=torch.bfloat16, device="cuda")
+        x[-1] = draw(1024, dtype=torch.bfloat16, device="cuda")
+        parameters = norm.parameters(1024, torch.bfloat16, "cuda")
+        last = norm.module.forward(x[-1:], *parameters, EPSILON)[0]
+        assert_same_bits(norm.module.forward(x, *parameters, EPSILON)[0][-1:], last)
+
+    def test_work_follows_the_current_stream(self, norm: Norm) -> None:
+        x = draw(512, 4096, dtype=torch.float32, device="cuda")
+        parameters = norm.parameters(4096, torch.float32, "cuda")
+        expected = norm.module.forward(2 * x, *parameters, EPSILON)[0]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)
+            doubled = 2 * x
+            found = norm.module.forward(doubled, *parameters, EPSILON)[0]
+        stream.synchronize()
+        assert_same_bits(found, expected)
+
+
+class TestSoftmax:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", [(2, 16, 512, 512), (1, 4, 300, 4097), (1, 1, 64, 65536), (1, 1, 3, 70001)])
+    def test_against_double(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        softmax_checks.check_against_double(softmax, shape, dtype, "cuda")
+
+    @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 100)])
+    @pytest.mark.parametrize("mask", softmax_checks.MASKS)
+    def test_forms(self, mask: str, causal: bool, window: int | None) -> None:
+        softmax_checks.check_against_double(softmax, (2, 4, 257, 2048), torch.bfloat16, "cuda", mask, causal, window)
+
+    def test_special_cases(self) -> None:
+        softmax_checks.check_two_runs(softmax, (2, 8, 512, 1024), torch.bfloat16, "cuda")
+        softmax_checks.check_special_values(softmax, 4096, "cuda")
+        softmax_checks.check_empty(softmax, "cuda")
+        softmax_checks.check_autograd(softmax, "cuda")
+
+
+class TestAdamW:
+    @pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)
+    def test_against_double(self, moments: torch.dtype) -> None:
+        adamw_checks.check_against_double(adamw, 3_000_001, moments, "cuda", weight_decay=0.1)
+        adamw_checks.check_cuts(adamw, moments, "cuda")
+
+    def test_rules(self) -> None:
+        adamw_checks.check_parameter_copy(adamw, "cuda")
+        adamw_checks.check_skip(adamw, "cuda")
+        adamw_checks.check_not_a_number(adamw, "cuda")
+        adamw_checks.check_refusals(adamw, "cuda")
+
+    def test_a_captured_step_reads_its_scale_when_replayed(self) -> None:
+        state = adamw_checks.buffers(5000, torch.float32, "cuda")
+        scale, skip = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        update = Coefficients(3, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+        expected = adamw_checks.stepped(adamw, state, update, gradient_scale=torch.full((), 0.5, device="cuda"))
+        start = {name: tensor.clone() for name, tensor in state.items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            adamw.step(*(state[name] for name in adamw_checks.BUFFERS), update, gradient_scale=scale, skip=skip)
+        skip.fill_(1)
+        graph.replay()
+        assert_same_bits(state["master"], start["master"])
+        skip.zero_()
+        scale.fill_(0.5)
+        graph.replay()
+        assert_same_bits(state["master"], expected["master"])
