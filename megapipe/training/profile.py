@@ -4,6 +4,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +76,7 @@ class Profiler:
             write_rank(directory, trace)
         except OSError as error:
             print(f"warning: rank {self._mesh.rank} wrote no trace into {directory}: {error}", file=sys.stderr)
+            return
         first, last = trace.about["steps"]
         self._say(f"traced steps {first} to {last}: python tools/schedule.py overlay {directory}")
 
@@ -86,6 +88,7 @@ class Profiler:
             run=self._run,
             fingerprint=fingerprint(dumps(engine.schedule)),
             rank=self._mesh.rank,
+            layout=dict(self._mesh.shape.sizes),
             coordinates={name: self._mesh.coordinate(name) for name in self._mesh.shape.sizes},
             about=self._about(engine, [min(steps, default=0), max(steps, default=0)]),
             clock_error=self._offset.error,
@@ -102,8 +105,6 @@ class Profiler:
             "precision": config.training.precision,
             "sequence_length": config.data.sequence_length,
             "micro_size": config.batch.micro_size,
-            "layout": dict(self._mesh.shape.sizes),
-            "world_size": self._mesh.world_size,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
             "versions": {
                 "megapipe": megapipe.__version__,
@@ -118,4 +119,8 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        with suppress(Exception):  # a device that has failed cannot be read: the run's own error is to be told
+            self.close()

@@ -131,6 +131,14 @@ def test_a_step_that_a_rank_did_not_finish_is_left_out(tmp_path: Path) -> None:
     assert main(["overlay", str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize("name", ["modular", "2bw"])
+def test_one_rank_alone_has_an_overlay_too(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = scheduled(name, 1, 3)
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES))
+    assert main(["overlay", str(tmp_path), "-o", str(tmp_path / "overlay.svg")]) == 0
+    assert "messages between ranks" not in capsys.readouterr().out
+
+
 @pytest.fixture
 def traced(tmp_path: Path) -> Path:
     schedule = scheduled("1f1b")

@@ -45,11 +45,13 @@ def write_trace(
             moved = (e._replace(step=e.step + first, start=e.start + late, end=e.end + late) for e in events)
             ranks[rank] += [change(event, rank) for event in moved]
     layout = {"data": data, "pipeline": header.num_ranks, "tensor": 1}
-    about = {"model": {"num_layers": 4}, "layout": layout, "world_size": data * header.num_ranks}
     for number in range(data * header.num_ranks):
         replica, rank = divmod(number, header.num_ranks)
         place = {"data": replica, "pipeline": rank, "tensor": 0}
-        write_rank(directory, RankTrace(run, fingerprint(text), number, place, about, 0, ranks[rank]))
+        write_rank(
+            directory,
+            RankTrace(run, fingerprint(text), number, layout, place, {"model": {"num_layers": 4}}, 0, ranks[rank]),
+        )
 
 
 def pause(at: float, length: float) -> Callable[[Event, int], Event]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
@@ -68,7 +69,7 @@ def test_the_window_holds_the_steps_that_were_asked_for(tmp_path: Path, corpus: 
     assert results[0][0] == [f"traced steps {first} to {first + 2}: python tools/schedule.py overlay {tmp_path}"]
     for trace in traces:
         assert {event.step + 1 for event in trace.events} == set(range(first, first + 3))
-        assert trace.about["layout"]["pipeline"] == 2
+        assert trace.layout["pipeline"] == 2
         assert trace.about["schedule"] == name
         assert trace.about["model"]["num_layers"] == 3
         assert trace.about["versions"]["torch"] == torch.__version__
@@ -114,6 +115,24 @@ def test_a_run_that_ends_early_says_that_nothing_was_traced(tmp_path: Path, corp
 def test_a_run_that_ends_within_the_window_keeps_what_it_has(tmp_path: Path, corpus: str) -> None:
     (said, _), _ = traced(tmp_path, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 5, "steps": 10})
     assert said[0].startswith("traced steps 5 to 6:")
+
+
+def test_a_run_that_fails_keeps_its_trace_and_its_error(tmp_path: Path, corpus: str) -> None:
+    def failing(mesh: Mesh) -> None:
+        config = make_config(corpus, GPT2_SHAPE, profile={"trace": str(tmp_path), "first_step": 1})
+        config.parallel = replace(config.parallel, pipeline=1, data=1)
+        replica = Replica(config, mesh, gpt_layers(config.model))
+        batch = batch_loader(config, mesh, replica, split_samples(config, "train")).load(0)
+        with Profiler(config, mesh, lambda line: None, 0) as profiler:
+            profiler.before(0, replica.engine)
+            replica.engine.feed(StepInput(0, batch.contexts, batch.token_counts, 0.01))
+            profiler.before(1, replica.engine)
+            broken = [replace(context, tokens=context.tokens + 10_000) for context in batch.contexts]
+            replica.engine.feed(StepInput(1, broken, batch.token_counts, 0.01))
+
+    with pytest.raises(EngineError, match="step 1, action"):
+        run_threads({}, failing)
+    assert {each.step for each in read_run(tmp_path).recorded} == {0}
 
 
 def test_a_folder_that_cannot_be_written_costs_the_trace_alone(

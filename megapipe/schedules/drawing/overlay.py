@@ -89,10 +89,10 @@ def _waited(bar: Bar) -> str:
 
 def draw_overlay_trace(overlay: Overlay) -> str:
     """All ranks in one Chrome/Perfetto trace: a process for what each rank did, and one for what was predicted."""
-    ranks = overlay.window.table.header.num_ranks
+    ranks, run = overlay.window.table.header.num_ranks, overlay.run
     events = trace_events(measured_bars(overlay), MICROSECONDS)
     events += trace_events(predicted_bars(overlay), MICROSECONDS, "predicted rank", ranks)
-    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(overlay.run.about)}
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": run.layout, **run.about}}
     return json.dumps(document) + "\n"
 
 

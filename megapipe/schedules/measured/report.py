@@ -43,6 +43,7 @@ def figures(overlay: Overlay) -> dict[str, Any]:
     columns = [getattr(costs, name) for name in names]
     return {
         "schedule": overlay.window.table.header.name,
+        "layout": dict(overlay.run.layout),
         "about": dict(overlay.run.about),
         "steps": [step + 1 for step in overlay.window.steps],
         "summary": sentence(overlay),

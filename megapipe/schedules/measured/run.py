@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ class MeasuredRun:
     """What the ranks of one pipeline did; ``recorded`` holds only what every rank finished."""
 
     schedule: Schedule
+    layout: Mapping[str, int]
     about: Mapping[str, Any]
     clock_error: int
     recorded: Recorded
@@ -75,7 +77,7 @@ def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
             f"{directory} holds no step that all ranks finished; trace more steps (--profile.steps), or earlier ones "
             "(--profile.first_step)"
         )
-    return MeasuredRun(schedule, first.about, max(trace.clock_error for trace in chosen), recorded)
+    return MeasuredRun(schedule, first.layout, first.about, max(trace.clock_error for trace in chosen), recorded)
 
 
 def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[RankTrace]:
@@ -89,8 +91,7 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
                     f"{directory}: rank-{trace.rank}.json and rank-{first.rank}.json were recorded in different "
                     f"{what}s; trace again into an empty folder"
                 )
-    layout: Mapping[str, int] = first.about["layout"]
-    size, world = layout["pipeline"], first.about["world_size"]
+    layout, world = first.layout, prod(first.layout.values())
     missing = sorted(set(range(world)) - {trace.rank for trace in traces})
     if missing:
         raise ScheduleError(
@@ -104,7 +105,7 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
     if not 0 <= number < len(pipelines):
         raise ScheduleError(f"there is no pipeline {number}: the run had {len(pipelines)}, counted from 0")
     ranks = list(pipelines.values())[number]
-    return [ranks[rank] for rank in range(size)]
+    return [ranks[rank] for rank in range(layout["pipeline"])]
 
 
 def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:

@@ -42,14 +42,16 @@ class Event(NamedTuple):
 class RankTrace:
     """One rank's file.
 
-    ``run`` names the run and ``fingerprint`` the schedule's text: both are the same on all ranks. ``coordinates`` is
-    the rank's place in each parallel dimension. ``about`` says what ran: model, layout, versions, steps.
+    ``run`` names the run and ``fingerprint`` the schedule's text: both are the same on all ranks. ``layout`` has the
+    size of each parallel dimension, ``coordinates`` the rank's place in it. ``about`` says what ran: model, versions,
+    steps.
     ``clock_error`` is how far this rank's times may be off from rank 0's, in nanoseconds; 0 on the same host.
     """
 
     run: str
     fingerprint: str
     rank: int
+    layout: Mapping[str, int]
     coordinates: Mapping[str, int]
     about: Mapping[str, Any]
     clock_error: int
