@@ -1,8 +1,8 @@
 """Compile a module's specimens for GPUs that need not be there, and look at the machine code.
 
 `python -m tests.kernels.ahead_of_time MODULE` prints one line per specimen and architecture and exits with 1 if one
-spills registers or reads or writes a tensor in short pieces. It runs in a process of its own: an interpreted kernel
-cannot be compiled.
+spills registers, asks for more than a GPU has, or reads or writes a tensor in short pieces. It runs in a process of
+its own: an interpreted kernel cannot be compiled.
 """
 
 import argparse
@@ -24,11 +24,14 @@ from megapipe.kernels.triton_backend.launch import OPTIONS
 from megapipe.kernels.triton_backend.specimens import Specimen
 
 ARCHITECTURES = (80, 90, 100)
+_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program may have (CUDA C++ programming guide, compute capabilities)."""
+_MOST_WARPS = 32
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a compiled kernel uses. stack: bytes of it per thread. local: spills, in instructions.
+    """What a compiled kernel uses. stack: bytes of it per thread. local: spills, in instructions. shared: bytes.
 
     wide_loads, wide_stores: 128-bit instructions that read global memory, to registers or shared memory, and write it.
     """
@@ -36,6 +39,7 @@ class MachineCode:
     registers: int
     stack: int
     local: int
+    shared: int
     wide_loads: int
     wide_stores: int
 
@@ -46,10 +50,11 @@ def compiled(specimen: Specimen, architecture: int) -> MachineCode:
     attributes = {(index,): [["tt.divisibility", 16]] for index in specimen.divisible()}
     source = ASTSource(launch.kernel, specimen.signature(), specimen.constants(), attributes)
     options = {"num_warps": launch.num_warps, **OPTIONS}
-    return _inspect(triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["cubin"])
+    kernel = triton.compile(source, GPUTarget("cuda", architecture, 32), options)
+    return _inspect(kernel.asm["cubin"], kernel.metadata.shared)
 
 
-def _inspect(cubin: bytes) -> MachineCode:
+def _inspect(cubin: bytes, shared: int) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -60,6 +65,7 @@ def _inspect(cubin: bytes) -> MachineCode:
         registers=int(found[0]),
         stack=int(found[1]),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        shared=shared,
         wide_loads=len(re.findall(r"\bLDG(?:STS)?\.E\S*\.128\b", code)),
         wide_stores=len(re.findall(r"\bSTG\.E\S*\.128\b", code)),
     )
@@ -69,9 +75,13 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def problems(specimen: Specimen, code: MachineCode) -> list[str]:
+def problems(specimen: Specimen, code: MachineCode, architecture: int) -> list[str]:
     """What is wrong with the machine code, in words."""
     found = []
+    if specimen.launch.num_warps > _MOST_WARPS:
+        found.append(f"{specimen.launch.num_warps} warps, above {_MOST_WARPS}")
+    if code.shared > _SHARED[architecture]:
+        found.append(f"{code.shared} bytes of shared memory, above {_SHARED[architecture]}")
     if code.stack or code.local:
         found.append(f"spills: {code.stack} bytes of stack, {code.local} local accesses")
     if code.wide_loads < specimen.loads:
@@ -85,7 +95,7 @@ def check(case: tuple[Specimen, int]) -> tuple[bool, str]:
     """(whether all is well, a line about it)."""
     specimen, architecture = case
     code = compiled(specimen, architecture)
-    wrong = problems(specimen, code)
+    wrong = problems(specimen, code, architecture)
     line = f"{specimen.name} sm_{architecture}: {code.registers} registers, {specimen.launch.num_warps} warps"
     return not wrong, f"{line}: {'; '.join(wrong) or 'good'}"
 

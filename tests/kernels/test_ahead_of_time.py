@@ -1,6 +1,7 @@
 """Kernels compile for three generations of GPUs without spills and move their tensors in 128-bit pieces."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,34 @@ FILES = sorted(Path(triton_backend.__file__).parent.glob("*.py"))
 MODULES = [file.stem for file in FILES if "def specimens(" in file.read_text()]
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python, in a process whose Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_every_specimen_is_good(module: str) -> None:
-    """In a process whose Triton compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.ahead_of_time", module]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = run("-m", "tests.kernels.ahead_of_time", module)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "good" in done.stdout
+
+
+def test_the_gate_can_close() -> None:
+    """Rows of odd length are read piecemeal; rows too long for registers ask for too many warps, or spill."""
+    code = (
+        "from megapipe.kernels.triton_backend import row_norms_forward as norms\n"
+        "from tests.kernels.ahead_of_time import check\n"
+        "norms.RESIDENT = 1 << 16\n"
+        "print(check((norms._specimen(4095, True, True), 90)))\n"
+        "print(check((norms._specimen(1 << 16, True, True), 90)))\n"
+        "norms._ELEMENTS_PER_WARP = 2048\n"
+        "print(check((norms._specimen(1 << 16, True, True), 90)))\n"
+    )
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    odd, crowded, spilling = done.stdout.splitlines()
+    assert re.match(r"\(False, .*: 128 warps, above 32", crowded)
+    assert re.match(r"\(False, .*spills: \d+ bytes of stack", spilling)
+    assert re.match(r"\(False, .*: 0 128-bit loads for 4 tensors; 0 128-bit stores for 2 tensors", odd)
