@@ -9,8 +9,9 @@ from torch import nn
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.compute import layer_flops
-from megapipe.costs.parameters import LayerSpec, ParameterSpec, tied_names
+from megapipe.costs.parameters import LayerSpec, ParameterSpec
 from megapipe.engine.stage import Stage, TensorSpec
+from megapipe.engine.stages import StageBuilder, tied_stages
 from megapipe.models.gpt import build_layer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -56,11 +57,7 @@ def lay_out(
     else:
         bounds = check_assignment(layers_per_stage, len(layers), num_stages)
     ranges = tuple(range(first, stop) for first, stop in bounds)
-    tied = []
-    for name in tied_names(layers):
-        users = [i for i, layer in enumerate(layers) if any(s.name == name for s in layer.parameters.values())]
-        tied.append(tuple(sorted({s for s, members in enumerate(ranges) for i in users if i in members})))
-    return StageLayout(layers, ranges, tuple(tied))
+    return StageLayout(layers, ranges, tied_stages(layers, ranges))
 
 
 class Assembly:
@@ -71,38 +68,15 @@ class Assembly:
         self._mesh = mesh
         self._layout = layout
         self._header = header
+        self._rank = mesh.coordinate("pipeline")
         self._dtype = DTYPES[config.training.precision]
-        self._tied_names = tied_names(layout.layers)
-        self._local_stages = header.stages_on(mesh.coordinate("pipeline"))
-        self._copies = max(header.versions_per_stage[stage] for stage in self._local_stages)
-        self._tied_states: dict[str, UnitState] = {}
-        self._next_use: dict[str, int] = {}
+        self._copies = max(header.versions_per_stage[stage] for stage in header.stages_on(self._rank))
 
     def stages(self) -> dict[int, Stage]:
         """Stage id -> Stage, ready to run."""
-        return {stage: self._stage(stage) for stage in self._local_stages}
-
-    def _stage(self, stage: int) -> Stage:
-        states: dict[int, UnitState] = {}
-        units: list[list[nn.Module]] = []
-        for unit, index in enumerate(self._layout.ranges[stage]):
-            layer = self._layout.layers[index]
-            twins = [
-                build_layer(layer, self._config.model, self._mesh.group("tensor"), VOCABULARY_ALIGNMENT)
-                for _ in range(self._copies)
-            ]
-            own = [spec for spec in layer.parameters.values() if spec.name not in self._tied_names]
-            states[unit] = self._state(layer.name, own, num_uses=1)
-            self._bind(states[unit], twins, layer, use=0)
-            for name in {spec.name for spec in layer.parameters.values()} & set(self._tied_names):
-                self._bind(self._tied_state(name), twins, layer, use=self._take_use(name))
-            units.append(twins)
-        for group, name in enumerate(self._tied_names):
-            if stage in self._header.tied_owners(group) and stage in self._layout.tied[group]:
-                states[len(units) + group] = self._tied_state(name)
-        boundary = self.boundary()
-        first, last = stage == 0, stage == len(self._layout.ranges) - 1
-        return Stage(units, states, () if first else boundary, () if last else boundary)
+        layers, ranges = self._layout.layers, self._layout.ranges
+        boundaries = [self.boundary()] * (len(ranges) - 1)
+        return StageBuilder(self._header, self._rank, layers, ranges, boundaries, self._twins, self._state).stages()
 
     def boundary(self) -> tuple[TensorSpec, ...]:
         """What crosses every stage boundary: the residual stream [micro_size, sequence_length, hidden_size]."""
@@ -110,9 +84,10 @@ class Assembly:
         shape = (config.batch.micro_size, config.data.sequence_length, config.model.hidden_size)
         return (TensorSpec(shape, self._dtype),)
 
-    def _bind(self, state: UnitState, twins: Sequence[nn.Module], layer: LayerSpec, use: int) -> None:
-        for index, twin in enumerate(twins):
-            state.bind(twin, layer.parameters, copy=index, use=use)
+    def _twins(self, index: int) -> list[nn.Module]:
+        layer = self._layout.layers[index]
+        tensor = self._mesh.group("tensor")
+        return [build_layer(layer, self._config.model, tensor, VOCABULARY_ALIGNMENT) for _ in range(self._copies)]
 
     def _state(self, name: str, specs: list[ParameterSpec], num_uses: int) -> UnitState:
         tensor = self._mesh.group("tensor")
@@ -130,18 +105,3 @@ class Assembly:
         )
         state.initialize(self._config.training.seed)
         return state
-
-    def _tied_state(self, name: str) -> UnitState:
-        """The tied weight's one state on this rank, with an accumulator for each local use."""
-        if name not in self._tied_states:
-            specs = [spec for layer in self._local_layers() for spec in layer.parameters.values() if spec.name == name]
-            self._tied_states[name] = self._state(name, specs[:1], num_uses=len(specs))
-        return self._tied_states[name]
-
-    def _take_use(self, name: str) -> int:
-        use = self._next_use.get(name, 0)
-        self._next_use[name] = use + 1
-        return use
-
-    def _local_layers(self) -> list[LayerSpec]:
-        return [self._layout.layers[i] for stage in self._local_stages for i in self._layout.ranges[stage]]

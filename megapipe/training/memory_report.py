@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megapipe.engine.compute import WHOLE, Piece
 from megapipe.engine.errors import EngineError
+from megapipe.engine.groups import unit_states
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepState
 from megapipe.parallel.unit_state import UnitState
@@ -57,7 +58,7 @@ def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str
     """The story of a failed step, None when memory was not the reason. stages: this rank's."""
     if error.action is None or not error.states or not is_out_of_memory(error.__cause__):
         return None
-    states = _unique_states(stages)
+    states = unit_states(stages)
     return "\n".join(
         [
             f"out of memory in {_failed_unit(error, stages)}: {error}",
@@ -147,11 +148,6 @@ def _saved_tensors(node: Any) -> list[Tensor] | None:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-
-
-def _unique_states(stages: Mapping[int, Stage]) -> list[UnitState]:
-    """Every state once: stages share tied ones."""
-    return list({id(state): state for stage in stages.values() for state in stage.states.values()}.values())
 
 
 def _state_row(state: UnitState) -> Row:

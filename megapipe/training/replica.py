@@ -8,7 +8,8 @@ import torch
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.parameters import LayerSpec
 from megapipe.engine.engine import Engine
-from megapipe.engine.reductions import Communicators, Reductions
+from megapipe.engine.groups import communicators, counted_states, unit_states
+from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.optim.clipping import clip_coefficient
@@ -50,18 +51,7 @@ class Replica:
 
     def states(self) -> list[UnitState]:
         """This rank's unit states, tied ones once."""
-        unique = {id(state): state for stage in self.stages.values() for state in stage.states.values()}
-        return list(unique.values())
-
-    def _counted_states(self, groups: Communicators) -> list[UnitState]:
-        """States whose gradient norm this rank contributes: a tied weight counts on the first of its ranks alone."""
-        elsewhere = {
-            id(stage.states[len(stage.units) + group])
-            for stage in self.stages.values()
-            for group, members in groups.tied.items()
-            if members.rank > 0 and len(stage.units) + group in stage.states
-        }
-        return [state for state in self.states() if id(state) not in elsewhere]
+        return unit_states(self.stages)
 
     def forward_engine(self) -> Engine:
         """An engine over the same stages that runs forwards alone, for evaluation."""
@@ -89,9 +79,9 @@ class Replica:
     def _reductions(self, schedule: Schedule) -> Reductions:
         names = [spec.name for layer in self._layers for spec in layer.parameters.values()]
         limit = self._config.optimizer.clip_norm
-        groups = communicators(self._mesh, schedule, self.is_last)
+        groups = communicators(self._mesh, schedule, self.stages)
         return Reductions(
-            self._counted_states(groups),
+            counted_states(self.stages, groups),
             names,
             groups,
             partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
@@ -99,21 +89,3 @@ class Replica:
             self._mesh.device,
             hidden=not schedule.flushes,
         )
-
-
-def communicators(mesh: Mesh, schedule: Schedule, is_last: bool) -> Communicators:
-    """The groups that the engine sums over. A collective call: every rank makes it, in the same order."""
-    tied = {}
-    for group, stages in enumerate(schedule.header.tied_groups):
-        ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
-        members = mesh.stage_group(ranks)
-        if members is not None:
-            tied[group] = members
-    return Communicators(
-        world=mesh.world,
-        data=mesh.group("data"),
-        tied=tied,
-        scalars=mesh.world if schedule.flushes else mesh.second_world(),
-        counts_loss=is_last and mesh.coordinate("tensor") == 0,
-        counts_norm=mesh.coordinate("data") == 0,
-    )
