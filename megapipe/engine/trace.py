@@ -5,10 +5,9 @@ Steps that are recorded run that program; all others run the first one, which kn
 """
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +22,8 @@ from megapipe.schedules.measured.trace_file import Event
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 from megapipe.schedules.tokens import write_action
 
+Result = TypeVar("Result")
+
 
 class Stopwatch:
     """Collects the waits of its own thread's current action. Sums that other threads await are hidden: no waits."""
@@ -32,15 +33,14 @@ class Stopwatch:
         self._thread = threading.get_ident()
         self._waits: list[tuple[Any, Any]] = []
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time what happens inside as waiting; waits do not lie inside one another."""
+    def wait(self, function: Callable[[], Result]) -> Result:
+        """Call a function that waits; such calls do not lie inside one another."""
         if threading.get_ident() != self._thread:
-            yield
-            return
+            return function()
         start = self._clock.mark()
-        yield
+        result = function()
         self._waits.append((start, self._clock.mark()))
+        return result
 
     def take(self) -> list[tuple[Any, Any]]:
         """The waits since the last call."""
@@ -48,8 +48,7 @@ class Stopwatch:
         return waits
 
 
-@dataclass(frozen=True)
-class _Note:
+class _Note(NamedTuple):
     """An action as it was recorded; the marks are read when the run is over."""
 
     section: SectionName
@@ -140,8 +139,7 @@ class Recorder:
             stopwatch.take()
             start = mark()
             if updates and step.scalars is not None:
-                with stopwatch.waiting():
-                    step.scalars.result()
+                stopwatch.wait(step.scalars.result)
             run(step)
             notes.append(_Note(section, step.input.step - offset, position, start, stopwatch.take(), mark()))
 
@@ -159,8 +157,7 @@ class _WatchedSlots(ReceiveSlots):
         self._slots.post(slot)
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
-        with self._stopwatch.waiting():
-            return self._slots.take(slot)
+        return self._stopwatch.wait(lambda: self._slots.take(slot))
 
 
 class _WatchedWork(Work):
@@ -171,8 +168,7 @@ class _WatchedWork(Work):
         self._stopwatch = stopwatch
 
     def wait(self) -> None:
-        with self._stopwatch.waiting():
-            self._work.wait()
+        self._stopwatch.wait(self._work.wait)
 
 
 class _WatchedGroup(Group):
@@ -190,21 +186,16 @@ class _WatchedGroup(Group):
         return work
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        with self._stopwatch.waiting():
-            return self._group.all_gather(tensor)
+        return self._stopwatch.wait(lambda: self._group.all_gather(tensor))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        with self._stopwatch.waiting():
-            return self._group.reduce_scatter(tensor)
+        return self._stopwatch.wait(lambda: self._group.reduce_scatter(tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        with self._stopwatch.waiting():
-            self._group.broadcast(tensor, source)
+        self._stopwatch.wait(lambda: self._group.broadcast(tensor, source))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        with self._stopwatch.waiting():
-            return self._group.all_gather_object(value)
+        return self._stopwatch.wait(lambda: self._group.all_gather_object(value))
 
     def barrier(self) -> None:
-        with self._stopwatch.waiting():
-            self._group.barrier()
+        self._stopwatch.wait(self._group.barrier)
