@@ -9,7 +9,7 @@ _FIRST, _SECOND, _CHANNEL, _TOP = (tl.constexpr(word) for word in (0x85EBCA6B, 0
 
 
 def signed_threshold(probability: float) -> int:
-    """The least word of kept elements, its top bit flipped: compared as signed words, flipped words keep their order."""
+    """The least word of kept elements, its top bit flipped: as signed words, flipped ones keep their order."""
     return keep_threshold(probability) - (1 << 31)
 
 

@@ -77,7 +77,9 @@ def run(op: ModuleType, case: Case, sizes: list[int], padding: int) -> list[Tens
         dx += part_dx
         dweights.append(dweight[: part.num_columns])
         kept, gradient = op.statistics_and_gradient(case.x, *part.head(), alone)
-        torch.testing.assert_close(kept, own)
+        # Products of other shapes may round the logits otherwise.
+        unit = torch.finfo(case.x.dtype).eps
+        torch.testing.assert_close(kept, own, rtol=4 * unit, atol=16 * unit)
         if not alone:
             op.complete_gradient(gradient, part.columns, part.owned, part.num_columns, kept, log_sum_exp)
         assert not gradient[:, part.num_columns :].any()

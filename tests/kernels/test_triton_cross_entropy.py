@@ -125,3 +125,22 @@ def test_softmax_in_a_tensor_of_its_own(triton_op: ModuleType, dtype: torch.dtyp
     exact = case.logits.double().softmax(-1)
     assert (softmax[:, :100].double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps
     assert (softmax[:, 100:] == 5.0).all()
+
+
+@needs_triton
+def test_compilers_see_through(triton_op: ModuleType) -> None:
+    """One graph, in which logits and a softmax behind padding are written in place."""
+    case = Case.drawn(4, 20, torch.float32, DEVICE)
+    owned = torch.ones(4, dtype=torch.bool, device=DEVICE)
+
+    def function(logits: Tensor) -> tuple[Tensor, ...]:
+        whole, softmax = logits * 1, torch.zeros(4, 25, device=logits.device)
+        log_sum_exp, target = triton_op.row_statistics(logits, case.labels, owned, softmax[:, :20])
+        statistics = triton_op.statistics_and_gradient(whole, case.labels, owned)
+        scaled = logits * 1
+        triton_op.gradient(scaled, case.labels, owned, log_sum_exp, case.scale)
+        return log_sum_exp, target, softmax, statistics, whole, scaled
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for first, second in zip(compiled(case.logits), function(case.logits), strict=True):
+        assert torch.equal(first, second)

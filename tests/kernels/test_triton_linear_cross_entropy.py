@@ -4,6 +4,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from megapipe.kernels.reference import linear_cross_entropy as reference
 from tests.kernels.cases import DEVICE, DTYPES, needs_triton
@@ -71,3 +72,22 @@ def test_chunks_stay_within_their_bytes() -> None:
     assert chunk_rows(32000, torch.float32) == 2048
     assert chunk_rows(1 << 40, torch.bfloat16) == 1
     assert chunk_rows(0, torch.bfloat16) >= 1 << 20
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_compilers_see_through(backend: str, triton_op: ModuleType) -> None:
+    """One graph for all functions of the op, with the bits of eager calls."""
+    op = triton_op if backend == "triton" else reference
+    case = Case.drawn(4, 8, 20, torch.float32, DEVICE)
+    part, _ = case.parts([15, 5], 2)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        own, gradient = op.statistics_and_gradient(x, *part.head(), False)
+        log_sum_exp = own[0] + own[1].log()
+        op.complete_gradient(gradient, part.columns, part.owned, part.num_columns, own, log_sum_exp)
+        return op.statistics(x, *part.head()), gradient, *op.backward(x, *part.head(), log_sum_exp, case.scale)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for first, second in zip(compiled(case.x), function(case.x), strict=True):
+        assert torch.equal(first, second)
