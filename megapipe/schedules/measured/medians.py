@@ -92,19 +92,28 @@ def _links(window: Window) -> tuple[dict[tuple[int, int], Link], float]:
 
 
 def _scalars(run: MeasuredRun) -> float:
-    """Median time of a step's sum of scalars, from its start on the last rank to its result where somebody waited."""
-    period = run.schedule.header.num_microbatches
-    starts, ends, waits = (defaultdict[int, list[int]](list) for _ in range(3))
+    """Median time of a step's sum of scalars, from its start on the last rank to its result.
+
+    Where no rank waited for the result, its end is not known: the sum took as long as where one did, or was over when
+    the first update wanted it.
+    """
+    period, awaited = run.schedule.header.num_microbatches, run.schedule.header.updates_per_step == 1
+    starts, ends, waits, wanted = (defaultdict[int, list[int]](list) for _ in range(4))
     for execution, actions, event in _events(run):
         step = execution.step + actions[0].microbatch // period
         waited = event.wait > WAITED * MILLISECOND
         if actions[0].kind == Kind.REDUCE_SCALARS:
             starts[step].append(event.start)
             (waits if waited else ends)[step].append(event.end)
-        elif actions[0].kind == Kind.UPDATE and waited and run.schedule.header.updates_per_step == 1:
-            waits[step].append(event.start + event.wait)
+        elif actions[0].kind == Kind.UPDATE and awaited:
+            wanted[step].append(event.start)
+            waits[step] += [event.start + event.wait] * waited
     whole = [step for step, mine in starts.items() if len(mine) == run.schedule.header.num_ranks]
-    # Where nobody waited the sum was over before it was wanted, and its end is not known.
-    known = [min(waits[step]) - max(starts[step]) for step in whole if waits[step]]
-    known = known or [max(ends[step]) - max(starts[step]) for step in whole]
-    return max(0.0, median(known)) / MILLISECOND if known else 0.0
+    known = {step: min(waits[step]) - max(starts[step]) for step in whole if waits[step]}
+    if known:
+        typical = median(known.values())
+        hidden = (step for step in whole if step not in known and wanted[step])
+        times = [*known.values(), *(min(typical, min(wanted[step]) - max(starts[step])) for step in hidden)]
+    else:
+        times = [max(ends[step]) - max(starts[step]) for step in whole]
+    return max(0.0, median(times)) / MILLISECOND if times else 0.0
