@@ -1,0 +1,100 @@
+"""Traces and flags that the overlay cannot use, and what it says of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapipe.schedules import build, rank_costs
+from megapipe.schedules.command.main import main
+from megapipe.schedules.measured.trace_file import read_rank, write_rank
+from tests.schedules.traces import write_trace
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    schedule = build("1f1b", 4, 8)
+    write_trace(tmp_path, schedule, rank_costs(schedule.header))
+    return tmp_path
+
+
+def broken(traced: Path, how: str) -> None:
+    path = traced / "rank-1.json"
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_text(path.read_text()[:-50])
+    elif how == "format":
+        path.write_text(json.dumps({"format": "megapipe trace 9"}))
+    elif how == "list":
+        path.write_text("[]")
+    elif how == "field":
+        path.write_text(json.dumps({key: v for key, v in json.loads(path.read_text()).items() if key != "events"}))
+    elif how == "event":
+        path.write_text(path.read_text().replace('"body"', '"head"', 1))
+    elif how == "short event":
+        document = json.loads(path.read_text())
+        document["events"][3] = document["events"][3][:4]
+        path.write_text(json.dumps(document))
+    elif how == "run":
+        write_rank(traced, replace(read_rank(path), run="another run"))
+    elif how == "schedule":
+        write_rank(traced, replace(read_rank(path), fingerprint="0123"))
+    elif how == "text":
+        text = (traced / "schedule.txt").read_text()
+        (traced / "schedule.txt").write_text(text.replace("F0.3", "F0.4"))
+    elif how == "no text":
+        (traced / "schedule.txt").unlink()
+    elif how == "position":
+        trace = read_rank(path)
+        write_rank(traced, replace(trace, events=[trace.events[0]._replace(position=999), *trace.events[1:]]))
+    elif how == "empty":
+        for each in traced.iterdir():
+            each.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "lacks rank-1.json: the run had 4 ranks"),
+        ("cut", "rank-1.json is no whole JSON document"),
+        ("format", "has format 'megapipe trace 9', and 'megapipe trace 1' is the one known"),
+        ("list", "has format None"),
+        ("field", "rank-1.json lacks 'events'"),
+        ("event", "rank-1.json holds an event that is none"),
+        ("short event", "rank-1.json holds an event that is none"),
+        ("run", "rank-1.json and rank-0.json were recorded in different runs"),
+        ("schedule", "rank-1.json and rank-0.json were recorded in different schedules"),
+        ("text", "schedule.txt is not the schedule that"),
+        ("no text", "cannot read"),
+        ("position", "as action 999 of its body, which the schedule 1f1b beside it has not"),
+        ("empty", "holds no rank-N.json; give the folder that --profile.trace named"),
+    ],
+)
+def test_wrong_files_are_told(traced: Path, how: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(traced, how)
+    assert main(["overlay", str(traced)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--step 9", "step 9 was not recorded; there are 1, 2, 3"),
+        ("--pipeline 1", "there is no pipeline 1: the run had 1, counted from 0"),
+        ("--output overlay.png", "must end in .html, .svg, .json"),
+        ("--output /nowhere/overlay.svg", "cannot write"),
+        ("--latency -1", "--latency -1 is below 0"),
+    ],
+)
+def test_wrong_flags_are_told(traced: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overlay", str(traced), *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overlay", str(tmp_path / "nothing")]) == 2
+    assert "is no folder" in capsys.readouterr().err
