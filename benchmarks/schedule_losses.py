@@ -20,6 +20,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], metavar="NAME")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak; stale gradients like lower ones")
     parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="folder of `make quickstart`")
     parser.add_argument("--folder", type=Path, default=Path("runs/schedule_losses"), help="where the runs go")
     parser.add_argument("--picture", type=Path, default=None, help="default: losses.png in the folder")
@@ -37,6 +38,7 @@ def train(name: str, arguments: argparse.Namespace) -> Path:
         "--config", "examples/gpt_quickstart.yaml", "--data.prefix", str(prefix), "--training.directory", str(folder),
         "--training.steps", str(arguments.steps), "--optimizer.warmup_steps", str(max(1, arguments.steps // 10)),
         "--training.precision", "fp32", "--parallel.pipeline", "2", "--schedule.name", name,
+        "--optimizer.learning_rate", str(arguments.learning_rate),
         "--checkpoint.every", "null", "--evaluation.every", str(max(1, arguments.steps // 4)),
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
@@ -60,7 +62,7 @@ def main() -> None:
     config = parse_config(["--config", str(ROOT / "examples/gpt_quickstart.yaml"), "--data.prefix", prefix])
     references = reference_losses(split_samples(config, "train"), config.model.vocabulary_size)
     picture = arguments.picture or arguments.folder / "losses.png"
-    title = f"quickstart GPT, two pipeline ranks, fp32, {arguments.steps} steps"
+    title = f"quickstart GPT, two pipeline ranks, {arguments.steps} steps, learning rate {arguments.learning_rate:g}"
     loss_curve.draw_loss_curves(picture, histories, references, title)
     print(f"\n{'schedule':<20}{'last training loss':>20}{'mean of last 20':>18}{'held-out loss':>16}")
     for name, history in histories.items():
