@@ -6,7 +6,8 @@ medians of the repeats.
 
 excess: step time over what the schedule's order allows if only stages took time, less what a rank overslept, percent.
 cpu: microseconds of a rank's thread for an action (forward, backward or a half of it, send, receive), stage callables
-excluded; "autograd alone" is what the graph of the stages costs without any pipeline.
+excluded; "autograd alone" is what the graph of the stages costs without any pipeline. gloo copies on a thread of its
+own, which is not counted; shared-memory links copy on the rank's.
 
     python benchmarks/pipeline_engine.py             # 4 ranks, 8 micro-batches
     python benchmarks/pipeline_engine.py --full      # 2, 4 and 8 ranks, 2p and 4p micro-batches
@@ -19,69 +20,95 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pipeline_contest.bubble import Bubble
+from pipeline_contest.gpt import GptFigure
+from pipeline_contest.orders import RACES
+from pipeline_contest.race import Size, Track
+from pipeline_contest.report import REACHES, show_bubble, show_gpt, show_race
 
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import MeshShape
-from pipeline_contest.orders import RACES
-from pipeline_contest.race import Figure, Size, Track
 
 
-def run_rank(rank: int, num_ranks: int, store: str, schedules: Sequence[str], sizes: Sequence[Size], pipe: Connection) -> None:
-    """One rank through all races; rank 0 sends the figures."""
+@dataclass(frozen=True)
+class Programme:
+    """What the ranks of one pipeline run.
+
+    races: sleeping stages. bubble: 2bw beside one rank alone. gpt: real stages, which need a core for each rank.
+    """
+
+    num_ranks: int
+    schedules: Sequence[str]
+    sizes: Sequence[Size]
+    races: bool
+    bubble: bool
+    gpt: bool
+
+
+def run_rank(rank: int, store: str, programme: Programme, pipe: Connection) -> None:
+    """One rank through the whole programme; rank 0 sends the figures."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=300)
-    )
-    track = Track(connected_mesh(MeshShape({"pipeline": num_ranks}), torch.device("cpu")))
-    for size in sizes:
-        for name in schedules:
-            figures = track.race(name, size)
-            if rank == 0:
-                pipe.send(figures)
+    files, world_size = dist.FileStore(store, programme.num_ranks), programme.num_ranks
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
+    track = Track(connected_mesh(MeshShape({"pipeline": world_size}), torch.device("cpu")))
+    for size in programme.sizes:
+        for name in programme.schedules if programme.races else ():
+            _tell(rank, pipe, track.race(name, size))
+        if programme.bubble:
+            _tell(rank, pipe, track.bubble(size))
+    if programme.gpt:
+        size = programme.sizes[0]
+        for name in programme.schedules:
+            if not RACES[name].takes_torch_order:
+                _tell(rank, pipe, track.gpt(name, size))
     pipe.send(None)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def race(num_ranks: int, schedules: Sequence[str], sizes: Sequence[Size]) -> list[Figure]:
-    """Start the ranks, print each race's table as it ends, and return all figures."""
+def _tell(rank: int, pipe: Connection, figures: object) -> None:
+    if rank == 0:
+        pipe.send(figures)
+
+
+def run(programme: Programme) -> list[dict[str, Any]]:
+    """Start the ranks, print each table as it comes, and return all figures."""
     context = multiprocessing.get_context("spawn")
-    figures: list[Figure] = []
+    facts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pipes, processes = [], []
-        for rank in range(num_ranks):
+        for rank in range(programme.num_ranks):
             ours, theirs = context.Pipe()
-            arguments = (rank, num_ranks, store, schedules, sizes, theirs)
-            process = context.Process(target=run_rank, args=arguments, daemon=True)
+            process = context.Process(target=run_rank, args=(rank, store, programme, theirs), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         for found in iter(pipes[0].recv, None):
-            show(found)
-            figures += found
+            facts += _show(found)
         for process in processes:
             process.join()
-    return figures
+    return facts
 
 
-def show(figures: Sequence[Figure]) -> None:
-    """One race as a table."""
-    first = figures[0]
-    print(f"\n{first.schedule}, {first.num_ranks} ranks, {first.num_microbatches} micro-batches, {first.milliseconds:g} ms")
-    print(f"  {'contestant':24} {'step ms':>9} {'allowed':>9} {'overslept':>9} {'excess %':>9} {'cpu us':>8}")
-    for figure in figures:
-        print(
-            f"  {figure.contestant:24} {figure.seconds * 1e3:9.1f} {figure.finish * 1e3:9.1f} {figure.late * 1e3:9.2f} "
-            f"{figure.excess:9.2f} {figure.processor:8.1f}",
-            flush=True,
-        )
+def _show(found: object) -> list[dict[str, Any]]:
+    if isinstance(found, Bubble):
+        show_bubble(found)
+        return [{"kind": "bubble", **asdict(found), "ratio": found.ratio}]
+    if isinstance(found, GptFigure):
+        show_gpt(found)
+        return [{"kind": "gpt", **asdict(found)}]
+    assert isinstance(found, list)
+    show_race(found)
+    return [{"kind": "race", **asdict(figure)} for figure in found]
 
 
 def arguments() -> argparse.Namespace:
@@ -94,6 +121,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", choices=list(RACES), default=list(RACES))
     parser.add_argument("--kilofloats", type=int, default=64, help="floats in a message, in units of 1024")
     parser.add_argument("--repeats", type=int, default=7, help="repeats, of which the median counts")
+    parser.add_argument("--no-bubble", action="store_true", help="leave out 2bw beside one rank alone")
+    parser.add_argument("--gpt-ranks", type=int, nargs="*", default=[2], help="pipelines to run with real stages too")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     found = parser.parse_args()
     if found.full:
@@ -104,17 +133,28 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the races and print the figures."""
     chosen = arguments()
-    figures: list[Figure] = []
-    for num_ranks in chosen.ranks:
+    facts: list[dict[str, Any]] = []
+    print(REACHES)
+    for num_ranks in sorted({*chosen.ranks, *chosen.gpt_ranks}):
         sizes = [
             Size(num_ranks * multiple, milliseconds / 1e3, chosen.kilofloats * 1024, chosen.repeats)
             for multiple in chosen.multiples
             for milliseconds in chosen.milliseconds
         ]
-        figures += race(num_ranks, chosen.schedules, sizes)
+        races = num_ranks in chosen.ranks
+        facts += run(
+            Programme(
+                num_ranks,
+                chosen.schedules,
+                sizes,
+                races=races,
+                bubble=races and not chosen.no_bubble,
+                gpt=num_ranks in chosen.gpt_ranks,
+            )
+        )
     if chosen.json:
-        facts = {"benchmark": "pipeline_engine", "torch": torch.__version__, "kilofloats": chosen.kilofloats}
-        print(json.dumps(facts | {"figures": [figure.facts() for figure in figures]}))
+        head = {"benchmark": "pipeline_engine", "torch": torch.__version__, "kilofloats": chosen.kilofloats}
+        print(json.dumps(head | {"figures": facts}))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-import torch
-from torch import Tensor
-
+from megapipe.engine.stage import TensorSpec
+from megapipe.engine.transfers import Boundary, ReceiveSlots, Sender, receive_slots
 from megapipe.engine.wiring import LinkPool
-from megapipe.parallel.links import Edge, Link, Transfer
+from megapipe.parallel.links import Edge
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import Action, Kind
 from pipeline_contest.setting import Setting, Step
@@ -30,49 +30,42 @@ def bare_loop(setting: Setting, schedule: Schedule, pool: LinkPool) -> Step:
 
 
 class _Loop:
-    """The links, buffers and transfers of a rank."""
+    """The links of a rank, with the engine's own slots and senders over them: what a link can do is used."""
 
     def __init__(self, setting: Setting, schedule: Schedule, pool: LinkPool) -> None:
         self._setting = setting
-        header = schedule.header
+        header, device = schedule.header, setting.mesh.device
+        specs = (TensorSpec(tuple(setting.x.shape), setting.x.dtype),)
         edges = _edges(schedule, setting.x.nbytes)
         made = pool.links([edge for pair in edges.values() for edge in pair])
-        mine = set(header.stages_on(setting.rank))
-        self._links: dict[tuple[Kind, int], Link] = {}
+        mine = header.stages_on(setting.rank)
+        self._senders: dict[tuple[Kind, int], Sender] = {}
+        self._slots: dict[tuple[Kind, int], ReceiveSlots] = {}
         for (stage, following), (activation, gradient) in edges.items():
             if stage in mine:
-                self._links[Kind.SEND_ACTIVATION, stage] = made[activation]
-                self._links[Kind.RECV_GRADIENT, stage] = made[gradient]
+                self._senders[Kind.SEND_ACTIVATION, stage] = Sender(made[activation])
+                boundary, count = Boundary(made[gradient], specs), header.gradient_slots[stage]
+                self._slots[Kind.RECV_GRADIENT, stage] = receive_slots(boundary, count, device)
             if following in mine:
-                self._links[Kind.RECV_ACTIVATION, following] = made[activation]
-                self._links[Kind.SEND_GRADIENT, following] = made[gradient]
-        self._buffers: dict[tuple[Kind, int], list[Tensor]] = {}
-        for kind, slots in (
-            (Kind.RECV_ACTIVATION, header.activation_slots),
-            (Kind.RECV_GRADIENT, header.gradient_slots),
-        ):
-            for stage in mine:
-                self._buffers[kind, stage] = [torch.empty_like(setting.x) for _ in range(slots[stage])]
-        self._receives: dict[tuple[Kind, int, int], Transfer] = {}
-        self._sends: list[Transfer] = []
+                self._senders[Kind.SEND_GRADIENT, following] = Sender(made[gradient])
+                boundary, count = Boundary(made[activation], specs), header.activation_slots[following]
+                self._slots[Kind.RECV_ACTIVATION, following] = receive_slots(boundary, count, device)
 
-    def closure(self, action: Action) -> Callable[[], None]:
+    def closure(self, action: Action) -> Callable[[], object]:
         """What the loop does for an action."""
         kind, stage, slot = action.kind, action.stage, action.slot
         if kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
-            link, x = self._links[kind, stage], self._setting.x
-            return lambda: self._sends.append(link.send(x))
+            return partial(self._senders[kind, stage].send, (self._setting.x,))
         if kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
-            link, buffer = self._links[kind, stage], self._buffers[kind, stage][slot]
-            return lambda: self._receives.update({(kind, stage, slot): link.receive(buffer)})
+            return partial(self._slots[kind, stage].post, slot)
         times, awaited = _SLEEPS.get(kind, 0), None
         if slot >= 0 and times:
-            awaited = (Kind.RECV_ACTIVATION if kind == Kind.FORWARD else Kind.RECV_GRADIENT, stage, slot)
-        return lambda: self._compute(times, awaited)
+            awaited = self._slots[Kind.RECV_ACTIVATION if kind == Kind.FORWARD else Kind.RECV_GRADIENT, stage]
+        return partial(self._compute, times, awaited, slot)
 
-    def _compute(self, times: int, awaited: tuple[Kind, int, int] | None) -> None:
+    def _compute(self, times: int, awaited: ReceiveSlots | None, slot: int) -> None:
         if awaited is not None:
-            self._receives.pop(awaited).wait()
+            awaited.take(slot)
         began = time.thread_time()
         for _ in range(times):
             self._setting.meter.sleep(self._setting.seconds)
@@ -80,9 +73,10 @@ class _Loop:
 
     def finish(self) -> None:
         """Await what was sent."""
-        for transfer in self._sends:
-            transfer.wait()
-        self._sends.clear()
+        for sender in self._senders.values():
+            sender.drain()
+        for slots in self._slots.values():
+            slots.release()
 
 
 def _edges(schedule: Schedule, num_bytes: int) -> Mapping[tuple[int, int], Sequence[Edge]]:
@@ -92,10 +86,12 @@ def _edges(schedule: Schedule, num_bytes: int) -> Mapping[tuple[int, int], Seque
         for stage, following in itertools.pairwise(schedule.header.routes[0])
         if schedule.rank_of(stage) != schedule.rank_of(following)
     ]
-    return {
-        (stage, following): (
-            Edge(schedule.rank_of(stage), schedule.rank_of(following), 2 * index, num_bytes),
-            Edge(schedule.rank_of(following), schedule.rank_of(stage), 2 * index + 1, num_bytes),
+    edges = {}
+    for index, (stage, following) in enumerate(crossings):
+        source, target = schedule.rank_of(stage), schedule.rank_of(following)
+        kept, kept_gradients = schedule.header.activation_slots[following], schedule.header.gradient_slots[stage]
+        edges[stage, following] = (
+            Edge(source, target, 2 * index, num_bytes, loans=kept),
+            Edge(target, source, 2 * index + 1, num_bytes, loans=kept_gradients),
         )
-        for index, (stage, following) in enumerate(crossings)
-    }
+    return edges

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch.distributed.pipelining import schedules as peer
 
 from megapipe.schedules import Costs, Schedule, Sections, build, lower, order, rank_costs, simulate
@@ -69,9 +70,10 @@ def lowered(race: Race, num_ranks: int, num_microbatches: int, torch_order: Torc
 
 
 def _columns(actions: Iterable[Any]) -> tuple[Any, ...]:
-    import numpy as np
 
-    found = [(_KINDS[str(a.computation_type.value)], a.stage_index, a.microbatch_index) for a in actions if a is not None]
+    found = [
+        (_KINDS[str(a.computation_type.value)], a.stage_index, a.microbatch_index) for a in actions if a is not None
+    ]
     return tuple(np.array(found).T)
 
 

@@ -1,8 +1,9 @@
-"""megapipe's engine over sleeping stages."""
+"""megapipe's engine as a contestant."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -15,9 +16,10 @@ from megapipe.engine.wiring import LinkPool, connect
 from megapipe.layers.split import SplitTape
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.parallel.groups.solo import SoloGroup
+from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
-from pipeline_contest.setting import Setting, Step
+from pipeline_contest.setting import Setting
 from pipeline_contest.sleeping import SleepingStage, sleeping_loss
 
 
@@ -50,12 +52,12 @@ class _NoOptimizer:
 
 
 class Feed:
-    """An engine and the steps to give it, one after the other."""
+    """An engine and the steps to give it, one after the other. contexts: of every step."""
 
-    def __init__(self, runs: Engine, setting: Setting) -> None:
-        self._engine = runs
-        self._contexts = [Context(setting.x)] * setting.num_microbatches
-        self._counts = [1.0] * setting.num_microbatches
+    def __init__(self, engine: Engine, contexts: Sequence[Any]) -> None:
+        self._engine = engine
+        self._contexts = contexts
+        self._counts = [1.0] * len(contexts)
         self._next = 0
 
     def run(self) -> None:
@@ -73,20 +75,38 @@ class Feed:
         self._engine.drain()
 
 
-def megapipe(setting: Setting, schedule: Schedule, pool: LinkPool) -> Step:
-    """One step of megapipe."""
-    return engine(setting, schedule, pool).run
+def sleeping(setting: Setting, schedule: Schedule, pool: LinkPool) -> Feed:
+    """The engine over sleeping stages."""
+    stages = sleeping_stages(setting, schedule)
+    return fed(setting.mesh, schedule, stages, [Context(setting.x)] * setting.num_microbatches, pool)
 
 
-def engine(setting: Setting, schedule: Schedule, pool: LinkPool) -> Feed:
-    """The engine over sleeping stages. Sums over ranks stay on the rank, as the peer has none."""
-    header, rank = schedule.header, setting.rank
+def fed(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage], contexts: Sequence[Any], pool: LinkPool) -> Feed:
+    """The engine over any stages. Sums over ranks stay on the rank and no weight changes, as the peer does neither."""
+    states = [state for stage in stages.values() for state in stage.states.values()]
+    alone = SoloGroup("alone")
+    reductions = Reductions(
+        states,
+        [segment.spec.name for state in states for segment in state.table],
+        Communicators(alone, alone, {}, alone),
+        partial(clip_coefficient, limit=1.0),
+        _NoOptimizer(),
+        mesh.device,
+        hidden=not schedule.flushes,
+    )
+    transfers = connect(schedule, mesh, stages, pool)
+    return Feed(Engine(schedule, mesh.coordinate("pipeline"), stages, transfers, reductions), contexts)
+
+
+def sleeping_stages(setting: Setting, schedule: Schedule) -> dict[int, Stage]:
+    """A sleeping unit a stage, a twin for each weight version."""
+    header = schedule.header
     spec = TensorSpec(tuple(setting.x.shape), setting.x.dtype)
     stages: dict[int, Stage] = {}
-    for index in header.stages_on(rank):
+    for index in header.stages_on(setting.rank):
         parameter = ParameterSpec(f"stages.{index}.weight", (1,), None, Init("zeros"), decay=False, matrix=False)
-        copies = header.versions_per_stage[index]
-        state = UnitState(f"stages.{index}", [parameter], num_versions=copies, gradient_buffers=header.gradient_buffers)
+        copies, buffers = header.versions_per_stage[index], header.gradient_buffers
+        state = UnitState(f"stages.{index}", [parameter], num_versions=copies, gradient_buffers=buffers)
         last = index == len(header.stages) - 1
         twins = []
         for copy in range(copies):
@@ -94,14 +114,4 @@ def engine(setting: Setting, schedule: Schedule, pool: LinkPool) -> Feed:
             state.bind(module, {"weight": parameter}, copy=copy)
             twins.append(_Unit(module, last))
         stages[index] = Stage([twins], {0: state}, (spec,) if index else (), () if last else (spec,))
-    alone = SoloGroup("alone")
-    reductions = Reductions(
-        [state for stage in stages.values() for state in stage.states.values()],
-        [f"stages.{index}.weight" for index in range(len(header.stages))],
-        Communicators(alone, alone, {}, alone),
-        partial(clip_coefficient, limit=1.0),
-        _NoOptimizer(),
-        setting.mesh.device,
-        hidden=not schedule.flushes,
-    )
-    return Feed(Engine(schedule, rank, stages, connect(schedule, setting.mesh, stages, pool), reductions), setting)
+    return stages

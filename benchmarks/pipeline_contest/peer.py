@@ -1,6 +1,7 @@
 """torch.distributed.pipelining over the same sleeping stages."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
@@ -41,7 +42,7 @@ def torch_pipelining(setting: Setting, race: Race) -> Peer:
     target = batch if num_stages - 1 in indices else None
 
     def step() -> None:
-        losses = None if target is None else []
+        losses: list[Any] | None = None if target is None else []
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
 
     if race.chunks == 1:

@@ -2,8 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -11,10 +10,12 @@ from megapipe.engine.wiring import LinkPool
 from megapipe.parallel.links import LinkKind
 from megapipe.parallel.mesh import Mesh
 from pipeline_contest.bare import bare_loop
+from pipeline_contest.bubble import Bubble, measure_bubble
 from pipeline_contest.floor import compute_only
+from pipeline_contest.gpt import GptFigure, race_gpt
 from pipeline_contest.measure import Sample, in_turns
 from pipeline_contest.orders import RACES, actions_of, finish, lowered
-from pipeline_contest.ours import megapipe
+from pipeline_contest.ours import sleeping
 from pipeline_contest.peer import torch_pipelining
 from pipeline_contest.setting import Setting, Step
 from pipeline_contest.sleeping import Meter
@@ -52,9 +53,6 @@ class Figure:
     excess: float
     processor: float
 
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Track:
     """One rank's part in the races of a pipeline. Links are made once and shared by all that use their kind."""
@@ -76,7 +74,7 @@ class Track:
         schedule = lowered(race, setting.num_ranks, size.num_microbatches, peer.order)
         steps: dict[str, Step] = {"torch": peer.step}
         for kind in KINDS:
-            steps[f"megapipe {kind}"] = megapipe(setting, schedule, self._pools[kind])
+            steps[f"megapipe {kind}"] = sleeping(setting, schedule, self._pools[kind]).run
             steps[f"bare {kind}"] = bare_loop(setting, schedule, self._pools[kind])
         steps["autograd alone"] = compute_only(setting, schedule)
         samples = in_turns(self._mesh.world, self._meter, steps, size.repeats)
@@ -87,10 +85,18 @@ class Track:
         return [
             _figure(name, contestant, setting, samples[contestant], *limits)
             for contestant, limits in {
-                contestant: (allowed_torch, theirs) if contestant == "torch" else (allowed, ours) for contestant in steps
+                contestant: (allowed_torch, theirs) if contestant == "torch" else (allowed, ours)
+                for contestant in steps
             }.items()
         ]
 
+    def bubble(self, size: Size) -> Bubble:
+        """2bw beside one rank alone. A collective call."""
+        return measure_bubble(self.setting(size), self._pools["shared_memory"])
+
+    def gpt(self, name: str, size: Size) -> GptFigure:
+        """Real stages. A collective call."""
+        return race_gpt(self._mesh, self._pools["shared_memory"], RACES[name], size.num_microbatches, size.repeats)
 
     def _everywhere(self, actions: int) -> tuple[int, ...]:
         return tuple(self._mesh.world.all_gather_object(actions))

@@ -159,6 +159,9 @@ class _WatchedSlots(ReceiveSlots):
     def take(self, slot: int) -> tuple[Tensor, ...]:
         return self._stopwatch.wait(lambda: self._slots.take(slot))
 
+    def release(self) -> None:
+        self._slots.release()
+
 
 class _WatchedWork(Work):
     """Another's collective."""

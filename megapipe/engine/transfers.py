@@ -30,6 +30,10 @@ class ReceiveSlots(ABC):
     def take(self, slot: int) -> tuple[Tensor, ...]:
         """Wait for the message of `slot` and return its tensors, valid until the slot is posted again."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """Nothing that was taken is needed any more, and nothing is posted: engines take turns on a link's memory."""
+
 
 def receive_slots(boundary: Boundary, num_slots: int, device: torch.device) -> ReceiveSlots:
     """Slots in the link's own memory where it lends that, else in buffers of this rank's."""
@@ -52,6 +56,9 @@ class BufferSlots(ReceiveSlots):
             transfer.wait()
         return self._buffers[slot]
 
+    def release(self) -> None:
+        """The buffers are this engine's alone."""
+
 
 class LentSlots(ReceiveSlots):
     """Slots that are messages where they lie in the link's memory: nothing is copied."""
@@ -65,6 +72,12 @@ class LentSlots(ReceiveSlots):
         for loan in self._loans.get(slot, ()):
             loan.give_back()
         self._loans[slot] = [self._link.borrow(spec) for spec in self._specs]
+
+    def release(self) -> None:
+        for loans in self._loans.values():
+            for loan in loans:
+                loan.give_back()
+        self._loans.clear()
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
         return tuple([loan.take() for loan in self._loans[slot]])
@@ -122,3 +135,5 @@ class Transfers:
         """End of a section: nothing of this rank is in flight any more."""
         for sender in (*self.send_activation.values(), *self.send_gradient.values()):
             sender.drain()
+        for slots in (*self.receive_activation.values(), *self.receive_gradient.values()):
+            slots.release()

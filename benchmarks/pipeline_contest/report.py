@@ -1,0 +1,43 @@
+"""Figures as tables."""
+
+from collections.abc import Sequence
+
+from pipeline_contest.bubble import Bubble
+from pipeline_contest.gpt import GptFigure
+from pipeline_contest.race import Figure
+
+REACHES = """reach: excess of megapipe never above torch's; at 10 ms, where a rank has several stages or backwards are
+split, at most half of it; at most 1.2 times the bare loop's over the same link plus half a point; cpu at most half of
+torch's"""
+
+
+def show_race(figures: Sequence[Figure]) -> None:
+    """One race, with each contestant's figures beside torch's."""
+    first = figures[0]
+    peer = next(figure for figure in figures if figure.contestant == "torch")
+    size = f"{first.num_ranks} ranks, {first.num_microbatches} micro-batches, {first.milliseconds:g} ms"
+    print(f"\n{first.schedule}, {size}")
+    heads = ("step ms", "allowed", "late ms", "excess %", "of torch", "cpu us", "of torch")
+    print(f"  {'':24}" + "".join(f"{head:>10}" for head in heads))
+    for each in figures:
+        line = f"  {each.contestant:24}{each.seconds * 1e3:10.1f}{each.finish * 1e3:10.1f}{each.late * 1e3:10.2f}"
+        if each.contestant == "autograd alone":
+            line += f"{'':20}"
+        else:
+            line += f"{each.excess:10.2f}{each.excess / peer.excess:10.2f}"
+        print(line + f"{each.processor:10.1f}{each.processor / peer.processor:10.2f}", flush=True)
+
+
+def show_bubble(bubble: Bubble) -> None:
+    """2bw beside one rank alone."""
+    print(f"\n2bw, {bubble.num_ranks} ranks, {bubble.num_microbatches} micro-batches, {bubble.milliseconds:g} ms")
+    print(f"  {bubble.pipeline:8.3f} ms for a micro-batch, {bubble.pipeline_awake:8.3f} without oversleeping")
+    print(f"  {bubble.alone:8.3f} ms on one rank alone,   {bubble.alone_awake:8.3f} without oversleeping")
+    print(f"  ratio {bubble.ratio:.4f} (reach: 1.03)", flush=True)
+
+
+def show_gpt(figure: GptFigure) -> None:
+    """Real stages."""
+    print(f"\nGPT stages, {figure.schedule}, {figure.num_ranks} ranks, {figure.num_microbatches} micro-batches")
+    times = f"megapipe {figure.seconds * 1e3:.1f} ms, torch {figure.torch_seconds * 1e3:.1f} ms"
+    print(f"  {times}, ratio {figure.ratio:.3f}", flush=True)
