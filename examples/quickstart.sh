@@ -46,6 +46,7 @@ say "5/5 sample from the trained model"
 "$bin/python" tools/generate.py --checkpoint "$folder" --prompt "def " --prompt "import " \
     --max-new-tokens 96 --temperature 0.7 --top-k 40
 
+schedules=$("$bin/python" -c "from megapipe.schedules import GENERATORS; print(*GENERATORS)")
 say "done"
 cat <<TEXT
 metrics      $folder/metrics.jsonl
@@ -56,5 +57,10 @@ what to try next
   another prompt     $bin/python tools/generate.py --checkpoint $folder --prompt "class "
   tensor parallel    $bin/torchrun --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \\
                          --data.prefix $folder/corpus_text_document --training.directory runs/tensor --parallel.tensor 2
+  another schedule   $bin/torchrun --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \\
+                         --data.prefix $folder/corpus_text_document --training.directory runs/2bw --training.steps 100 \\
+                         --optimizer.learning_rate 1e-3 --parallel.pipeline 2 --schedule.name 2bw --profile.trace runs/2bw/trace
+                     the schedules: $schedules
+  its timeline       $bin/python tools/schedule.py overlay runs/2bw/trace -o runs/2bw/timeline.html
   every option       $bin/python pretrain_gpt.py --help
 TEXT

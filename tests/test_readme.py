@@ -35,7 +35,7 @@ def run(command: str, timeout: float, **variables: str) -> str:
 def test_the_commands_were_found() -> None:
     assert "make quickstart" in COMMANDS
     assert "make test" in COMMANDS  # this very run
-    assert len(TRAINING) == 2
+    assert len(TRAINING) == 3
 
 
 def test_every_command_runs() -> None:
@@ -45,23 +45,32 @@ def test_every_command_runs() -> None:
     """
     folder = "runs/readme"
     shutil.rmtree(ROOT / folder, ignore_errors=True)
-    for command in COMMANDS:
-        if command in QUICK:
-            run(command.replace("runs/quickstart", folder), 300, QUICKSTART_STEPS="6", QUICKSTART_FOLDER=folder)
-        elif command in TRAINING:
-            output = run(f"{command} --training.steps 2 --training.directory {folder}/train", 120)
-            assert "step 2/2" in output
+    for written in COMMANDS:
+        command = written.replace("runs/quickstart", folder).replace("runs/2bw", f"{folder}/2bw")
+        if written in QUICK:
+            run(command, 300, QUICKSTART_STEPS="6", QUICKSTART_FOLDER=folder)
+        elif written in TRAINING:
+            name = "2bw" if "2bw" in written else "train"
+            output = run(f"{command} --training.steps 6 --training.directory {folder}/{name}", 180)
+            assert "step 6/6" in output
     shutil.rmtree(ROOT / folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINING)
-def test_training_commands_run_as_written_and_learn(command: str) -> None:
-    run(COMMANDS[COMMANDS.index(TRAINING[0]) - 1], 120)
+def test_training_commands_run_as_written_and_learn(command: str, tmp_path: Path) -> None:
+    margin = 0.5
+    if "runs/quickstart" in command:
+        # A model of its own, which 100 steps of stale gradients bring less far than 200 steps bring the byte model.
+        margin = 0.0
+        run("make quickstart", 300, QUICKSTART_STEPS="6", QUICKSTART_FOLDER=str(tmp_path))
+        command = command.replace("runs/quickstart", str(tmp_path)).replace("runs/2bw", str(tmp_path / "2bw"))
+    else:
+        run(COMMANDS[COMMANDS.index(TRAINING[0]) - 1], 120)
     output = run(command, 900)
     unigram = float(re.findall(r"unigram entropy (\d+\.\d+)", output)[0])
     losses = [float(loss) for loss in re.findall(r"\| loss (\d+\.\d+)", output)]
-    assert losses[-1] < unigram - 0.5
+    assert losses[-1] < unigram - margin
 
 
 def is_tokenized(line: str) -> bool:
