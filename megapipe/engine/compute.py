@@ -73,13 +73,19 @@ def backward(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Input half of a split backward; what the weight half needs stays on the piece's tape.
 
-    That may be `gradients` themselves: lowering keeps their receive slot until the weight half is done.
+    That may be `gradients` themselves: lowering keeps their receive slot until the weight half is done. What is
+    returned is never their memory, as the gradient of an input that passes through would be: it may be sent later.
     """
     assert piece.tape is not None
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
     # torch.autograd.grad takes edges in the place of tensors.
     found = piece.tape.backward_input(piece.edges, gradients, inputs)  # type: ignore[arg-type]
-    return tuple(_or_zeros(gradient, leaf) for gradient, leaf in zip(found, inputs, strict=True))
+    lent = {gradient.untyped_storage()._cdata for gradient in gradients}
+    return tuple(_own(_or_zeros(gradient, leaf), lent) for gradient, leaf in zip(found, inputs, strict=True))
+
+
+def _own(gradient: Tensor, lent: set[int]) -> Tensor:
+    return gradient.clone() if gradient.untyped_storage()._cdata in lent else gradient
 
 
 def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
