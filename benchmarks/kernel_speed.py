@@ -1,0 +1,120 @@
+"""How near to the memory's speed the kernels come, beside torch, torch.compile, apex and Liger in one run.
+
+For every op of the registry, bf16, forward alone and with the backward: bytes that the op has to move by its
+definition over the time taken, as a share of the device's measured copy speed.
+
+    python benchmarks/kernel_speed.py --write               # every size, some 20 minutes, on a GPU
+    python benchmarks/kernel_speed.py --quick               # one size of each op, three minutes at most
+    python benchmarks/kernel_speed.py --ops rms_norm softmax
+    python benchmarks/kernel_speed.py --device cpu          # tries the script; its figures mean nothing
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from kernel_speed_contest.case import Case, Size
+from kernel_speed_contest.cases import CASES
+from kernel_speed_contest.clock import Clock, measured_ceiling
+from kernel_speed_contest.race import Figure, run
+from kernel_speed_contest.table import MEANINGLESS, Findings, document, summary, write
+
+RESULTS = Path(__file__).parent / "results"
+QUICK_SECONDS = 170.0
+
+
+def sizes_of(case: Case, device: torch.device, quick: bool) -> Sequence[Size]:
+    """What a run measures of a case; a processor gets a size that it manages."""
+    if device.type != "cuda":
+        return [case.tiny]
+    return [case.quick] if quick else case.sizes
+
+
+def measure(cases: Sequence[Case], device: torch.device, chosen: argparse.Namespace) -> Findings:
+    """Race after race until all are run or the time is up; each is told as it ends."""
+    deadline = time.monotonic() + chosen.seconds
+    clock = Clock(device)
+    ceiling = measured_ceiling(clock)
+    figures: list[Figure] = []
+    absent: dict[str, str] = {}
+    left_out = []
+    for case in cases:
+        for size in sizes_of(case, device, chosen.quick):
+            if time.monotonic() > deadline:
+                left_out.append(f"{case.name}, {size.rows} x {size.width}")
+                continue
+            found, missing = run(case, size, clock, ceiling, chosen.repeats)
+            figures += found
+            absent |= {name: why for name, why in missing.items() if name not in absent}
+            for figure in found:
+                print(told(figure), flush=True)
+    return Findings(figures, absent, left_out, ceiling, device)
+
+
+def told(figure: Figure) -> str:
+    """A figure as a line."""
+    result = figure.failure if figure.share is None else f"{figure.share:.0%} of the ceiling"
+    place = f"{figure.case}, {figure.rows} x {figure.width}, {figure.direction}"
+    return f"{place:<60}{figure.contestant:<15}{result}"
+
+
+def arguments(names: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ops", nargs="+", choices=names, default=names, metavar="OP", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="one size of each op")
+    parser.add_argument(
+        "--seconds", type=float, help="start no race later than this; 170 with --quick, else unlimited"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="rounds, of which the median counts")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        type=Path,
+        const=RESULTS,
+        metavar="FOLDER",
+        help="write kernels_<device>.md; without a folder to benchmarks/results",
+    )
+    found = parser.parse_args()
+    if found.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU is visible to torch; --device cpu tries the script at tiny sizes")
+    if found.seconds is None:
+        found.seconds = QUICK_SECONDS if found.quick else float("inf")
+    return found
+
+
+def main() -> None:
+    """Measure, print the tables, end with JSON if asked to."""
+    chosen = arguments(list(dict.fromkeys(case.op for case in CASES)))
+    device = torch.device(chosen.device)
+    cases = [case for case in CASES if case.op in chosen.ops]
+    if device.type != "cuda":
+        print(MEANINGLESS)
+    findings = measure(cases, device, chosen)
+    text = document(findings, cases)
+    print(text)
+    if chosen.write is not None:
+        print(f"written to {write(text, chosen.write, device)}")
+    if chosen.json:
+        facts = {
+            "benchmark": "kernel_speed",
+            "device": chosen.device,
+            "torch": torch.__version__,
+            "copy_bytes_per_second": findings.ceiling.copy,
+            "product_flops_per_second": findings.ceiling.product,
+            "summary": summary(findings, cases),
+            "absent": findings.absent,
+            "left_out": findings.left_out,
+            "figures": [asdict(figure) for figure in findings.figures],
+        }
+        print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Softmax of attention scores, and the product before it."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .case import QUICK, TINY, Aim, Case, Draw, Entry, Size, Traffic, Work, grid
+
+SCALE = 0.125
+HEAD = 128
+AIM = Aim(0.90, 0.85)
+SIZES = grid([4096, 32768], [1024, 2048, 4096, 8192, 16384])
+SQUARE = grid([32768], [1024, 2048, 4096, 8192, 16384])
+SEEN_OF_PADDED = 0.75
+
+
+def _seen(length: int, device: torch.device) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def _plain_inputs(size: Size, draw: Draw) -> list[Tensor]:
+    return [draw.normal(1, 1, size.rows, size.width)]
+
+
+def _causal_inputs(size: Size, draw: Draw) -> list[Tensor]:
+    heads = size.rows // size.width
+    return [draw.normal(1, heads, size.width, size.width), _seen(size.width, draw.device)]
+
+
+def _padded_inputs(size: Size, draw: Draw) -> list[Tensor]:
+    seen = torch.arange(size.width, device=draw.device) < int(SEEN_OF_PADDED * size.width)
+    return [draw.normal(1, 1, size.rows, size.width), seen.view(1, 1, 1, -1)]
+
+
+def _plain(module: ModuleType) -> Entry:
+    return Entry(lambda scores: module.forward(scores, None, SCALE, False, None))
+
+
+def _causal(module: ModuleType) -> Entry:
+    return Entry(lambda scores, seen: module.forward(scores, None, SCALE, True, None))
+
+
+def _padded(module: ModuleType) -> Entry:
+    return Entry(lambda scores, seen: module.forward(scores, seen, SCALE, False, None))
+
+
+def _torch_softmax(scores: Tensor, seen: Tensor | None = None) -> Tensor:
+    scaled = scores * SCALE
+    if seen is not None:
+        scaled = scaled.masked_fill(~seen, -torch.inf)
+    return torch.softmax(scaled, dim=-1)
+
+
+def _liger_softmax() -> Entry:
+    """Without the scale, which Liger's does not take."""
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return Entry(LigerSoftmaxFunction.apply)
+
+
+def _products(size: Size, draw: Draw) -> list[Tensor]:
+    heads = size.rows // size.width
+    query, key = (draw.normal(heads, size.width, HEAD) for _ in range(2))
+    return [query, key, _seen(size.width, draw.device)]
+
+
+def _probabilities(module: ModuleType) -> Entry:
+    return Entry(lambda query, key, seen: module.apply(query, key, SCALE, None))
+
+
+def _torch_probabilities(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
+    return _torch_softmax(query @ key.transpose(1, 2), seen)
+
+
+def _probabilities_work(size: Size, itemsize: int) -> tuple[Work, Work]:
+    """Weights out; their gradient and they in. Beside them query and key, three times with their gradients."""
+    weights, heads = size.elements * itemsize, 2 * size.rows * HEAD * itemsize
+    return Work(weights + heads), Work(3 * weights + 3 * heads)
+
+
+def _softmax_case(
+    form: str,
+    sizes: list[Size],
+    inputs: Callable[[Size, Draw], list[Tensor]],
+    seen: float,
+    ours: Callable[[ModuleType], Entry],
+    liger: Callable[[], Entry] | None = None,
+) -> Case:
+    """seen: share of the scores that are read. The backward knows no mask: it reads two tensors and writes one."""
+    quick = sizes[len(sizes) // 2] if form == "causal" else QUICK
+    tiny = Size(64, 64) if form == "causal" else TINY
+    traffic = Traffic(1 + seen, 3)
+    return Case("softmax", form, sizes, quick, tiny, inputs, traffic.work, ours, Entry(_torch_softmax), liger, aim=AIM)
+
+
+CASES = [
+    _softmax_case("plain", SIZES, _plain_inputs, 1.0, _plain, _liger_softmax),
+    _softmax_case("causal", SQUARE, _causal_inputs, 0.5, _causal),
+    _softmax_case("padded", SIZES, _padded_inputs, SEEN_OF_PADDED, _padded),
+    Case(
+        "attention_probabilities",
+        "",
+        SQUARE,
+        Size(32768, 4096),
+        Size(64, 64),
+        _products,
+        _probabilities_work,
+        _probabilities,
+        Entry(_torch_probabilities),
+    ),
+]

@@ -1,0 +1,92 @@
+"""What the optimizer does on flat buffers."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megapipe.kernels.reference import adamw as reference_adamw
+from megapipe.kernels.reference.adamw import Coefficients
+
+from .case import Case, Draw, Entry, Size, Work, grid
+
+SIZES = grid([1], [1 << 26, 1 << 28])
+QUICK, TINY = SIZES[0], Size(1, 4096)
+UPDATE = Coefficients(step=3, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
+
+
+def _buffers(size: Size, draw: Draw) -> list[Tensor]:
+    """Master, gradient, first and second moment in fp32, and the bf16 copy that computes."""
+    wide = [draw.normal(size.width, dtype=torch.float32, leaf=False) for _ in range(4)]
+    return [*wide[:3], wide[3].abs_(), wide[0].bfloat16()]
+
+
+def _adamw(module: ModuleType) -> Entry:
+    def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, parameter: Tensor) -> None:
+        module.step(master, gradient, first, second, UPDATE, parameter=parameter)
+
+    return Entry(step)
+
+
+def _with_step(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [*inputs, torch.tensor(float(UPDATE.step - 1), device=inputs[0].device)]
+
+
+@torch.no_grad()
+def _torch_adamw(
+    master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, parameter: Tensor, step: Tensor
+) -> None:
+    adamw(
+        [master],
+        [gradient],
+        [first],
+        [second],
+        [],
+        [step],
+        fused=True,
+        amsgrad=False,
+        beta1=UPDATE.beta1,
+        beta2=UPDATE.beta2,
+        lr=UPDATE.learning_rate,
+        weight_decay=UPDATE.weight_decay,
+        eps=UPDATE.epsilon,
+        maximize=False,
+    )
+    parameter.copy_(master)
+
+
+def _squared_norm(module: ModuleType) -> Entry:
+    return Entry(module.squared_norm)
+
+
+def _torch_squared_norm(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values).square()
+
+
+CASES = [
+    Case(
+        "adamw",
+        "fp32, bf16 copy",
+        SIZES,
+        QUICK,
+        TINY,
+        _buffers,
+        lambda size, itemsize: (Work(30.0 * size.elements), None),  # four read, three and the copy written
+        _adamw,
+        Entry(_torch_adamw, prepare=_with_step),
+        compiled=_adamw(reference_adamw),  # elementwise, so that the compiler can make one kernel of it
+    ),
+    Case(
+        "gradient_norm",
+        "fp32",
+        SIZES,
+        QUICK,
+        TINY,
+        lambda size, draw: [draw.normal(size.width, dtype=torch.float32, leaf=False)],
+        lambda size, itemsize: (Work(4.0 * size.elements), None),
+        _squared_norm,
+        Entry(_torch_squared_norm),
+    ),
+]

@@ -1,0 +1,12 @@
+"""Every race: at least one for each op of the registry, those with an aim first, should the time be up."""
+
+from . import attention_cases, buffer_cases, elementwise_cases, loss_cases, norm_cases
+from .case import Case
+
+CASES: list[Case] = [
+    *norm_cases.CASES,
+    *attention_cases.CASES,
+    *loss_cases.CASES,
+    *elementwise_cases.CASES,
+    *buffer_cases.CASES,
+]

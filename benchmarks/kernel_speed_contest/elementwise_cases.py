@@ -1,0 +1,148 @@
+"""Activations, positions and dropout."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .case import HIDDEN, QUICK, TINY, Aim, Case, Draw, Entry, Size, Traffic
+
+DROPOUT = 0.1
+HEAD = 128
+
+
+def _rows(size: Size, draw: Draw) -> list[Tensor]:
+    return [draw.normal(size.rows, size.width)]
+
+
+def _rows_and_bias(size: Size, draw: Draw) -> list[Tensor]:
+    return [draw.normal(size.rows, size.width), draw.normal(size.width)]
+
+
+def _gelu(module: ModuleType) -> Entry:
+    return Entry(lambda x: module.apply(x, "tanh"))
+
+
+def _bias_gelu(module: ModuleType) -> Entry:
+    return Entry(lambda x, bias: module.apply(x, bias, "tanh"))
+
+
+def _swiglu(module: ModuleType) -> Entry:
+    return Entry(module.apply)
+
+
+def _torch_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _apart(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [half.detach().contiguous().requires_grad_() for half in inputs[0].chunk(2, dim=-1)]
+
+
+def _liger_swiglu() -> Entry:
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    return Entry(liger_swiglu, prepare=_apart)
+
+
+def _rotary_inputs(size: Size, draw: Draw) -> list[Tensor]:
+    channels = min(HEAD, size.width)
+    angles = [draw.normal(size.rows, channels // 2, dtype=torch.float32, leaf=False) for _ in range(2)]
+    return [draw.normal(1, size.rows, size.width // channels, channels), *angles]
+
+
+def _rotary(module: ModuleType) -> Entry:
+    return Entry(module.apply)
+
+
+def _torch_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cosine, sine = cosine.unsqueeze(-2), sine.unsqueeze(-2)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+
+
+def _keys(size: Size, draw: Draw) -> Tensor:
+    return draw.below(1 << 30, size.rows, dtype=torch.int32)
+
+
+def _dropout_inputs(size: Size, draw: Draw) -> list[Tensor]:
+    channels = torch.arange(size.width, dtype=torch.int32, device=draw.device)
+    return [draw.normal(size.rows, size.width), _keys(size, draw).unsqueeze(-1), channels]
+
+
+def _dropout(module: ModuleType) -> Entry:
+    return Entry(lambda x, keys, channels: module.apply(x, keys, channels, DROPOUT))
+
+
+def _residual_inputs(size: Size, draw: Draw) -> list[Tensor]:
+    x, residual = draw.normal(size.rows, size.width), draw.normal(size.rows, size.width)
+    return [x, draw.normal(size.width), residual, _keys(size, draw)]
+
+
+def _dropout_residual(module: ModuleType) -> Entry:
+    return Entry(lambda x, bias, residual, keys: module.apply(x, bias, residual, keys, DROPOUT))
+
+
+CASES = [
+    Case(
+        "swiglu",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        lambda size, draw: [draw.normal(size.rows, 2 * size.width)],
+        Traffic(3, 5).work,  # gate and up in, result out; its gradient, gate and up in, two gradients out
+        _swiglu,
+        Entry(_torch_swiglu),
+        _liger_swiglu,
+        aim=Aim(0.90, 0.85),
+    ),
+    Case(
+        "gelu",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        _rows,
+        Traffic(2, 3).work,
+        _gelu,
+        Entry(lambda x: functional.gelu(x, approximate="tanh")),
+    ),
+    Case(
+        "bias_gelu",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        _rows_and_bias,
+        Traffic(2, 3).work,
+        _bias_gelu,
+        Entry(lambda x, bias: functional.gelu(x + bias, approximate="tanh")),
+    ),
+    Case("rotary", "", HIDDEN, QUICK, TINY, _rotary_inputs, Traffic(2, 2).work, _rotary, Entry(_torch_rotary)),
+    Case(
+        "dropout",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        _dropout_inputs,
+        Traffic(2, 2).work,
+        _dropout,
+        Entry(lambda x, keys, channels: functional.dropout(x, DROPOUT)),
+    ),
+    Case(
+        "bias_dropout_residual",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        _residual_inputs,
+        Traffic(3, 2).work,  # the residual's gradient is the result's
+        _dropout_residual,
+        Entry(lambda x, bias, residual, keys: residual + functional.dropout(x + bias, DROPOUT)),
+    ),
+]

@@ -1,0 +1,115 @@
+"""Cross entropy of logits, and of the output projection's input."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .case import Aim, Case, Draw, Entry, Size, Traffic, Work, grid
+
+HIDDEN_SIZE = 4096
+VOCABULARIES = [32768, 131072, 262144]
+
+
+def _labels(size: Size, draw: Draw) -> list[Tensor]:
+    """Labels, and that all of them belong to this rank."""
+    return [
+        draw.below(size.width, size.rows),
+        torch.ones(size.rows, dtype=torch.bool, device=draw.device),
+    ]
+
+
+def _logits(size: Size, draw: Draw) -> list[Tensor]:
+    return [draw.normal(size.rows, size.width), *_labels(size, draw)]
+
+
+@torch.no_grad()
+def _in_place(module: ModuleType, logits: Tensor, labels: Tensor, owned: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits become their gradient."""
+    return module.statistics_and_gradient(logits, labels, owned), logits
+
+
+def _cross_entropy(module: ModuleType) -> Entry:
+    return Entry(module.statistics, lambda *inputs: _in_place(module, *inputs))
+
+
+def _torch_cross_entropy(logits: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def _liger_cross_entropy() -> Entry:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return Entry(lambda logits, labels, owned: liger_cross_entropy(logits, labels, reduction="sum"))
+
+
+def _projected(size: Size, draw: Draw) -> list[Tensor]:
+    scale = HIDDEN_SIZE**-0.5
+    weight = (draw.normal(size.width, HIDDEN_SIZE, leaf=False) * scale).requires_grad_()
+    return [draw.normal(size.rows, HIDDEN_SIZE), weight, *_labels(size, draw)]
+
+
+@torch.no_grad()
+def _projection_and_gradients(
+    module: ModuleType, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `megapipe.layers.cross_entropy` goes about it: the logits' gradient is kept, two products follow."""
+    statistics, gradient = module.statistics_and_gradient(x, weight, labels, owned, weight.shape[0], True)
+    return statistics, gradient @ weight, gradient.t() @ x
+
+
+def _linear_cross_entropy(module: ModuleType) -> Entry:
+    def forward(x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
+        return module.statistics(x, weight, labels, owned, weight.shape[0])
+
+    return Entry(forward, lambda *inputs: _projection_and_gradients(module, *inputs))
+
+
+def _torch_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
+    return functional.cross_entropy((x @ weight.t()).float(), labels, reduction="sum")
+
+
+def _liger_linear_cross_entropy() -> Entry:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    def forward(x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
+        return liger_fused_linear_cross_entropy(x, weight, labels, reduction="sum")
+
+    return Entry(forward)
+
+
+def _projection_work(size: Size, itemsize: int) -> tuple[Work, Work]:
+    """One product, and two more; x and weight in, and their gradients out. No logits need ever be in memory."""
+    product = 2.0 * size.elements * HIDDEN_SIZE
+    operands = (size.rows + size.width) * HIDDEN_SIZE * itemsize
+    return Work(operands, product), Work(2 * operands, 3 * product)
+
+
+CASES = [
+    Case(
+        "cross_entropy",
+        "",
+        grid([4096, 8192], VOCABULARIES),
+        Size(4096, 131072),
+        Size(16, 512),
+        _logits,
+        Traffic(1, 1).work,  # logits in; with the backward, their gradient out in their place
+        _cross_entropy,
+        Entry(_torch_cross_entropy),
+        _liger_cross_entropy,
+        aim=Aim(0.80, 0.80),
+    ),
+    Case(
+        "linear_cross_entropy",
+        f"hidden {HIDDEN_SIZE}",
+        grid([8192], VOCABULARIES[:2]),
+        Size(4096, 32768),
+        Size(4, 64),
+        _projected,
+        _projection_work,
+        _linear_cross_entropy,
+        Entry(_torch_linear_cross_entropy),
+        _liger_linear_cross_entropy,
+    ),
+]

@@ -1,0 +1,181 @@
+"""One op at one size: all contestants on the same inputs, in turns."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import REFERENCE, KernelError
+
+from .case import Case, Draw, Entry, Size, Work
+from .clock import Ceiling, Clock
+
+FORWARD, BOTH = "forward", "forward+backward"
+BACKENDS = ("triton", "cuda", "apex")
+TORCH, COMPILED, LIGER = "torch", "torch.compile", "Liger"
+CONTESTANTS = (*BACKENDS, REFERENCE, TORCH, COMPILED, LIGER)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement. bytes, flops: what the op has to move and multiply. seconds, share: None where it failed.
+
+    share: of the ceiling, that is the least time by the device's measured speed over the time taken.
+    """
+
+    case: str
+    op: str
+    rows: int
+    width: int
+    direction: str
+    contestant: str
+    bytes: float
+    flops: float
+    seconds: float | None
+    share: float | None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Field:
+    """Contestants by name, and why others are not among them."""
+
+    entries: dict[str, Entry]
+    absent: dict[str, str]
+
+
+def field(case: Case, size: Size, inputs: Sequence[Tensor]) -> Field:
+    """Everyone who can run the case on this device. The reference stands in for kernels where there are none."""
+    device, dtype, width = inputs[0].device.type, inputs[0].dtype, inputs[0].shape[-1]
+    entries, absent = {}, {}
+    for backend in BACKENDS if device == "cuda" else (*BACKENDS, REFERENCE):
+        try:
+            ops = OPS.with_overrides({case.op: backend})
+        except KernelError:
+            continue  # the op has no such backend
+        try:
+            ops.choice(case.op, device, dtype, width)
+        except KernelError as error:
+            absent[backend] = str(error).partition(f"{backend}: ")[2].partition(". Remove")[0]
+            continue
+        entries[backend] = case.ours(ops.pick(case.op, inputs[0]))
+    entries[TORCH] = case.torch
+    if device == "cuda":
+        entries[COMPILED] = _compiled(case.compiled or case.torch)
+        if case.liger is not None:
+            try:
+                entries[LIGER] = case.liger()
+            except (ImportError, AttributeError) as error:
+                absent[LIGER] = str(error)
+    return Field(entries, absent)
+
+
+def run(case: Case, size: Size, clock: Clock, ceiling: Ceiling, repeats: int) -> tuple[list[Figure], dict[str, str]]:
+    """(figures of all contestants, why others are missing)."""
+    torch.compiler.reset()  # or it gives up compiling after a few sizes
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()  # sizes differ by a factor of a hundred
+    dtype = torch.bfloat16
+    forward, both = case.work(size, dtype.itemsize)
+    sets = [case.draw(size, Draw(clock.device, dtype, seed)) for seed in range(clock.copies(forward.bytes))]
+    contestants = field(case, size, sets[0])
+    figures = _measured(case, size, FORWARD, forward, _forward_calls(contestants.entries, sets), clock, repeats)
+    if both is not None:
+        figures += _measured(case, size, BOTH, both, _both_calls(contestants.entries, sets), clock, repeats)
+    return [_with_share(figure, ceiling) for figure in figures], contestants.absent
+
+
+def gradients_of(entry: Entry, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> tuple[object, object]:
+    """(results, gradients of the inputs that want them) by autograd, for the gradients `results` of the results."""
+    outputs = entry.forward(*inputs)
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    return outputs, torch.autograd.grad(_as_tuple(outputs), leaves, results or None)
+
+
+def result_gradients(entry: Entry, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Normal gradients for the results of an entry, or 1 for a loss."""
+    with torch.no_grad():
+        outputs = _as_tuple(entry.forward(*inputs))
+    generator = torch.Generator(outputs[0].device).manual_seed(seed)
+    return [
+        torch.empty_like(output).normal_(generator=generator) if output.dim() else torch.ones_like(output)
+        for output in outputs
+    ]
+
+
+def _compiled(entry: Entry) -> Entry:
+    return Entry(torch.compile(entry.forward, dynamic=False), prepare=entry.prepare)
+
+
+def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)  # type: ignore[call-overload]
+
+
+Calls = Callable[[], list[Callable[[], object]]]
+
+
+def _forward_calls(entries: dict[str, Entry], sets: Sequence[Sequence[Tensor]]) -> dict[str, Calls]:
+    def calls(entry: Entry) -> list[Callable[[], object]]:
+        prepared = [entry.prepare(inputs) for inputs in sets]
+        return [torch.no_grad()(lambda given=given: entry.forward(*given)) for given in prepared]
+
+    return {name: (lambda entry=entry: calls(entry)) for name, entry in entries.items()}
+
+
+def _both_calls(entries: dict[str, Entry], sets: Sequence[Sequence[Tensor]]) -> dict[str, Calls]:
+    reference = entries[TORCH]
+    gradients = [result_gradients(reference, inputs, seed) for seed, inputs in enumerate(sets)]
+
+    def calls(entry: Entry) -> list[Callable[[], object]]:
+        prepared = [entry.prepare(inputs) for inputs in sets]
+        if entry.both is not None:
+            return [lambda given=given: entry.both(*given) for given in prepared]  # type: ignore[misc]
+        return [
+            lambda given=given, of_results=of_results: gradients_of(entry, given, of_results)
+            for given, of_results in zip(prepared, gradients, strict=True)
+        ]
+
+    return {name: (lambda entry=entry: calls(entry)) for name, entry in entries.items()}
+
+
+def _measured(
+    case: Case, size: Size, direction: str, work: Work, makers: dict[str, Calls], clock: Clock, repeats: int
+) -> list[Figure]:
+    calls, seconds, failures = {}, {}, {}
+    for key, (name, make) in enumerate(makers.items()):
+        try:
+            made = make()
+            clock.warm_up(made, key)
+        except Exception as error:  # whatever a contestant dies of, the others run on, and the table tells
+            failures[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            continue
+        calls[name], seconds[name] = (made, key), []
+    for _ in range(repeats):
+        for name, (made, key) in calls.items():
+            seconds[name].append(clock.seconds(made, key))
+    return [
+        Figure(
+            case.name,
+            case.op,
+            size.rows,
+            size.width,
+            direction,
+            name,
+            work.bytes,
+            work.flops,
+            statistics.median(seconds[name]) if name in seconds else None,
+            None,
+            failures.get(name),
+        )
+        for name in makers
+    ]
+
+
+def _with_share(figure: Figure, ceiling: Ceiling) -> Figure:
+    if figure.seconds is None:
+        return figure
+    least = ceiling.seconds(Work(figure.bytes, figure.flops))
+    return Figure(**{**vars(figure), "share": least / figure.seconds})

@@ -1,0 +1,168 @@
+"""Figures as Markdown tables, what they say about the aims, and the file of results."""
+
+import datetime
+import importlib.util
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .case import Case
+from .clock import Ceiling
+from .race import BACKENDS, BOTH, COMPILED, CONTESTANTS, FORWARD, Figure
+
+MEANINGLESS = "Taken on a processor at tiny sizes, to try the script: the figures mean nothing."
+EXPLANATION = (
+    "A cell holds GB/s (TFLOP/s where products are the work) and the share of the ceiling: the time that the op's "
+    "predicted bytes take at the device's measured copy speed, or its FLOPs at the speed of a matrix product, over "
+    "the time taken. Predicted bytes are what the op reads and writes by its definition, whatever a contestant moves. "
+    "Medians; contestants take turns; caches are cold; the host's time does not count."
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a run found. absent: contestant -> why it did not run; left_out: cases for which time was up."""
+
+    figures: Sequence[Figure]
+    absent: dict[str, str]
+    left_out: Sequence[str]
+    ceiling: Ceiling
+    device: torch.device
+
+
+def document(findings: Findings, cases: Sequence[Case]) -> str:
+    """The whole result in Markdown."""
+    parts = [
+        f"# Kernel speed on {device_name(findings.device)}",
+        f"{datetime.date.today()}, {versions()}. `{command()}`",
+        f"Ceiling, measured: {findings.ceiling}.",
+        *([MEANINGLESS] if findings.device.type != "cuda" else []),
+        EXPLANATION,
+    ]
+    for direction in (FORWARD, BOTH):
+        chosen = [figure for figure in findings.figures if figure.direction == direction]
+        if chosen:
+            parts += [f"## {direction.replace('+', ' and ').capitalize()}", table(chosen)]
+    parts.append("## Against the aims\n\n" + "\n".join(f"- {line}" for line in verdicts(findings, cases)))
+    failures = [figure for figure in findings.figures if figure.failure is not None]
+    notes = [f"- {name} did not run: {why}" for name, why in sorted(findings.absent.items())]
+    notes += [f"- {figure.contestant} failed at {_place(figure)}: {figure.failure}" for figure in failures]
+    notes += [f"- time was up before {name}" for name in findings.left_out]
+    return "\n\n".join([*parts, *(["## Not measured\n\n" + "\n".join(notes)] if notes else [])]) + "\n"
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """One row a case and size, one column a contestant."""
+    present = {figure.contestant for figure in figures}
+    names = [name for name in CONTESTANTS if name in present]
+    races: dict[tuple[str, int, int], dict[str, Figure]] = {}
+    for figure in figures:
+        races.setdefault((figure.case, figure.rows, figure.width), {})[figure.contestant] = figure
+    lines = ["| op | rows x width | predicted MB | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
+    for (case, rows, width), cells in races.items():
+        size = next(iter(cells.values())).bytes / 1e6
+        row = [case, f"{rows} x {width}", f"{size:,.4g}", *(_cell(cells.get(name)) for name in names)]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def verdicts(findings: Findings, cases: Sequence[Case]) -> list[str]:
+    """Where an aim was missed, or torch.compile was faster; one line for all where nothing is to be said."""
+    aims = {case.name: case.aim for case in cases if case.aim is not None}
+    missed, judged = [], 0
+    for figure, compiled in _best_of_ours(findings.figures):
+        assert figure.share is not None
+        judged += 1
+        aim = aims.get(figure.case)
+        least = 0.0 if aim is None else aim.forward if figure.direction == FORWARD else aim.both
+        if figure.share < least:
+            missed.append(f"{_place(figure)}: {figure.share:.0%} of the ceiling, the aim is {least:.0%}")
+        if compiled is not None and compiled < figure.seconds:
+            missed.append(f"{_place(figure)}: torch.compile takes {compiled / figure.seconds:.0%} of our time")
+    return missed or [f"all {judged} measurements meet them" if judged else "no kernel of ours was measured"]
+
+
+def summary(findings: Findings, cases: Sequence[Case]) -> str:
+    """One line for a table of many benchmarks."""
+    ours = [figure.share for figure, _ in _best_of_ours(findings.figures) if figure.share is not None]
+    if not ours:
+        return "no kernel of ours was measured"
+    middle = sorted(ours)[len(ours) // 2]
+    lines = verdicts(findings, cases)
+    count = 0 if lines[0].startswith("all ") else len(lines)
+    late = f", {len(findings.left_out)} left out" if findings.left_out else ""
+    return f"{len(ours)} measurements, median {middle:.0%} of the ceiling, {count} misses{late}"
+
+
+def write(text: str, folder: Path, device: torch.device) -> Path:
+    """kernels_<device>.md in the folder."""
+    name = re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")
+    path = folder / f"kernels_{name}.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's own name, or `CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def versions() -> str:
+    """Of Python, torch, CUDA and the libraries that contestants come from."""
+    found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    if torch.version.cuda:
+        found.append(f"CUDA {torch.version.cuda}")
+    for name in ("triton", "liger_kernel"):
+        if importlib.util.find_spec(name) is not None:
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:  # builds of triton that come with torch go by another name
+                found.append(name)
+    return ", ".join(found)
+
+
+def command() -> str:
+    """This program's command line, as it is typed in the repository's root."""
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def _best_of_ours(figures: Sequence[Figure]) -> list[tuple[Figure, float | None]]:
+    """Our fastest backend of each race with torch.compile's seconds; apex is not ours, nor is the reference."""
+    races: dict[tuple[str, int, int, str], dict[str, Figure]] = {}
+    for figure in figures:
+        if figure.seconds is not None:
+            key = (figure.case, figure.rows, figure.width, figure.direction)
+            races.setdefault(key, {})[figure.contestant] = figure
+    found = []
+    for race in races.values():
+        ours = [race[name] for name in BACKENDS[:2] if name in race]
+        if ours:
+            compiled = race.get(COMPILED)
+            fastest = min(ours, key=lambda figure: figure.seconds or 0.0)
+            found.append((fastest, None if compiled is None else compiled.seconds))
+    return found
+
+
+def _place(figure: Figure) -> str:
+    return f"{figure.case}, {figure.rows} x {figure.width}, {figure.direction}"
+
+
+def _cell(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    if figure.seconds is None or figure.share is None:
+        return "failed"
+    rate = f"{figure.flops / figure.seconds / 1e12:,.3g} T" if figure.flops else _gigabytes(figure)
+    return f"{rate} ({figure.share:.0%})"
+
+
+def _gigabytes(figure: Figure) -> str:
+    assert figure.seconds is not None
+    return f"{figure.bytes / figure.seconds / 1e9:,.4g}"

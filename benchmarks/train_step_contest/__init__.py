@@ -1,0 +1,1 @@
+"""Contestants and measures of benchmarks/train_step.py."""

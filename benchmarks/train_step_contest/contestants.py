@@ -1,0 +1,164 @@
+"""One training step of each contestant: the same size, dtype, micro-batches, gradient clip and AdamW."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from plain_gpt import PlainGpt, Shape
+from torch import Tensor, nn
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig, TrainingConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.step import StepInput
+from megapipe.layers.context import MicrobatchContext
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.training.replica import Replica
+
+from .models import Training
+
+Step = Callable[[], None]
+Loss = Callable[[Tensor, Tensor], Tensor]
+Batches = Sequence[tuple[Tensor, Tensor]]
+
+LEARNING_RATE, CLIP, BETAS, DECAY = 1e-4, 1.0, (0.9, 0.95), 0.1
+OURS = "megapipe"
+CAN_COMPILE = "compile" in {field.name for field in fields(TrainingConfig)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contestants share. precision: `fp32` or `bf16`. compiled: peers go through torch.compile."""
+
+    training: Training
+    precision: str
+    device: torch.device
+    compiled: bool
+
+    def batches(self) -> Batches:
+        """(tokens, labels) of every micro-batch, the same for all contestants."""
+        shape = self.training.shape
+        size = (self.training.num_microbatches, self.training.micro_size, shape.sequence_length + 1)
+        tokens = torch.randint(shape.vocabulary_size, size, generator=torch.Generator().manual_seed(0))
+        return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in tokens.to(self.device)]
+
+
+def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
+    """Name -> what builds its step."""
+    behind = ", compiled" if setting.compiled else ""
+    found = {OURS: lambda: megapipe_step(connected_mesh(MeshShape({}), setting.device), setting, compiled=False)}
+    if setting.compiled and CAN_COMPILE:
+        found[f"{OURS}, compiled"] = lambda: megapipe_step(
+            connected_mesh(MeshShape({}), setting.device), setting, compiled=True
+        )
+    found[f"plain torch{behind}"] = lambda: _plain(setting)
+    found[f"transformers{behind}"] = lambda: _hugging_face(setting)
+    return found
+
+
+def configuration(setting: Setting, pipeline: int, compiled: bool) -> PretrainConfig:
+    """The megapipe run that equals the peers'."""
+    training, shape = setting.training, setting.training.shape
+    config = PretrainConfig(
+        model=ModelConfig(
+            vocabulary_size=shape.vocabulary_size,
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            max_positions=shape.sequence_length,
+        )
+    )
+    config.data = replace(config.data, prefix="unused", sequence_length=shape.sequence_length)
+    global_size = training.micro_size * training.num_microbatches
+    config.batch = replace(config.batch, global_size=global_size, micro_size=training.micro_size)
+    config.parallel = replace(config.parallel, pipeline=pipeline, device=setting.device.type)
+    # Named by a dictionary, since not every version of the configuration has the field (CAN_COMPILE).
+    config.training = replace(config.training, precision=setting.precision, **({"compile": True} if compiled else {}))
+    return config
+
+
+def megapipe_step(mesh: Mesh, setting: Setting, compiled: bool) -> Step:
+    """A step of this rank's part of megapipe. compiled: each block goes through torch.compile."""
+    config = configuration(setting, mesh.size("pipeline"), compiled)
+    replica = Replica(config, mesh, gpt_layers(config.model))
+    contexts = [
+        MicrobatchContext(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=torch.ones(labels.shape, device=mesh.device),
+            ordinals=torch.arange(len(tokens)),
+        )
+        for tokens, labels in setting.batches()
+    ]
+    counts = [float(context.loss_mask.numel()) for context in contexts if context.loss_mask is not None]
+    steps = iter(range(10**9))
+
+    def step() -> None:
+        replica.engine.run(StepInput(next(steps), contexts, counts, LEARNING_RATE))
+
+    return step
+
+
+def _plain(setting: Setting) -> Step:
+    model = PlainGpt(setting.training.shape).to(setting.device)
+    return _peer_step(model, model, setting)
+
+
+def _peer_step(model: nn.Module, loss: Loss, setting: Setting) -> Step:
+    """A step as a user's own loop takes it: accumulate, clip, AdamW with torch's fused kernel.
+
+    bf16 keeps fp32 weights and computes under autocast, the usual way.
+    """
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        fused=True,
+    )
+    batches, half = setting.batches(), setting.precision == "bf16"
+    taken: Loss = torch.compile(loss) if setting.compiled else loss
+
+    def step() -> None:
+        for tokens, labels in batches:
+            with torch.autocast(setting.device.type, dtype=torch.bfloat16, enabled=half):
+                value = taken(tokens, labels)
+            (value / len(batches)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _hugging_face(setting: Setting) -> Step:
+    model = hugging_face_model(setting.training.shape).to(setting.device)
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids=tokens).logits
+        return nn.functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.reshape(-1))
+
+    return _peer_step(model, loss, setting)
+
+
+def hugging_face_model(shape: Shape) -> nn.Module:
+    """GPT2LMHeadModel with exact GELU, no dropout, and its faster attention."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=shape.vocabulary_size,
+        n_positions=shape.sequence_length,
+        n_embd=shape.hidden_size,
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        bos_token_id=None,
+        eos_token_id=None,
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)

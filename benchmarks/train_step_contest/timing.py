@@ -1,0 +1,115 @@
+"""Seconds of steps, in turns or one contestant after the other, and what they come to."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .contestants import OURS, Step
+
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second: the median, and the interval from the slowest to the fastest quarter. mfu: at the median."""
+
+    tokens_per_second: float
+    lower_quartile: float
+    upper_quartile: float
+    mfu: float | None
+
+
+def timed(step: Step, device: torch.device) -> float:
+    """Seconds of one step."""
+    _synchronize(device)
+    start = time.perf_counter()
+    step()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def in_turns(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Seconds by contestant; rounds of warm-up are not counted, and the order turns from round to round.
+
+    A change of the machine's load then meets all of them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for round_ in range(repeats + WARM_UP):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            elapsed = contestants[name]()
+            if round_ >= WARM_UP:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def one_by_one(
+    contestants: Mapping[str, Callable[[], Step]], device: torch.device, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """(seconds by contestant, why others failed). Each has the device's memory to itself."""
+    seconds, failures = {}, {}
+    for name, build in contestants.items():
+        try:
+            seconds[name] = _alone(build, device, repeats)
+        except Exception as error:  # whatever one dies of, memory or a missing library, the others run on
+            failures[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        told = failures.get(name) or f"{statistics.median(seconds[name]):.4g} s a step"
+        print(f"  {name}: {told}", flush=True)
+    return seconds, failures
+
+
+def rates(
+    seconds: Mapping[str, list[float]], num_tokens: int, mfu: Callable[[float], float | None]
+) -> dict[str, Rate]:
+    """mfu: of the seconds of a step."""
+    found = {}
+    for name, values in seconds.items():
+        quarters, middle = statistics.quantiles(values, n=4), statistics.median(values)
+        share = mfu(middle)
+        found[name] = Rate(
+            round(num_tokens / middle, 1),
+            round(num_tokens / quarters[2], 1),
+            round(num_tokens / quarters[0], 1),
+            None if share is None else round(share, 4),
+        )
+    return found
+
+
+def show(title: str, found: Mapping[str, Rate]) -> None:
+    """Print a table."""
+    print(title)
+    for name, rate in found.items():
+        interval = f"({rate.lower_quartile:,.0f} to {rate.upper_quartile:,.0f})"
+        mfu = "" if rate.mfu is None else f"  MFU {rate.mfu:.1%}"
+        print(f"  {name:<26}{rate.tokens_per_second:>12,.0f} tokens/s  {interval}{mfu}")
+
+
+def ratio_to_best_peer(seconds: Mapping[str, list[float]]) -> float | None:
+    """Median over rounds of (the fastest peer's seconds / ours, at our fastest): above 1, we are faster."""
+    ours = [values for name, values in seconds.items() if name.startswith(OURS)]
+    peers = [values for name, values in seconds.items() if not name.startswith(OURS)]
+    return paired_ratio(ours, peers) if ours and peers else None
+
+
+def paired_ratio(ours: list[list[float]], peers: list[list[float]]) -> float:
+    """Median over rounds of the fastest peer's seconds over our fastest's."""
+    best, own = min(peers, key=statistics.median), min(ours, key=statistics.median)
+    return round(statistics.median(b / o for b, o in zip(best, own, strict=True)), 4)
+
+
+def _alone(build: Callable[[], Step], device: torch.device, repeats: int) -> list[float]:
+    torch.compiler.reset()
+    step = build()
+    return [timed(step, device) for _ in range(repeats + WARM_UP)][WARM_UP:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
