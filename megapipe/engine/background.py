@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch
 
+Found = TypeVar("Found")
 Result = TypeVar("Result")
 
 
@@ -15,6 +16,32 @@ def run_now(function: Callable[[], Result]) -> Future[Result]:
     future: Future[Result] = Future()
     future.set_result(function())
     return future
+
+
+class Turns:
+    """Runs functions on threads of their own, and what they do with other ranks in the order they were started in.
+
+    Two sums may be under way on one rank and in another order on another, where nothing else keeps them apart.
+    """
+
+    def __init__(self) -> None:
+        self._last: Future[object] | None = None
+
+    def run_beside(
+        self, find: Callable[[], Found], share: Callable[[Found], Result], device: torch.device
+    ) -> Future[Result]:
+        """Start `share(find())`; `share` runs behind that of every earlier call. As `run_beside` otherwise."""
+        before = self._last
+
+        def run() -> Result:
+            found = find()
+            if before is not None:
+                wait([before])
+            return share(found)
+
+        future = run_beside(run, device)
+        self._last = future  # type: ignore[assignment]
+        return future
 
 
 def run_beside(function: Callable[[], Result], device: torch.device) -> Future[Result]:

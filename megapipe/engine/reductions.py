@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megapipe.engine.background import run_beside, run_now
+from megapipe.engine.background import Turns, run_now
 from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
 from megapipe.parallel.norms import add_squared_norms, name_positions
@@ -84,6 +84,7 @@ class Reductions:
         self._optimizer = optimizer
         self._device = device
         self._hidden = hidden
+        self._turns = Turns()
         self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
         self._one = torch.ones((), device=device)
 
@@ -120,12 +121,14 @@ class Reductions:
         """Start to find the global loss, the canonical norm and the clip coefficient. update: the step's last one."""
         if not self._hidden:
             step.scalars = run_now(lambda: self._shared(step, self._local_scalars(step, update)))
-        elif step.updates == 1:
-            step.scalars = run_beside(lambda: self._shared(step, self._local_scalars(step, update)), self._device)
-        else:
-            # The last update comes right behind and clears the gradients.
-            scalars = self._local_scalars(step, update)
-            step.scalars = run_beside(lambda: self._shared(step, scalars), self._device)
+            return
+        # Of several updates the last one comes right behind, and clears the gradients.
+        at_once = self._local_scalars(step, update) if step.updates > 1 else None
+
+        def find() -> Tensor:
+            return self._local_scalars(step, update) if at_once is None else at_once
+
+        step.scalars = self._turns.run_beside(find, lambda scalars: self._shared(step, scalars), self._device)
 
     def update(self, step: StepState, states: Sequence[UnitState], version: int, update: int) -> None:
         """Optimizer step of `states`, or a mere copy of their weights when the gradients were not finite.

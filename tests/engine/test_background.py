@@ -1,0 +1,47 @@
+"""What runs beside a rank's actions: on a thread of its own, in turns, its errors where its result is read."""
+
+import threading
+
+import pytest
+import torch
+
+from megapipe.engine.background import Turns, run_beside, run_now
+
+CPU = torch.device("cpu")
+
+
+def test_what_runs_beside_does_not_hold_the_caller() -> None:
+    gate = threading.Event()
+    future = run_beside(lambda: gate.wait(10), CPU)
+    assert not future.done()
+    gate.set()
+    assert future.result(10)
+
+
+def test_errors_come_out_where_results_are_read() -> None:
+    def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        run_beside(fail, CPU).result(10)
+    with pytest.raises(ValueError, match="broken"):
+        run_now(fail)
+
+
+def test_ranks_are_spoken_to_in_the_order_of_the_starts() -> None:
+    """The first one finds late what the second one has at once; it still shares first."""
+    turns, gate, shared = Turns(), threading.Event(), list[str]()
+    first = turns.run_beside(lambda: gate.wait(10), lambda _: shared.append("first"), CPU)
+    second = turns.run_beside(lambda: True, lambda _: shared.append("second"), CPU)
+    assert not second.done()
+    gate.set()
+    first.result(10)
+    second.result(10)
+    assert shared == ["first", "second"]
+
+
+def test_a_turn_that_failed_does_not_hold_the_next_one() -> None:
+    turns = Turns()
+    broken = turns.run_beside(lambda: 1 / 0, lambda _: None, CPU)
+    assert turns.run_beside(lambda: 2, lambda found: found, CPU).result(10) == 2
+    assert isinstance(broken.exception(), ZeroDivisionError)
