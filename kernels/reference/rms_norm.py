@@ -31,8 +31,8 @@ def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tens
     normalised = _wide(x) * rstd
     scaled = _wide(dy) * weight
     mean = (scaled * normalised).mean(-1, keepdim=True)
-    through = (scaled - normalised * mean) * rstd
-    return (through if dx is None else through + dx).to(x.dtype)
+    through = ((scaled - normalised * mean) * rstd).to(x.dtype)
+    return through if dx is None else through + dx
 
 
 def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:

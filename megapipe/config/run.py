@@ -188,6 +188,15 @@ class TrainingConfig:
 
 
 @dataclass(kw_only=True)
+class KernelsConfig:
+    """Which implementation runs each op; the start of a run says what was picked and why."""
+
+    backends: dict[str, str] = field(default_factory=dict)
+    """Op -> the backend that must run it: reference, triton, cuda or apex. Ops left out get the fastest that can run
+    them on the device, in the dtype and of the width at hand."""
+
+
+@dataclass(kw_only=True)
 class EvaluationConfig:
     """Loss and perplexity on the validation split."""
 
@@ -242,6 +251,7 @@ class PretrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

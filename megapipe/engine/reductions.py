@@ -11,7 +11,7 @@ from torch import Tensor
 from megapipe.engine.background import Turns, run_now
 from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
-from megapipe.parallel.norms import add_squared_norms, name_positions
+from megapipe.parallel.norms import SquaredNorm, add_squared_norms, name_positions, squared_norm
 from megapipe.parallel.unit_state import UnitState
 
 
@@ -63,6 +63,7 @@ class Reductions:
         device: torch.device,
         *,
         hidden: bool = False,
+        squared_norm: SquaredNorm = squared_norm,
     ) -> None:
         """Nothing is communicated yet.
 
@@ -70,6 +71,7 @@ class Reductions:
         parameter_names: the whole model's. clip: gradient norm -> coefficient.
         hidden: a step's sums are awaited on a thread beside its actions, for schedules that go on with the next step
         meanwhile; other collectives of this rank may then start before or after, so they need a group of their own.
+        squared_norm: of one parameter's gradient.
 
         Raises ValueError where sums are to be hidden and share the world's group.
         """
@@ -85,6 +87,7 @@ class Reductions:
         self._device = device
         self._hidden = hidden
         self._turns = Turns()
+        self._squared_norm = squared_norm
         self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
         self._one = torch.ones((), device=device)
 
@@ -164,7 +167,7 @@ class Reductions:
         self._await_gradients(step)
         scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
         if self._communicators.counts_norm:
-            add_squared_norms(self._counted_states, self._positions, scalars, update)
+            add_squared_norms(self._counted_states, self._positions, scalars, update, self._squared_norm)
         if self._communicators.counts_loss and step.loss_sums:
             scalars[-1] = torch.stack(step.loss_sums).double().sum()
         return scalars

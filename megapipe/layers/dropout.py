@@ -39,6 +39,11 @@ class Dropout(nn.Module):
         channels = torch.arange(x.shape[2], dtype=torch.int32, device=x.device)
         return self._drop(x, keys, channels)
 
+    def add(self, update: Tensor, residual: Tensor, context: MicrobatchContext) -> Tensor:
+        """Residual [b, s, h] plus an update with channels dropped, for an active dropout."""
+        op = self.kernels.pick("bias_dropout_residual", update)
+        return op.apply(update, None, residual, self._keys(context, update.shape[1]), self.probability)
+
     def drop_attention(self, weights: Tensor, first_head: int, context: MicrobatchContext) -> Tensor:
         """Attention weights [b, heads, s, s] of the global heads from `first_head` on: channel = head * s + key."""
         if not self.active(context):

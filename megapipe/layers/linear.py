@@ -123,6 +123,10 @@ class ColumnParallelLinear(Linear):
         """[..., in] to this rank's [..., out / size], output axes flattened."""
         return self.local_product(copy_to_group(x, self.group), tape, add_bias=True)
 
+    def without_bias(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        """What `forward` gives before the bias, which the caller adds, detached: its gradient is computed here."""
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=False)
+
 
 class RowParallelLinear(Linear):
     """A linear layer whose inputs are shared out: the ranks' products are summed, then the bias is added once."""

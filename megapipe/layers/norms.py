@@ -1,6 +1,6 @@
 """Normalisation layers over the last axis, with a split backward."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,41 +14,51 @@ from megapipe.parallel.groups import Group
 
 
 class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: "Norm", *parameters: Tensor) -> Tensor:
-        y, *statistics = norm.kernels.pick(norm.op, x).forward(x, *parameters, norm.epsilon)
-        ctx.save_for_backward(x, *statistics, parameters[0])
-        ctx.norm = norm
-        return y
+    """With a residual, its sum with x is normalised, and a second output."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _input_gradient(ctx, dy)
-        return dx, None, *ctx.norm.weight_gradients(dy, *ctx.saved_tensors)
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, norm: "Norm", *parameters: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y, total, statistics = norm.run(x, residual, *parameters)
+        ctx.save_for_backward(x if total is None else total, *statistics, parameters[0])
+        ctx.norm = norm
+        return y if total is None else (y, total)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, *rest = ctx.saved_tensors
+        norm = ctx.norm
+        if not any(ctx.needs_input_grad[:2]):
+            return None, None, None, *norm.weight_gradients(dy, x, *rest)
+        dx, *gradients = norm.kernels.pick(norm.op, x).backward(dy, x, *rest, dtotal)
+        return dx, None if dtotal is None else dx, None, *norm.summed(gradients)
 
 
 class _Probed(torch.autograd.Function):
     """The input half: parameters come detached, the probe receives dy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probe: Tensor, norm: "Norm", *parameters: Tensor) -> tuple[Tensor, ...]:
-        y, *statistics = norm.kernels.pick(norm.op, x).forward(x, *parameters, norm.epsilon)
-        ctx.save_for_backward(x, *statistics, parameters[0])
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, probe: Tensor, norm: "Norm", *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        y, total, statistics = norm.run(x, residual, *parameters)
+        ctx.save_for_backward(x if total is None else total, *statistics, parameters[0])
         ctx.mark_non_differentiable(*statistics)
         ctx.norm = norm
+        ctx.added = total is not None
         ctx.num_parameters = len(parameters)
-        return y, *statistics
+        return (y, *statistics) if total is None else (y, total, *statistics)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return _input_gradient(ctx, dy), dy, None, *(None for _ in range(ctx.num_parameters))
-
-
-def _input_gradient(ctx: Any, dy: Tensor) -> Tensor | None:
-    if not ctx.needs_input_grad[0]:
-        return None
-    x, *rest = ctx.saved_tensors
-    return ctx.norm.kernels.pick(ctx.norm.op, x).input_gradient(dy, x, *rest)
+    def backward(ctx: Any, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        nothing = (None for _ in range(ctx.num_parameters))
+        if not any(ctx.needs_input_grad[:2]):
+            return None, None, dy, None, *nothing
+        x, *rest = ctx.saved_tensors
+        op = ctx.norm.kernels.pick(ctx.norm.op, x)
+        dx = op.input_gradient(dy, x, *rest, others[0] if ctx.added else None)
+        return dx, dx if ctx.added else None, dy, None, *nothing
 
 
 class Norm(SplitModule):
@@ -70,24 +80,52 @@ class Norm(SplitModule):
 
     def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """[..., h] to [..., h]."""
-        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        parameters = self._parameters_in_order()
         if tape is None:
-            return _Fused.apply(x, self, *parameters)
+            return _Fused.apply(x, None, self, *parameters)
         record = tape.record(self, x.shape, x)
-        y, *statistics = _Probed.apply(x, record.probe, self, *(parameter.detach() for parameter in parameters))
+        detached = [parameter.detach() for parameter in parameters]
+        y, *statistics = _Probed.apply(x, None, record.probe, self, *detached)
         record.saved = (x.detach(), *statistics)
         return y
 
+    def add(self, x: Tensor, residual: Tensor, tape: SplitTape | None) -> tuple[Tensor, Tensor]:
+        """(normalised sum, sum) of x and residual [..., h]: one pass where the backend has one for both."""
+        parameters = self._parameters_in_order()
+        if tape is None:
+            return _Fused.apply(x, residual, self, *parameters)
+        record = tape.record(self, x.shape, x)
+        detached = [parameter.detach() for parameter in parameters]
+        y, total, *statistics = _Probed.apply(x, residual, record.probe, self, *detached)
+        record.saved = (total.detach(), *statistics)
+        return y, total
+
+    def run(
+        self, x: Tensor, residual: Tensor | None, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """(normalised, sum of x and residual if there is one, the op's statistics)."""
+        op = self.kernels.pick(self.op, x)
+        if residual is None:
+            y, *statistics = op.forward(x, *parameters, self.epsilon)
+            return y, None, statistics
+        y, total, *statistics = op.add_forward(x, residual, *parameters, self.epsilon)
+        return y, total, statistics
+
     def weight_gradients(self, dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """Gradients of weight and bias. rest: the op's statistics and the weight."""
-        gradients = self.kernels.pick(self.op, x).weight_gradient(dy, x, *rest)
+        return self.summed(self.kernels.pick(self.op, x).weight_gradient(dy, x, *rest))
+
+    def summed(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """This rank's gradients of weight and bias to those over `gradient_group`."""
         if self.gradient_group is None:
-            return gradients
+            return tuple(gradients)
         return tuple(reduce_from_group(gradient, self.gradient_group) for gradient in gradients)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return zip(parameters, self.weight_gradients(gradient, *saved, self.weight), strict=True)
+        return zip(self._parameters_in_order(), self.weight_gradients(gradient, *saved, self.weight), strict=True)
+
+    def _parameters_in_order(self) -> list[nn.Parameter]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 class LayerNorm(Norm):

@@ -53,9 +53,15 @@ class Block(nn.Module):
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
         tape = context.tape
         update = self.attention(self.attention_norm(hidden, tape), context)
-        hidden = hidden + self.attention_dropout(update, context)
-        update = self.mlp(self.mlp_norm(hidden, tape), tape)
-        return (hidden + self.mlp_dropout(update, context),)
+        if self.attention_dropout.active(context):
+            hidden = self.attention_dropout.add(update, hidden, context)
+            normalised = self.mlp_norm(hidden, tape)
+        else:
+            normalised, hidden = self.mlp_norm.add(update, hidden, tape)
+        update = self.mlp(normalised, tape)
+        if self.mlp_dropout.active(context):
+            return (self.mlp_dropout.add(update, hidden, context),)
+        return (hidden + update,)
 
 
 class Head(nn.Module):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config.run import OptimizerConfig
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Registry
 from megapipe.optim.adamw import AdamW, adamw_step
 from megapipe.optim.sgd import SGD, sgd_step
 from megapipe.parallel.unit_state import UnitState
@@ -37,8 +39,9 @@ class FlatOptimizer(ABC):
     what was really applied: a skipped step does not advance it.
     """
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config: OptimizerConfig, kernels: Registry) -> None:
         self._config = config
+        self._kernels = kernels
         self.applied: dict[str, int] = {}
 
     @property
@@ -95,6 +98,7 @@ class FlatAdamW(FlatOptimizer):
             part.moments[FIRST],
             part.moments[SECOND],
             update,
+            kernels=self._kernels,
             gradient_scale=coefficient,
         )
 
@@ -114,6 +118,6 @@ class FlatSGD(FlatOptimizer):
 OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}
 
 
-def make_optimizer(config: OptimizerConfig) -> FlatOptimizer:
-    """The optimizer that `optimizer.name` names."""
-    return OPTIMIZERS[config.name](config)
+def make_optimizer(config: OptimizerConfig, kernels: Registry = OPS) -> FlatOptimizer:
+    """The optimizer that `optimizer.name` names. kernels: which backend runs AdamW's step."""
+    return OPTIMIZERS[config.name](config, kernels)

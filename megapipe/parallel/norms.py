@@ -4,7 +4,7 @@ Sums of squares are taken per block of 65,536 elements of a parameter's shard, a
 sums are added in float64 in global name order. (A single fp32 norm of 30 million elements is off by 1.7e-3.)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from torch import Tensor
 from megapipe.parallel.unit_state import UnitState
 
 BLOCK = 65_536
+
+SquaredNorm = Callable[[Tensor], Tensor]
+"""Sum of squares of a flat tensor with at least one element, by blocks as `squared_norm` takes them: a float64 scalar
+on its device, finite only if every element is."""
 
 
 def squared_norm(values: Tensor) -> Tensor:
@@ -25,10 +29,16 @@ def squared_norm(values: Tensor) -> Tensor:
     return total
 
 
-def add_squared_norms(states: Iterable[UnitState], positions: dict[str, int], into: Tensor, update: int = 0) -> None:
+def add_squared_norms(
+    states: Iterable[UnitState],
+    positions: dict[str, int],
+    into: Tensor,
+    update: int = 0,
+    squared_norm: SquaredNorm = squared_norm,
+) -> None:
     """Add each counted parameter's squared gradient norm to `into[positions[name]]` (float64, one entry a name).
 
-    update: whose gradients, where several are alive.
+    update: whose gradients, where several are alive. squared_norm: of one parameter's owned elements.
 
     Ranks then sum `into` over the pipeline and tensor groups: entries of other ranks' parameters are zero, so that
     adding them changes no bit.
@@ -36,7 +46,8 @@ def add_squared_norms(states: Iterable[UnitState], positions: dict[str, int], in
     for state in states:
         for segment in state.table.counted():
             owned = state.gradients_of(update)[0][segment.start : segment.start + segment.owned]
-            into[positions[segment.spec.name]] += squared_norm(owned)
+            if len(owned):
+                into[positions[segment.spec.name]] += squared_norm(owned)
 
 
 def name_positions(names: Sequence[str]) -> dict[str, int]:

@@ -12,6 +12,8 @@ from megapipe.costs.compute import layer_flops
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.stages import StageBuilder, tied_stages
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Registry
 from megapipe.models.gpt import build_layer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -61,13 +63,19 @@ def lay_out(
 
 
 class Assembly:
-    """Builds the stages that a schedule places on this rank, with weights drawn from the seed."""
+    """Builds the stages that a schedule places on this rank, with weights drawn from the seed.
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, layout: StageLayout, header: Header) -> None:
+    kernels: which backends run the layers' ops.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, mesh: Mesh, layout: StageLayout, header: Header, kernels: Registry = OPS
+    ) -> None:
         self._config = config
         self._mesh = mesh
         self._layout = layout
         self._header = header
+        self._kernels = kernels
         self._rank = mesh.coordinate("pipeline")
         self._dtype = DTYPES[config.training.precision]
         self._copies = max(header.versions_per_stage[stage] for stage in header.stages_on(self._rank))
@@ -86,8 +94,8 @@ class Assembly:
 
     def _twins(self, index: int) -> list[nn.Module]:
         layer = self._layout.layers[index]
-        tensor = self._mesh.group("tensor")
-        return [build_layer(layer, self._config.model, tensor, VOCABULARY_ALIGNMENT) for _ in range(self._copies)]
+        model, tensor = self._config.model, self._mesh.group("tensor")
+        return [build_layer(layer, model, tensor, VOCABULARY_ALIGNMENT, self._kernels) for _ in range(self._copies)]
 
     def _state(self, name: str, specs: list[ParameterSpec], num_uses: int) -> UnitState:
         tensor = self._mesh.group("tensor")

@@ -17,6 +17,7 @@ from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.determinism import require_determinism
 from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
+from megapipe.training.kernel_choices import kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.precision import with_precision
 from megapipe.training.profile import Profiler
@@ -60,12 +61,15 @@ def _train(config: PretrainConfig, mesh: Mesh, samples: GptSamples, validation: 
     with Checkpointer(config, mesh, say) as checkpointer:
         config = with_precision(config, mesh, checkpointer.precision, say)
         replica = Replica(config, mesh, gpt_layers(config.model))
+        choices = kernel_choices(config, mesh.device, replica.kernels)
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:
             end = config.training.last_step
             say(f"already finished: {checkpointer.path} is after step {position.step}, the run ends after step {end}")
             return 0
         evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
+        for line in told(choices, config.kernels.backends):
+            say(line)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)
 
 

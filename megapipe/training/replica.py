@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.parameters import LayerSpec
@@ -12,6 +13,7 @@ from megapipe.engine.groups import communicators, counted_states, unit_states
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.wiring import LinkPool, connect
+from megapipe.kernels.ops import OPS
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.optimizer import make_optimizer
 from megapipe.parallel.mesh import Mesh
@@ -34,8 +36,10 @@ class Replica:
         by_hand = config.parallel.layers_per_stage
         self.layout = lay_out(layers, config.model, num_stages(config), config.data.sequence_length, by_hand)
         self.schedule = self._schedule(config)
-        self.stages: dict[int, Stage] = Assembly(config, mesh, self.layout, self.schedule.header).stages()
-        self.optimizer = make_optimizer(config.optimizer)
+        self.kernels = OPS.with_overrides(config.kernels.backends)
+        assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels)
+        self.stages: dict[int, Stage] = assembly.stages()
+        self.optimizer = make_optimizer(config.optimizer, self.kernels)
         self._links = LinkPool(mesh, config.parallel.links, config.parallel.timeout_seconds)
         self.engine = self._engine(self.schedule)
 
@@ -88,4 +92,9 @@ class Replica:
             self.optimizer,
             self._mesh.device,
             hidden=not schedule.flushes,
+            squared_norm=self._squared_norm,
         )
+
+    def _squared_norm(self, values: Tensor) -> Tensor:
+        op = self.kernels.pick("gradient_norm", values)
+        return op.squared_norm(values)

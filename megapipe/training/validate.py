@@ -8,6 +8,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.optim.learning_rate import learning_rate_problems
 from megapipe.training.batch_plan import ramp_problems
+from megapipe.training.kernel_choices import kernel_problems
 from megapipe.training.scheduling import schedule_problems
 
 
@@ -28,6 +29,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     """Raise one ConfigError with every problem; return quietly when all can run on `world_size` ranks."""
     problems = config.model.problems() + config.problems()
     problems += learning_rate_problems(config.optimizer, config.training.steps)
+    problems += kernel_problems(config)
     if not problems:
         problems = _layout_problems(config, world_size) or _batch_problems(config, world_size)
         problems += tensor_problems(config.model, config.parallel.tensor)

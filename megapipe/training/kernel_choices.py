@@ -1,0 +1,59 @@
+"""The configuration's demands on the kernel registry, and what a run says of its choices when it starts."""
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+import torch
+
+from megapipe.config.run import PretrainConfig
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Choice, KernelError, Registry
+from megapipe.models.gpt_kernels import KernelUse, kernel_uses
+from megapipe.training.assemble import DTYPES
+
+
+def kernel_problems(config: PretrainConfig) -> list[str]:
+    """Every op or backend in kernels.backends that does not exist, one message each with the nearest name."""
+    problems = []
+    for op, backend in config.kernels.backends.items():
+        try:
+            OPS.with_overrides({op: backend})
+        except KernelError as error:
+            problems.append(f"kernels.backends {{{op}: {backend}}}: {error}")
+    return problems
+
+
+def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Registry) -> list[Choice]:
+    """What the registry picks for each op of the run, over all ranks. Raises KernelError where a demand cannot be met.
+
+    The width of a flat buffer, which differs from unit to unit, is given as 1.
+    """
+    dtype = DTYPES[config.training.precision]
+    uses = kernel_uses(config.model, dtype, device.type, config.data.sequence_length, config.parallel.tensor)
+    uses.append(KernelUse("gradient_norm", torch.float32, 1))
+    if config.optimizer.name == "adamw":
+        uses.append(KernelUse("adamw", torch.float32, 1))
+    return [kernels.choice(use.op, device.type, use.dtype, use.width) for use in uses]
+
+
+def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
+    """The choices in words: a line for each backend and reason why no preferred one was taken.
+
+    demands: kernels.backends; a demand for an op that is not among the choices gets a warning.
+    """
+    choices = sorted(choices, key=lambda choice: (choice.backend, _why(choice), choice.op))
+    lines = []
+    for (backend, why), group in groupby(choices, key=lambda choice: (choice.backend, _why(choice))):
+        lines.append(f"kernels: {backend} for {', '.join(dict.fromkeys(choice.op for choice in group))}{why}")
+    idle = sorted(set(demands) - {choice.op for choice in choices})
+    if idle:
+        lines.append(f"warning: kernels.backends names {', '.join(idle)}, which this run never calls")
+    return lines
+
+
+def _why(choice: Choice) -> str:
+    """Why no preferred backend was taken. One reason for all of them is told without their names."""
+    reasons = [reason.partition(": ")[2] or reason for reason in choice.reasons]
+    if len(set(reasons)) > 1:
+        return f" ({'; '.join(choice.reasons)})"
+    return f" ({reasons[0]})" if reasons else ""
