@@ -1,0 +1,63 @@
+"""The parts of `make gpu-check`: limits, what is told of each, and one benchmark of each kind on a processor."""
+
+import sys
+import time
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Part, benchmark_parts, detail, run, run_all
+
+
+def part(name: str, *programs: str, seconds: float = 20.0) -> Part:
+    return Part(name, [[sys.executable, "-c", program] for program in programs], seconds)
+
+
+def test_a_part_runs_its_commands_at_once() -> None:
+    start = time.monotonic()
+    outcome = run(part("two", *["import time; time.sleep(2.5); print('done')"] * 4), 30)
+    assert (outcome.result, outcome.detail) == ("ok", "done; done; done; done")
+    assert time.monotonic() - start < 9.5
+
+
+def test_a_failure_is_told() -> None:
+    outcome = run(part("bad", "print('fine')", "raise SystemExit('broken')"), 30)
+    assert (outcome.result, outcome.detail) == ("FAILED", "fine; broken")
+
+
+def test_what_exceeds_its_limit_is_stopped_with_its_children() -> None:
+    child = "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', '{}'])"
+    outcome = run(part("slow", child.format("import time; time.sleep(60)")), 2)
+    assert (outcome.result, outcome.detail) == ("stopped", "after 2 s: begun")
+    assert outcome.seconds < 20
+
+
+def test_time_left_over_goes_on_and_time_overdrawn_is_missed() -> None:
+    parts = [part("first", "pass", seconds=1.0), part("second", "import time; time.sleep(60)", seconds=1.0)]
+    outcomes = run_all(parts, 4.0)
+    results = [outcome.result for outcome in outcomes]
+    assert results == ["ok", "stopped"]
+    assert 1.5 < outcomes[1].seconds < 10  # more than its own second, since the first left some over
+    late = run_all(parts, 0.0)
+    assert [outcome.detail for outcome in late] == ["before it began: the time was up"] * 2
+
+
+def test_details() -> None:
+    assert detail('{"summary": "1 token/s"}') == "1 token/s"
+    assert detail("3 passed in 1.0s") == "3 passed in 1.0s"
+
+
+def test_the_parts_fit_and_name_every_marked_file() -> None:
+    tests = gpu_check.tests_part()
+    assert sum(each.seconds for each in [tests, *benchmark_parts("cuda")]) <= gpu_check.ALL_SECONDS < 480
+    files = [command[-1] for command in tests.commands]
+    assert "tests/gpu/test_kernels.py" in files
+    assert "tests/optim/test_adamw.py" in files
+
+
+@pytest.mark.slow
+def test_the_whole_runs_on_a_processor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu"])
+    assert gpu_check.main() == 0
+    table = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split()[0] for line in table] == ["kernel_speed,", "train_step,"]

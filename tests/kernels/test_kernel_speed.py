@@ -1,0 +1,218 @@
+"""The kernel benchmark: every op has a race, contestants compute the same, bytes are right, tables say what was found.
+
+Nothing here judges a time; speed is a GPU's to show.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.kernel_speed_contest import race, table
+from benchmarks.kernel_speed_contest.case import Case, Draw, Entry, Size, Work
+from benchmarks.kernel_speed_contest.cases import CASES
+from benchmarks.kernel_speed_contest.clock import Ceiling, Clock
+from benchmarks.kernel_speed_contest.race import BOTH, FORWARD, Figure, gradients_of, result_gradients
+from benchmarks.kernel_speed_contest.table import Findings
+from megapipe.kernels.ops import OPS
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+CEILING = Ceiling(copy=1e12, product=1e15)
+OTHERWISE = {"dropout", "bias_dropout_residual", "adamw", "cross_entropy", "linear_cross_entropy"}
+"""Ops whose contestants draw other random numbers, or give their results in other ways."""
+
+BYTES = {
+    "layer_norm": (4, 10),
+    "layer_norm, after a sum": (8, 16),
+    "rms_norm": (4, 10),
+    "rms_norm, after a sum": (8, 16),
+    "softmax, plain": (4, 10),
+    "swiglu": (6, 16),
+    "rotary": (4, 8),
+    "cross_entropy": (2, 4),
+    "adamw, fp32, bf16 copy": (30, None),
+    "gradient_norm, fp32": (4, None),
+}
+"""Bytes an element in bf16, forward and with the backward, as the literature counts them."""
+
+
+def named(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def ours(case: Case, inputs: Sequence[Tensor]) -> Entry:
+    return case.ours(OPS.with_overrides({case.op: "reference"}).pick(case.op, inputs[0]))
+
+
+def drawn(case: Case) -> list[Tensor]:
+    """In fp32, so that contestants differ by rounding alone."""
+    return case.draw(case.tiny, Draw(CPU, torch.float32, 0))
+
+
+def tuple_of(results: Any) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def figure(contestant: str, seconds: float | None, direction: str = FORWARD, failure: str | None = None) -> Figure:
+    """Of a softmax that moves 1 GB."""
+    share = None if seconds is None else 1e9 / CEILING.copy / seconds
+    return Figure("softmax, plain", "softmax", 8, 4, direction, contestant, 1e9, 0.0, seconds, share, failure)
+
+
+def test_every_op_of_the_registry_has_a_race() -> None:
+    assert {case.op for case in CASES} == set(OPS._ops)
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.op not in OTHERWISE], ids=lambda case: case.name)
+def test_contestants_compute_the_same(case: Case) -> None:
+    inputs = drawn(case)
+    entry = ours(case, inputs)
+    found, expected = entry.forward(*inputs), case.torch.forward(*case.torch.prepare(inputs))
+    for one, other in zip(tuple_of(found), tuple_of(expected), strict=True):
+        torch.testing.assert_close(one, other, check_dtype=False)
+    if case.work(case.tiny, 4)[1] is not None:
+        gradients = result_gradients(case.torch, inputs, 1)
+        _, found = gradients_of(entry, inputs, gradients)
+        _, expected = gradients_of(case.torch, inputs, gradients)
+        torch.testing.assert_close(found, expected)
+
+
+def test_optimizers_take_the_same_step() -> None:
+    case = named("adamw, fp32, bf16 copy")
+    mine, theirs = drawn(case), drawn(case)
+    ours(case, mine).forward(*mine)
+    case.torch.forward(*case.torch.prepare(theirs))
+    torch.testing.assert_close(mine[0], theirs[0])
+    torch.testing.assert_close(mine[3], theirs[3])
+    assert not torch.equal(mine[0], drawn(case)[0])
+
+
+def test_losses_and_their_gradients_are_the_same() -> None:
+    for name in ("cross_entropy", "linear_cross_entropy, hidden 4096"):
+        case = named(name)
+        inputs = drawn(case)
+        entry = ours(case, inputs)
+        loss, expected = gradients_of(case.torch, inputs)
+        with torch.no_grad():
+            offset, total, target = entry.forward(*inputs)
+            torch.testing.assert_close((offset + total.log() - target).sum(), loss)
+        assert entry.both is not None
+        _, *found = entry.both(*inputs)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.detach(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_predicted_bytes(name: str) -> None:
+    case, size = named(name), Size(64, 32)
+    forward, both = case.work(size, 2)
+    expected_forward, expected_both = BYTES[name]
+    assert forward.bytes == expected_forward * size.elements
+    assert (None if both is None else both.bytes) == (None if expected_both is None else expected_both * size.elements)
+
+
+@pytest.mark.parametrize("name", ["gelu", "bias_gelu", "swiglu", "layer_norm", "rms_norm, after a sum", "rotary"])
+def test_predicted_bytes_are_those_of_inputs_and_results(name: str) -> None:
+    case, size = named(name), Size(512, 256)
+    inputs = case.draw(size, Draw(CPU, torch.bfloat16, 0))
+    with torch.no_grad():
+        results = tuple_of(case.torch.forward(*inputs))
+    moved = sum(tensor.nbytes for tensor in (*inputs, *results) if tensor.dtype == torch.bfloat16)
+    assert case.work(size, 2)[0].bytes == pytest.approx(moved, rel=0.01)
+
+
+def test_the_ceiling_is_the_slower_of_memory_and_products() -> None:
+    assert CEILING.seconds(Work(bytes=2e12)) == 2
+    assert CEILING.seconds(Work(bytes=2e12, flops=5e15)) == 5
+
+
+def test_a_contestant_that_dies_leaves_the_others_running() -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel\nfurther lines")
+
+    case = replace(named("gelu"), torch=Entry(broken))
+    clock = Clock(CPU)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        case.torch.forward(torch.ones(1))
+    sets = [case.draw(case.tiny, Draw(CPU, torch.bfloat16, 0))]
+    calls = race._forward_calls({"torch": case.torch, "reference": ours(case, sets[0])}, sets)
+    dead, alive = race._measured(case, case.tiny, FORWARD, Work(1.0), calls, clock, 3)
+    assert (dead.seconds, dead.failure) == (None, "RuntimeError: no such kernel")
+    assert alive.seconds is not None
+    assert alive.failure is None
+
+
+def test_a_table_has_rates_shares_and_failures() -> None:
+    figures = [figure("triton", 1.25e-3), figure("torch.compile", 2e-3), figure("apex", None, failure="dead")]
+    assert table.table(figures).splitlines() == [
+        "| op | rows x width | predicted MB | triton | apex | torch.compile |",
+        "|---|---|---|---|---|---|",
+        "| softmax, plain | 8 x 4 | 1,000 | 800 (80%) | failed | 500 (50%) |",
+    ]
+
+
+def test_what_misses_an_aim_or_loses_to_the_compiler_is_named() -> None:
+    def said(*figures: Figure) -> list[str]:
+        return table.verdicts(Findings(figures, {}, [], CEILING, CPU), CASES)
+
+    assert said(figure("triton", 1.1e-3), figure("torch.compile", 1.2e-3)) == ["all 1 measurements meet them"]
+    assert said(figure("torch", 1e-3)) == ["no kernel of ours was measured"]
+    # The better of our backends counts.
+    assert said(figure("triton", 2e-3), figure("cuda", 1.1e-3)) == ["all 1 measurements meet them"]
+    below = "softmax, plain, 8 x 4, forward+backward: 80% of the ceiling, the aim is 85%"
+    slower = "softmax, plain, 8 x 4, forward+backward: torch.compile takes 96% of our time"
+    assert said(figure("triton", 1.25e-3, BOTH), figure("torch.compile", 1.2e-3, BOTH)) == [below, slower]
+
+
+def test_a_document_tells_who_did_not_run() -> None:
+    findings = Findings([figure("triton", 1e-3)], {"Liger": "No module"}, ["gelu, 1 x 2"], CEILING, CPU)
+    text = table.document(findings, CASES)
+    assert "- Liger did not run: No module" in text
+    assert "- time was up before gelu, 1 x 2" in text
+    assert table.MEANINGLESS in text
+    assert table.summary(findings, CASES) == "1 measurements, median 100% of the ceiling, 0 misses, 1 left out"
+
+
+def script(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernel_speed.py"), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def test_the_script_runs_every_op_on_a_processor_and_says_that_it_means_nothing(tmp_path: Path) -> None:
+    done = script("--device", "cpu", "--repeats", "1", "--json", "--write", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == table.MEANINGLESS
+    facts = json.loads(done.stdout.splitlines()[-1])
+    measured = {(each["case"], each["direction"]) for each in facts["figures"] if each["seconds"] is not None}
+    expected = {(case.name, FORWARD) for case in CASES}
+    expected |= {(case.name, BOTH) for case in CASES if case.work(case.tiny, 2)[1] is not None}
+    assert measured == expected
+    assert facts["absent"].keys() == {"triton", "cuda", "apex"}
+    assert facts["absent"]["triton"] == "needs a GPU"
+    text = (tmp_path / "kernels_cpu.md").read_text()
+    assert all(case.name in text for case in CASES)
+    assert "--repeats 1" in text  # the command
+
+
+def test_no_race_starts_when_the_time_is_up() -> None:
+    facts = json.loads(script("--device", "cpu", "--seconds", "-1", "--json").stdout.splitlines()[-1])
+    assert facts["figures"] == []
+    assert len(facts["left_out"]) == len(CASES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_way_out_is_named() -> None:
+    done = script()
+    assert done.returncode == 2
+    assert "--device cpu" in done.stderr

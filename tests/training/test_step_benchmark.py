@@ -1,0 +1,52 @@
+"""The training benchmark runs every contestant at a tiny size and ends in one JSON object; no time is judged."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmark(*flags: str) -> dict[str, Any]:
+    command = [sys.executable, "benchmarks/train_step.py", "--device", "cpu", "--models", "toy", "--repeats", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_contestant_and_the_pipeline_run() -> None:
+    found = benchmark()
+    (model,) = found["models"]
+    assert set(model["contestants"]) == {"megapipe", "plain torch", "transformers"}
+    assert all(rate["tokens_per_second"] > 0 and rate["mfu"] > 0 for rate in model["contestants"].values())
+    ours = model["contestants"]["megapipe"]["tokens_per_second"]
+    assert found["summary"].startswith(f"toy: {ours:,.0f} tokens/s")
+    assert set(found["pipeline"]["contestants"]) == {"two ranks, 1f1b", "one rank"}
+
+
+@pytest.mark.slow
+def test_compiled_contestants_run() -> None:
+    (model,) = benchmark("--compile", "--precision", "bf16")["models"]
+    assert {"megapipe", "plain torch, compiled", "transformers, compiled"} <= set(model["contestants"])
+
+
+def test_one_by_one_tells_who_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.train_step_contest.timing import one_by_one
+
+    def impossible() -> Any:
+        raise RuntimeError("out of memory\nat some length")
+
+    makers = {"large": impossible, "small": lambda: lambda: None}
+    seconds, failures = one_by_one(makers, torch.device("cpu"), 3)
+    assert failures == {"large": "RuntimeError: out of memory"}
+    assert [*seconds] == ["small"]
+    assert len(seconds["small"]) == 3
