@@ -1,0 +1,175 @@
+"""Runs whose ops are Triton's, interpreted, or CUDA's, emulated, against the reference; and what a run says of it."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.kernels import triton_backend
+from megapipe.kernels.cuda_backend import adamw as cuda_adamw
+from megapipe.kernels.cuda_backend import layer_norm as cuda_layer_norm
+from megapipe.kernels.cuda_backend import library as cuda_library
+from megapipe.kernels.cuda_backend import rms_norm as cuda_rms_norm
+from megapipe.kernels.cuda_backend.library import Library
+from megapipe.kernels.ops import NORM, OPS
+from megapipe.kernels.reference import adamw, layer_norm, rms_norm
+from megapipe.kernels.registry import REFERENCE, Backend, KernelError, Op, Registry
+from megapipe.parallel.mesh import Mesh
+from megapipe.training import replica
+from megapipe.training.kernel_choices import kernel_choices, kernel_problems, told
+from megapipe.training.replica import Replica
+from tests.kernels import emulated
+from tests.support import gpt_runs
+from tests.support.equality import check_bits, check_gradients
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
+from tests.support.meshes import run_mesh
+
+MODELS = {
+    "gpt2": GPT2_SHAPE,
+    "gpt2-dropout": replace(GPT2_SHAPE, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1),
+    "llama-unfused": replace(LLAMA_SHAPE, qk_norm=True, attention="unfused"),
+}
+HALVES = {"whole": {}, "halves": {"two_bp": True}}
+CPU = torch.device("cpu")
+
+needs_triton = pytest.mark.skipif(not triton_backend.installed(), reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def configuration(corpus: str, model: ModelConfig, **schedule: object) -> PretrainConfig:
+    return make_config(corpus, model, batch={"global_size": 4, "micro_size": 2}, schedule=schedule)
+
+
+def on_backend(
+    mesh: Mesh, config: PretrainConfig, backend: str, library: Path | None = None
+) -> tuple[RankRun, set[str]]:
+    """Two steps with every op of the run that has such a backend forced to it, and the choices that were made."""
+    registries: list[Registry] = []
+
+    class Recorded(Replica):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            registries.append(self.kernels)
+
+    if backend == "triton":
+        os.environ["TRITON_INTERPRET"] = "1"
+    if library is not None:
+        replica.OPS = on_emulated_gpu(library)  # type: ignore[attr-defined]
+    gpt_runs.Replica = Recorded  # type: ignore[misc]
+    demands = {choice.op: backend for choice in kernel_choices(config, mesh.device, OPS)}
+    for op in list(demands):
+        config.kernels = replace(config.kernels, backends={op: backend})
+        if kernel_problems(config):  # there is no such backend
+            del demands[op]
+    config.kernels = replace(config.kernels, backends=demands)
+    return run_gpt(mesh, config, 2), set(registries[0].report().splitlines())
+
+
+def on_emulated_gpu(library: Path) -> Registry:
+    """The registry with csrc/ built for this processor in the place of CUDA's backends."""
+    loaded = Library(library, device="cpu")
+    cuda_library.current = lambda: loaded  # type: ignore[assignment]
+    emulated_ops = [
+        Op("layer_norm", NORM, (Backend("cuda", cuda_layer_norm), Backend(REFERENCE, layer_norm))),
+        Op("rms_norm", NORM, (Backend("cuda", cuda_rms_norm), Backend(REFERENCE, rms_norm))),
+        Op("adamw", ("step",), (Backend("cuda", cuda_adamw), Backend(REFERENCE, adamw))),
+    ]
+    return Registry([*OPS._ops.values(), *emulated_ops])
+
+
+def check_runs(found: RankRun, expected: RankRun) -> None:
+    """The same training to within fp32's rounding; the second loss has seen an update."""
+    losses, wanted = ([result.loss for result in run.results] for run in (found, expected))
+    assert losses == pytest.approx(wanted, rel=2e-6)
+    norms, wanted_norms = ([result.gradient_norm for result in run.results] for run in (found, expected))
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    check_gradients(assembled([found.gradients]), assembled([expected.gradients]))
+
+
+@needs_triton
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("gpt2-dropout", marks=pytest.mark.slow), "llama-unfused"])
+def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
+    whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
+    expected = run_mesh({}, run_gpt, whole, 2)[0]
+    [(found, choices)] = run_mesh({}, on_backend, whole, "triton", timeout=120)
+    check_runs(found, expected)
+    assert choices
+    assert all(": triton (demanded by the configuration)" in choice for choice in choices)
+    [(split, _)] = run_mesh({}, on_backend, halves, "triton", timeout=120)
+    check_bits([split], found)
+
+
+@emulated.needs_compiler
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama-unfused", marks=pytest.mark.slow)])
+def test_a_run_on_an_emulated_gpu_is_the_references(
+    corpus: str, model: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("csrc")
+    emulated.build(folder)
+    [library] = folder.glob("*.so")
+    whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
+    expected = run_mesh({}, run_gpt, whole, 2)[0]
+    [(found, choices)] = run_mesh({}, on_backend, whole, "cuda", library, timeout=120)
+    check_runs(found, expected)
+    assert sum(": cuda (demanded by the configuration)" in choice for choice in choices) >= 2
+    [(split, _)] = run_mesh({}, on_backend, halves, "cuda", library, timeout=120)
+    check_bits([split], found)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_told_at_the_start_is_what_runs(corpus: str, model: str) -> None:
+    config = configuration(corpus, MODELS[model])
+    predicted = {str(choice) for choice in kernel_choices(config, CPU, OPS) if choice.width > 1}
+    [(_, choices)] = run_mesh({}, on_backend, config, REFERENCE)
+    flat = ("adamw", "gradient_norm")
+    layers = {choice.replace("demanded by the configuration", "needs a GPU") for choice in choices}
+    assert {line.partition(":")[0] for line in layers if not line.startswith(flat)} == {
+        line.partition(":")[0] for line in predicted
+    }
+    assert all(any(line.startswith(op) for line in layers) for op in flat)
+
+
+def test_a_run_without_a_gpu_says_so_in_one_line(corpus: str) -> None:
+    lines = told(kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, OPS), {})
+    assert lines == [
+        "kernels: reference for adamw, bias_gelu, gradient_norm, layer_norm, linear_cross_entropy (needs a GPU)"
+    ]
+
+
+def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
+    backends = (
+        Backend("triton", layer_norm, lambda device: "is not installed"),
+        Backend("cuda", layer_norm, lambda device: "was not built"),
+        Backend(REFERENCE, layer_norm),
+    )
+    kernels = Registry(
+        [*OPS._ops.values(), Op("layer_norm", NORM, backends)], {"bias_gelu": REFERENCE, "gelu": REFERENCE}
+    )
+    lines = told(
+        kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels), {"bias_gelu": REFERENCE, "gelu": REFERENCE}
+    )
+    assert "kernels: reference for layer_norm (triton: is not installed; cuda: was not built)" in lines
+    assert "kernels: reference for bias_gelu (demanded by the configuration)" in lines
+    assert lines[-1] == "warning: kernels.backends names gelu, which this run never calls"
+
+
+def test_wrong_demands_are_problems_of_the_configuration(corpus: str) -> None:
+    config = configuration(corpus, GPT2_SHAPE)
+    config.kernels = replace(config.kernels, backends={"layer_nrm": "triton", "gelu": "trition", "adamw": "triton"})
+    first, second = kernel_problems(config)
+    assert "there is no op 'layer_nrm'; did you mean 'layer_norm'?" in first
+    assert "op 'gelu' has no backend 'trition'; did you mean 'triton'?" in second
+
+
+def test_a_demand_that_cannot_be_met_ends_the_run_before_it_starts(corpus: str) -> None:
+    kernels = OPS.with_overrides({"adamw": "cuda"})
+    with pytest.raises(KernelError, match=r"'adamw' is demanded from backend 'cuda'.*needs a GPU"):
+        kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels)
