@@ -39,7 +39,7 @@ class FlatOptimizer(ABC):
     what was really applied: a skipped step does not advance it.
     """
 
-    def __init__(self, config: OptimizerConfig, kernels: Registry) -> None:
+    def __init__(self, config: OptimizerConfig, kernels: Registry = OPS) -> None:
         self._config = config
         self._kernels = kernels
         self.applied: dict[str, int] = {}
