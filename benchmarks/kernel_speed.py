@@ -44,10 +44,15 @@ def measure(cases: Sequence[Case], device: torch.device, chosen: argparse.Namesp
     left_out = []
     for case in cases:
         for size in sizes_of(case, device, chosen.quick):
+            place = f"{case.name}, {size.rows} x {size.width}"
             if time.monotonic() > deadline:
-                left_out.append(f"{case.name}, {size.rows} x {size.width}")
+                left_out.append(f"{place}: the time was up")
                 continue
-            found, missing = run(case, size, clock, ceiling, chosen.repeats)
+            try:
+                found, missing = run(case, size, clock, ceiling, chosen.repeats)
+            except torch.OutOfMemoryError:
+                left_out.append(f"{place}: its inputs need more memory than the device has")
+                continue
             figures += found
             absent |= {name: why for name, why in missing.items() if name not in absent}
             for figure in found:

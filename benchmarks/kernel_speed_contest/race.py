@@ -2,7 +2,9 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -111,40 +113,45 @@ def _compiled(entry: Entry) -> Entry:
 
 
 def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)  # type: ignore[call-overload]
+    return outputs if isinstance(outputs, tuple) else (cast(Tensor, outputs),)
 
 
-Calls = Callable[[], list[Callable[[], object]]]
+NoArguments = Callable[[], object]
+Calls = Callable[[], list[NoArguments]]
+"""Makes one call for each set of inputs."""
+
+
+@torch.no_grad()
+def _run_forward(entry: Entry, given: Sequence[Tensor]) -> object:
+    return entry.forward(*given)
 
 
 def _forward_calls(entries: dict[str, Entry], sets: Sequence[Sequence[Tensor]]) -> dict[str, Calls]:
-    def calls(entry: Entry) -> list[Callable[[], object]]:
-        prepared = [entry.prepare(inputs) for inputs in sets]
-        return [torch.no_grad()(lambda given=given: entry.forward(*given)) for given in prepared]
+    def calls(entry: Entry) -> list[NoArguments]:
+        return [partial(_run_forward, entry, entry.prepare(inputs)) for inputs in sets]
 
-    return {name: (lambda entry=entry: calls(entry)) for name, entry in entries.items()}
+    return {name: partial(calls, entry) for name, entry in entries.items()}
 
 
 def _both_calls(entries: dict[str, Entry], sets: Sequence[Sequence[Tensor]]) -> dict[str, Calls]:
-    reference = entries[TORCH]
-    gradients = [result_gradients(reference, inputs, seed) for seed, inputs in enumerate(sets)]
+    gradients = [result_gradients(entries[TORCH], inputs, seed) for seed, inputs in enumerate(sets)]
 
-    def calls(entry: Entry) -> list[Callable[[], object]]:
+    def calls(entry: Entry) -> list[NoArguments]:
         prepared = [entry.prepare(inputs) for inputs in sets]
         if entry.both is not None:
-            return [lambda given=given: entry.both(*given) for given in prepared]  # type: ignore[misc]
-        return [
-            lambda given=given, of_results=of_results: gradients_of(entry, given, of_results)
-            for given, of_results in zip(prepared, gradients, strict=True)
-        ]
+            return [partial(entry.both, *given) for given in prepared]
+        pairs = zip(prepared, gradients, strict=True)
+        return [partial(gradients_of, entry, given, of_results) for given, of_results in pairs]
 
-    return {name: (lambda entry=entry: calls(entry)) for name, entry in entries.items()}
+    return {name: partial(calls, entry) for name, entry in entries.items()}
 
 
 def _measured(
     case: Case, size: Size, direction: str, work: Work, makers: dict[str, Calls], clock: Clock, repeats: int
 ) -> list[Figure]:
-    calls, seconds, failures = {}, {}, {}
+    calls: dict[str, tuple[list[NoArguments], int]] = {}
+    seconds: dict[str, list[float]] = {}
+    failures: dict[str, str] = {}
     for key, (name, make) in enumerate(makers.items()):
         try:
             made = make()
@@ -178,4 +185,4 @@ def _with_share(figure: Figure, ceiling: Ceiling) -> Figure:
     if figure.seconds is None:
         return figure
     least = ceiling.seconds(Work(figure.bytes, figure.flops))
-    return Figure(**{**vars(figure), "share": least / figure.seconds})
+    return replace(figure, share=least / figure.seconds)

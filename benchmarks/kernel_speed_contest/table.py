@@ -28,7 +28,7 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a run found. absent: contestant -> why it did not run; left_out: cases for which time was up."""
+    """All that a run found. absent: contestant -> why it did not run; left_out: races that were not run, and why."""
 
     figures: Sequence[Figure]
     absent: dict[str, str]
@@ -54,7 +54,7 @@ def document(findings: Findings, cases: Sequence[Case]) -> str:
     failures = [figure for figure in findings.figures if figure.failure is not None]
     notes = [f"- {name} did not run: {why}" for name, why in sorted(findings.absent.items())]
     notes += [f"- {figure.contestant} failed at {_place(figure)}: {figure.failure}" for figure in failures]
-    notes += [f"- time was up before {name}" for name in findings.left_out]
+    notes += [f"- {race}" for race in findings.left_out]
     return "\n\n".join([*parts, *(["## Not measured\n\n" + "\n".join(notes)] if notes else [])]) + "\n"
 
 
@@ -79,6 +79,7 @@ def verdicts(findings: Findings, cases: Sequence[Case]) -> list[str]:
     missed, judged = [], 0
     for figure, compiled in _best_of_ours(findings.figures):
         assert figure.share is not None
+        assert figure.seconds is not None
         judged += 1
         aim = aims.get(figure.case)
         least = 0.0 if aim is None else aim.forward if figure.direction == FORWARD else aim.both

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from plain_gpt import PlainGpt, Shape
@@ -24,15 +25,17 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 
 LEARNING_RATE, CLIP, BETAS, DECAY = 1e-4, 1.0, (0.9, 0.95), 0.1
 OURS = "megapipe"
-CAN_COMPILE = "compile" in {field.name for field in fields(TrainingConfig)}
+COMPILE: dict[str, Any] = {"compile": True}
+CAN_COMPILE = COMPILE.keys() <= {field.name for field in fields(TrainingConfig)}
+"""Whether the configuration can ask for compiled blocks; if not, that contestant is told to be missing."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contestants share. precision: `fp32` or `bf16`. compiled: peers go through torch.compile."""
+    """What all contestants share. compiled: peers go through torch.compile."""
 
     training: Training
-    precision: str
+    precision: Literal["fp32", "bf16"]
     device: torch.device
     compiled: bool
 
@@ -72,9 +75,12 @@ def configuration(setting: Setting, pipeline: int, compiled: bool) -> PretrainCo
     config.data = replace(config.data, prefix="unused", sequence_length=shape.sequence_length)
     global_size = training.micro_size * training.num_microbatches
     config.batch = replace(config.batch, global_size=global_size, micro_size=training.micro_size)
-    config.parallel = replace(config.parallel, pipeline=pipeline, device=setting.device.type)
-    # Named by a dictionary, since not every version of the configuration has the field (CAN_COMPILE).
-    config.training = replace(config.training, precision=setting.precision, **({"compile": True} if compiled else {}))
+    config.parallel = replace(
+        config.parallel, pipeline=pipeline, device="cuda" if setting.device.type == "cuda" else "cpu"
+    )
+    config.training = replace(config.training, precision=setting.precision)
+    if compiled:
+        config.training = replace(config.training, **COMPILE)
     return config
 
 

@@ -3,6 +3,7 @@
 Nothing here judges a time; speed is a GPU's to show.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -131,6 +132,33 @@ def test_predicted_bytes_are_those_of_inputs_and_results(name: str) -> None:
     assert case.work(size, 2)[0].bytes == pytest.approx(moved, rel=0.01)
 
 
+def documented() -> dict[str, list[str]]:
+    """Op -> the other cells of its row in docs/kernels.md."""
+    lines = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    assert len({row[0] for row in rows}) == len(rows)
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_the_guide_names_every_op_and_its_backends_in_order() -> None:
+    found = {op: cells[0].split(", ") for op, cells in documented().items()}
+    assert found == {name: [backend.name for backend in op.backends] for name, op in OPS._ops.items()}
+
+
+@pytest.mark.parametrize("op", sorted(set(OPS._ops) - {"attention_probabilities", "linear_cross_entropy"}))
+def test_the_guide_gives_the_bytes_that_are_measured_against(op: str) -> None:
+    case, size = next(case for case in CASES if case.op == op), Size(64, 32)
+    forward, both = case.work(size, 2)
+    bytes_of_both = "" if both is None else f"{both.bytes / size.elements:g}"
+    assert documented()[op][2:4] == [f"{forward.bytes / size.elements:g}", bytes_of_both]
+
+
+def test_the_guide_claims_a_speed_only_where_results_stand() -> None:
+    measured = [path for path in (ROOT / "benchmarks" / "results").glob("kernels_*.md") if path.stem != "kernels_cpu"]
+    if not measured:
+        assert {cells[4] for cells in documented().values()} == {"not measured yet"}
+
+
 def test_the_ceiling_is_the_slower_of_memory_and_products() -> None:
     assert CEILING.seconds(Work(bytes=2e12)) == 2
     assert CEILING.seconds(Work(bytes=2e12, flops=5e15)) == 5
@@ -175,10 +203,12 @@ def test_what_misses_an_aim_or_loses_to_the_compiler_is_named() -> None:
 
 
 def test_a_document_tells_who_did_not_run() -> None:
-    findings = Findings([figure("triton", 1e-3)], {"Liger": "No module"}, ["gelu, 1 x 2"], CEILING, CPU)
+    findings = Findings(
+        [figure("triton", 1e-3)], {"Liger": "No module"}, ["gelu, 1 x 2: the time was up"], CEILING, CPU
+    )
     text = table.document(findings, CASES)
     assert "- Liger did not run: No module" in text
-    assert "- time was up before gelu, 1 x 2" in text
+    assert "- gelu, 1 x 2: the time was up" in text
     assert table.MEANINGLESS in text
     assert table.summary(findings, CASES) == "1 measurements, median 100% of the ceiling, 0 misses, 1 left out"
 
@@ -203,6 +233,20 @@ def test_the_script_runs_every_op_on_a_processor_and_says_that_it_means_nothing(
     text = (tmp_path / "kernels_cpu.md").read_text()
     assert all(case.name in text for case in CASES)
     assert "--repeats 1" in text  # the command
+
+
+def test_a_race_too_large_for_the_device_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks import kernel_speed
+
+    def too_large(size: Size, draw: Draw) -> list[Tensor]:
+        raise torch.OutOfMemoryError("no")
+
+    cases = [replace(named("gelu"), draw=too_large), named("rotary")]
+    chosen = argparse.Namespace(seconds=float("inf"), quick=False, repeats=1)
+    findings = kernel_speed.measure(cases, CPU, chosen)
+    assert findings.left_out == ["gelu, 32 x 64: its inputs need more memory than the device has"]
+    assert {figure.op for figure in findings.figures} == {"rotary"}
 
 
 def test_no_race_starts_when_the_time_is_up() -> None:
