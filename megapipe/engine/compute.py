@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from megapipe.engine.errors import UnitError
 from megapipe.engine.stage import TensorSpec, Unit
 from megapipe.layers import split
+from megapipe.layers.graph import accumulate, gradient_edge
 from megapipe.layers.split import SplitTape
 
 WHOLE = -1
@@ -32,12 +33,21 @@ class Piece:
     @classmethod
     def between(cls, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tape: SplitTape | None) -> "Piece":
         """The graph that made `outputs` out of `inputs`."""
-        return cls(inputs, tuple(get_gradient_edge(output) for output in outputs if output.requires_grad), tape)
+        return cls(inputs, tuple([gradient_edge(output) for output in outputs if output.requires_grad]), tape)
 
 
 def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tuple[Tensor, ...]:
     """Cut the graph: the same storage as new autograd leaves."""
     return tuple([t.detach().requires_grad_(flag) for t, flag in zip(tensors, requires_grad, strict=True)])
+
+
+def apart(tensors: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`tensors`, copied where they lie in the memory of `received`.
+
+    For what outlives a receive slot: a stage may pass on what it was given, or a view of it.
+    """
+    memory = [tensor.untyped_storage().data_ptr() for tensor in received]
+    return tuple([t.clone() if t.untyped_storage().data_ptr() in memory else t for t in tensors])
 
 
 def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tuple[bool, ...]:
@@ -66,7 +76,7 @@ def backward(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     gradients: one for each output that requires grad, in order.
     """
-    torch.autograd.backward(piece.edges, gradients)
+    accumulate(piece.edges, gradients)
     return tuple(_or_zeros(leaf.grad, leaf) for leaf in piece.inputs if leaf.requires_grad)
 
 
@@ -78,8 +88,7 @@ def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor,
     """
     assert piece.tape is not None
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
-    # torch.autograd.grad takes edges in the place of tensors.
-    found = piece.tape.backward_input(piece.edges, gradients, inputs)  # type: ignore[arg-type]
+    found = piece.tape.backward_input(piece.edges, gradients, inputs)
     lent = {gradient.untyped_storage()._cdata for gradient in gradients}
     return tuple(_own(_or_zeros(gradient, leaf), lent) for gradient, leaf in zip(found, inputs, strict=True))
 

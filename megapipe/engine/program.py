@@ -9,6 +9,7 @@ from torch import Tensor
 from megapipe.engine.compute import (
     WHOLE,
     Piece,
+    apart,
     as_leaves,
     backward,
     backward_input,
@@ -120,24 +121,30 @@ class Program:
         split, training = key in self._split, self._training
         unsplit = [unsplit_parameters(units) if split else () for units in twins]
         version, per_step = action.version, self._header.updates_per_step
-        slots = self._transfers.receive_activation.get(stage_id)
+        slots = self._transfers.receive_activation.get(stage_id) if slot >= 0 else None
+        following = self._schedule.next_stage(stage_id, microbatch)
+        # What is sent in training has left before its gradient comes, and the slot is kept until then.
+        leaves_in_time = training and following is not None and following not in self._stages
 
         def run(step: StepState) -> None:
             if not enters:
                 outputs = step.activations.pop(key)
                 inputs = as_leaves(outputs, requires_grad_flags(outputs))
-            elif slots is not None and slot >= 0:
+            elif slots is not None:
                 inputs = as_leaves(slots.take(slot), flags)
             else:
                 inputs = as_leaves(step.activations.pop(key, ()), flags)
             context = step.input.contexts[microbatch]
             if not training:
                 with torch.no_grad():
-                    hand_on(step, run_units(twins[stage.newest % len(twins)], inputs, context))
+                    outputs = run_units(twins[stage.newest % len(twins)], inputs, context)
+                    hand_on(step, outputs if slots is None else apart(outputs, inputs))
                 return
             copy = (step.input.step * per_step + version) % len(twins)
             units, tape = twins[copy], SplitTape(unsplit[copy]) if split else None
             outputs = run_units(units, inputs, replace(context, tape=tape) if split else context)
+            if slots is not None and not leaves_in_time:
+                outputs = apart(outputs, inputs)
             step.pieces[stage_id, microbatch, unit] = Piece.between(inputs, outputs, tape)
             hand_on(step, outputs)
 
@@ -193,7 +200,7 @@ class Program:
                 passed = backward(piece, gradients)
             del step.pieces[stage_id, microbatch, unit]  # only now: a report on a failed step looks into it
             if has_receiver:
-                step.gradients[target] = passed
+                step.gradients[target] = passed if slots is None else apart(passed, gradients)
 
         return run
 

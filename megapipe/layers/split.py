@@ -13,7 +13,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
+
+from megapipe.layers.graph import Place, gradient_edge, gradients_of
 
 
 class SplitModule(nn.Module):
@@ -97,7 +99,11 @@ class SplitTape:
         stands for its base, since the graph of a changed view leads around the view's own place.
         """
         whole = output._base if output._is_view() and output._base is not None else output
-        self._records.append(Record(module, get_gradient_edge(whole), saved))
+        self._records.append(Record(module, gradient_edge(whole), saved))
+
+    def extend(self, other: "SplitTape") -> None:
+        """Take over the records of a tape that another part of this forward was recorded on."""
+        self._records += other._records
 
     def fresh_probes(self) -> list[Tensor]:
         """New probes of the shapes that this forward used, for another forward of the same module and shapes."""
@@ -117,7 +123,7 @@ class SplitTape:
         return saved + [gradient for gradient in self._gradients or () if gradient is not None]
 
     def backward_input(
-        self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self, outputs: Sequence[Place], grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
         """The input half: gradients of `inputs`, and, kept on the tape, of every probe. Frees the autograd graph.
 
@@ -128,11 +134,10 @@ class SplitTape:
             raise SplitError("the input half of this micro-batch has run already; each half runs once per forward")
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         probes = [record.probe for record in self._records]
-        # torch takes tensors and places in the graph side by side.
-        sought: list[Tensor] = [*wanted, *probes, *self._unsplit]  # type: ignore[list-item]
+        sought: list[Place] = [*wanted, *probes, *self._unsplit]
         found: Sequence[Tensor | None] = [None] * len(sought)
         if outputs and sought:
-            found = torch.autograd.grad(outputs, sought, grad_outputs, allow_unused=True)
+            found = gradients_of(sought, outputs, grad_outputs)
         self._gradients = tuple(found[len(wanted) : len(wanted) + len(probes)])
         self._add_unsplit(found[len(wanted) + len(probes) :])
         of_wanted = iter(found)
