@@ -52,17 +52,19 @@ class _SleepBackward(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The identity of its first argument, with the second one in the graph: a probe takes the gradient, a weight 0."""
+    """The identity of its first argument, with the second one in the graph: a probe takes the gradient, a weight 0.
+
+    The gradient of `x` is a tensor that the stage has, as a real stage makes one and passes none on unchanged.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        ctx.probe = other.shape == x.shape
+    def forward(ctx: Any, x: Tensor, other: Tensor, own: Tensor) -> Tensor:
+        ctx.probe, ctx.own = other.shape == x.shape, own
         return x.data
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gradient = gradients[0].detach()
-        return gradient, gradient if ctx.probe else ZERO
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return ctx.own.detach(), gradients[0] if ctx.probe else ZERO, None
 
 
 class _Loss(torch.autograd.Function):
@@ -89,14 +91,18 @@ class SleepingStage(SplitModule):
         self.weight = nn.Parameter(torch.zeros(1))
         self._seconds = seconds
         self._meter = meter
+        self._gradient = torch.empty(0)
 
     def forward(self, x: Tensor, tape: SplitTape | None = None) -> Tensor:
         began = time.thread_time()
         self._meter.sleep(self._seconds)
+        if self._gradient.shape != x.shape:
+            self._gradient = torch.zeros_like(x)
         if tape is None:
-            joined = _Join.apply(x, _SleepBackward.apply(self.weight, self._meter, self._seconds))
+            late_weight = _SleepBackward.apply(self.weight, self._meter, self._seconds)
+            joined = _Join.apply(x, late_weight, self._gradient)
         else:
-            joined = _Join.apply(x, tape.record(self, x.shape, x).probe)
+            joined = _Join.apply(x, tape.record(self, x.shape, x).probe, self._gradient)
         y = _SleepBackward.apply(joined, self._meter, self._seconds)
         self._meter.processor += time.thread_time() - began
         return y
