@@ -3,11 +3,13 @@
 torch has no arithmetic on unsigned words; int32 wraps modulo 2**32 all the same, and a right shift is masked.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.random.dropout import CHANNEL, DOMAIN, SITE, TOKEN, WORD, keep_threshold
 
 
@@ -37,8 +39,24 @@ def token_keys(seed: int, ordinals: Tensor, site: Tensor, num_tokens: int) -> Te
     key = torch.full_like(low, signed((seed & WORD) ^ DOMAIN))
     key = finalize(finalize(finalize(key) ^ signed(seed >> 32 & WORD)) ^ low)
     key = finalize(finalize(key ^ high) ^ site)
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=ordinals.device)
-    return finalize(key.unsqueeze(-1) ^ tokens * signed(TOKEN))
+    return finalize(key.unsqueeze(-1) ^ numbers(0, num_tokens, ordinals.device) * signed(TOKEN))
+
+
+@constant_when_compiled
+def numbers(first: int, count: int, device: torch.device) -> Tensor:
+    """The numbers of `count` tokens or channels from `first` on, int32.
+
+    A constant to compilers: where products of an arange wrap, torch 2.13's inductor gets some of them wrong, and with
+    them masks (measured on the CPU).
+    """
+    return _numbers(first, count, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _numbers(first: int, count: int, device: torch.device) -> Tensor:
+    # Tensors born in inference mode could never take part in training.
+    with torch.inference_mode(False):
+        return torch.arange(first, first + count, dtype=torch.int32, device=device)
 
 
 def keep_mask(keys: Tensor, channels: Tensor, probability: float) -> Tensor:

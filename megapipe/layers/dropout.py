@@ -1,9 +1,8 @@
 """Dropout whose masks depend on the seed and on global indices alone, so that every layout drops the same channels."""
 
-import torch
 from torch import Tensor, nn
 
-from megapipe.kernels.reference.dropout import site_word, token_keys
+from megapipe.kernels.reference.dropout import numbers, site_word, token_keys
 from megapipe.kernels.registry import Registry
 from megapipe.layers.context import MicrobatchContext
 
@@ -36,8 +35,7 @@ class Dropout(nn.Module):
         if not self.active(context):
             return x
         keys = self._keys(context, x.shape[1]).unsqueeze(-1)
-        channels = torch.arange(x.shape[2], dtype=torch.int32, device=x.device)
-        return self._drop(x, keys, channels)
+        return self._drop(x, keys, numbers(0, x.shape[2], x.device))
 
     def add(self, update: Tensor, residual: Tensor, context: MicrobatchContext) -> Tensor:
         """Residual [b, s, h] plus an update with channels dropped, for an active dropout."""
@@ -50,8 +48,7 @@ class Dropout(nn.Module):
             return weights
         _, heads, length, _ = weights.shape
         keys = self._keys(context, length)[:, None, :, None]
-        first = first_head * length
-        channels = torch.arange(first, first + heads * length, dtype=torch.int32, device=weights.device)
+        channels = numbers(first_head * length, heads * length, weights.device)
         return self._drop(weights, keys, channels.view(heads, 1, length))
 
     def _keys(self, context: MicrobatchContext, num_tokens: int) -> Tensor:
