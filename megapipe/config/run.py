@@ -174,6 +174,8 @@ class TrainingConfig:
     """Seeds weights, dropout and the order of the data."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Compute precision; bf16 keeps fp32 master weights, gradients and moments; auto times both, takes the faster."""
+    compile: bool = False
+    """Run every transformer block through torch.compile, which takes a minute or so at the start of a run."""
     deterministic: bool = False
     """Refuse operations whose result may differ from run to run on one device (slower on GPUs)."""
     log_every: int = 10

@@ -29,11 +29,17 @@ class CompiledForward:
         self._blanks: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], SplitTape]] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
-        """The module's outputs. A tape in the context must be new; it is ready for the input half on return."""
-        if context.tape is not None:
-            context.tape.provide(self._blank(module, inputs, context).fresh_probes())
+        """The module's outputs. The records of a split backward go behind those on the context's tape."""
+        if context.tape is None:
+            with _gradients_aside(module):
+                return self._compiled(module, tuple(inputs), context)
+        # A tape of its own: one that held other modules' records would make the compiler start again for each layer.
+        tape = SplitTape()
+        tape.provide(self._blank(module, inputs, context).fresh_probes())
         with _gradients_aside(module):
-            return self._compiled(module, tuple(inputs), context)
+            outputs = self._compiled(module, tuple(inputs), replace(context, tape=tape))
+        context.tape.extend(tape)
+        return outputs
 
     def _blank(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> SplitTape:
         """A tape with the probes of one forward, kept by shape: probes have to exist before a compiled forward runs.
@@ -49,6 +55,19 @@ class CompiledForward:
                 _forward(module, inputs, replace(context, tape=tape))
             known[shapes] = tape.emptied()
         return known[shapes]
+
+
+class CompiledUnit(nn.Module):
+    """A module as a pipeline stage runs it, through a compiled forward."""
+
+    def __init__(self, module: nn.Module, compiled: CompiledForward) -> None:
+        super().__init__()
+        self.module = module
+        self._compiled = compiled
+
+    def forward(self, *inputs: Tensor, context: MicrobatchContext) -> tuple[Tensor, ...]:
+        """The module's outputs."""
+        return self._compiled(self.module, inputs, context)
 
 
 @contextmanager

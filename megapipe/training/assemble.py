@@ -1,6 +1,6 @@
 """From a configuration, a mesh and a schedule to this rank's stages: the one place where model and layout meet."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.stages import StageBuilder, tied_stages
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
-from megapipe.models.gpt import build_layer
+from megapipe.layers.compiled import CompiledForward, CompiledUnit
+from megapipe.models.gpt import Block, build_layer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.balance import balance_layers, check_assignment
@@ -113,3 +114,13 @@ class Assembly:
         )
         state.initialize(self._config.training.seed)
         return state
+
+
+def compile_blocks(stages: Iterable[Stage]) -> None:
+    """Let the transformer blocks of these stages run through one torch.compile. Nothing is compiled yet."""
+    forward = CompiledForward(fullgraph=True)
+    for stage in stages:
+        stage.units = [
+            [CompiledUnit(twin, forward) if isinstance(twin, Block) else twin for twin in twins]
+            for twins in stage.units
+        ]
