@@ -1,9 +1,10 @@
-"""A loop over the same actions that sleeps and moves tensors and does nothing else: no autograd, no state."""
+"""A loop over the same actions that runs the stages and moves tensors, and nothing else: no state, no sums."""
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+
+from torch import Tensor
 
 from megapipe.engine.stage import TensorSpec
 from megapipe.engine.transfers import Boundary, ReceiveSlots, Sender, receive_slots
@@ -11,9 +12,8 @@ from megapipe.engine.wiring import LinkPool
 from megapipe.parallel.links import Edge
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import Action, Kind
+from pipeline_contest.floor import COMPUTE, Compute
 from pipeline_contest.setting import Setting, Step
-
-_SLEEPS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 
 
 def bare_loop(setting: Setting, schedule: Schedule, pool: LinkPool) -> Step:
@@ -34,6 +34,8 @@ class _Loop:
 
     def __init__(self, setting: Setting, schedule: Schedule, pool: LinkPool) -> None:
         self._setting = setting
+        self._compute = Compute(setting, schedule)
+        self._outgoing: dict[tuple[bool, int, int], Tensor] = {}
         header, device = schedule.header, setting.mesh.device
         specs = (TensorSpec(tuple(setting.x.shape), setting.x.dtype),)
         edges = _edges(schedule, setting.x.nbytes)
@@ -55,28 +57,38 @@ class _Loop:
         """What the loop does for an action."""
         kind, stage, slot = action.kind, action.stage, action.slot
         if kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
-            return partial(self._senders[kind, stage].send, (self._setting.x,))
+            return partial(self._send, action)
         if kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
             return partial(self._slots[kind, stage].post, slot)
-        times, awaited = _SLEEPS.get(kind, 0), None
-        if slot >= 0 and times:
+        if kind not in COMPUTE:
+            return _nothing
+        awaited = None
+        if slot >= 0 and kind != Kind.BACKWARD_WEIGHT:
             awaited = self._slots[Kind.RECV_ACTIVATION if kind == Kind.FORWARD else Kind.RECV_GRADIENT, stage]
-        return partial(self._compute, times, awaited, slot)
+        return partial(self._run, action, awaited)
 
-    def _compute(self, times: int, awaited: ReceiveSlots | None, slot: int) -> None:
-        if awaited is not None:
-            awaited.take(slot)
-        began = time.thread_time()
-        for _ in range(times):
-            self._setting.meter.sleep(self._setting.seconds)
-        self._setting.meter.processor += time.thread_time() - began
+    def _run(self, action: Action, awaited: ReceiveSlots | None) -> None:
+        incoming = self._setting.x if awaited is None else awaited.take(action.slot)[0]
+        outgoing = self._compute.run(action, incoming)
+        if outgoing is not None:
+            self._outgoing[action.kind == Kind.FORWARD, action.stage, action.microbatch] = outgoing
+
+    def _send(self, action: Action) -> None:
+        activation = action.kind == Kind.SEND_ACTIVATION
+        outgoing = self._outgoing.pop((activation, action.stage, action.microbatch))
+        self._senders[action.kind, action.stage].send((outgoing,))
 
     def finish(self) -> None:
         """Await what was sent."""
+        self._outgoing.clear()
         for sender in self._senders.values():
             sender.drain()
         for slots in self._slots.values():
             slots.release()
+
+
+def _nothing() -> None:
+    """What the loop does for sums and updates."""
 
 
 def _edges(schedule: Schedule, num_bytes: int) -> Mapping[tuple[int, int], Sequence[Edge]]:

@@ -1,4 +1,4 @@
-"""The least processor time that autograd takes for a schedule's compute actions: nothing else is done here."""
+"""A schedule's compute actions over sleeping stages, and nothing else: what autograd takes by itself."""
 
 import torch
 from torch import Tensor
@@ -9,33 +9,46 @@ from megapipe.schedules.actions import Action, Kind
 from pipeline_contest.setting import Setting, Step
 
 
-def compute_only(setting: Setting, schedule: Schedule) -> Step:
-    """One rank's forwards and backwards in order, on tensors that are always there."""
-    stages = {stage: setting.stage() for stage in schedule.header.stages_on(setting.rank)}
-    actions = list(schedule.actions("body", setting.rank))
-    split = any(action.kind == Kind.BACKWARD_INPUT for action in actions)
-    alive: dict[tuple[int, int], tuple[Tensor, Tensor, SplitTape | None]] = {}
-    gradient = setting.x
+class Compute:
+    """The stages of one rank and the graphs that are alive."""
 
-    def run(action: Action) -> None:
+    def __init__(self, setting: Setting, schedule: Schedule) -> None:
+        self._stages = {stage: setting.stage() for stage in schedule.header.stages_on(setting.rank)}
+        self._split = any(a.kind == Kind.BACKWARD_INPUT for a in schedule.actions("body", setting.rank))
+        self._alive: dict[tuple[int, int], tuple[Tensor, Tensor, SplitTape | None]] = {}
+
+    def run(self, action: Action, incoming: Tensor) -> Tensor | None:
+        """Do a compute action and return what a neighbour takes. incoming: the input, or the output's gradient."""
         key = (action.stage, action.microbatch)
         if action.kind == Kind.FORWARD:
-            leaf = setting.x.detach().requires_grad_()
-            tape = SplitTape() if split else None
-            alive[key] = leaf, stages[action.stage](leaf, tape), tape
-        elif action.kind == Kind.BACKWARD:
-            torch.autograd.backward(alive.pop(key)[1], gradient)
-        elif action.kind == Kind.BACKWARD_INPUT:
-            leaf, y, tape = alive[key]
+            leaf, tape = incoming.detach().requires_grad_(), SplitTape() if self._split else None
+            y = self._stages[action.stage](leaf, tape)
+            self._alive[key] = leaf, y, tape
+            return y
+        if action.kind == Kind.BACKWARD:
+            leaf, y, _ = self._alive.pop(key)
+            torch.autograd.backward(y, incoming)
+            return leaf.grad
+        if action.kind == Kind.BACKWARD_INPUT:
+            leaf, y, tape = self._alive[key]
             assert tape is not None
-            tape.backward_input((y,), (gradient,), (leaf,))
-        elif action.kind == Kind.BACKWARD_WEIGHT:
-            tape = alive.pop(key)[2]
-            assert tape is not None
-            tape.backward_weight()
+            return tape.backward_input((y,), (incoming,), (leaf,))[0]
+        tape = self._alive.pop(key)[2]
+        assert tape is not None
+        tape.backward_weight()
+        return None
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def compute_only(setting: Setting, schedule: Schedule) -> Step:
+    """One rank's forwards and backwards in order, on tensors that are always there."""
+    compute = Compute(setting, schedule)
+    actions = [action for action in schedule.actions("body", setting.rank) if action.kind in COMPUTE]
 
     def step() -> None:
         for action in actions:
-            run(action)
+            compute.run(action, setting.x)
 
     return step
