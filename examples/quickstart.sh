@@ -59,7 +59,7 @@ what to try next
                          --data.prefix $folder/corpus_text_document --training.directory runs/tensor --parallel.tensor 2
   another schedule   $bin/torchrun --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \\
                          --data.prefix $folder/corpus_text_document --training.directory runs/2bw --training.steps 100 \\
-                         --parallel.pipeline 2 --schedule.name 2bw --profile.trace runs/2bw/trace
+                         --optimizer.learning_rate 3e-4 --parallel.pipeline 2 --schedule.name 2bw --profile.trace runs/2bw/trace
                      the schedules: $schedules
   its timeline       $bin/python tools/schedule.py overlay runs/2bw/trace -o runs/2bw/timeline.html
   every option       $bin/python pretrain_gpt.py --help
