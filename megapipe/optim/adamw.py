@@ -33,24 +33,28 @@ def adamw_step(
     kernels: Registry = OPS,
     gradient_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    copies: Sequence[Tensor] = (),
 ) -> None:
     """Update parameters and both moments in place; all are flat fp32 (or fp64) tensors of equal sizes, list by list.
 
     kernels: which backend runs the step. gradient_scale: 0-dim, multiplies every gradient first (clipping; 1 / loss
     scale). found_inf: 0-dim fp32; where it is not 0 nothing changes. Neither makes a GPU wait for the host. Gradients
-    may be overwritten.
+    may be overwritten. copies: bf16, one a parameter or none at all, overwritten by the rounded new parameters.
     Raises ValueError when a tensor is not flat and contiguous, or dtypes are mixed.
     """
     check_flat("AdamW", (*parameters, *gradients, *first_moments, *second_moments))
     if not parameters:
         return
     kernel = kernels.pick("adamw", parameters[0])
-    lists = [parameters, gradients, first_moments, second_moments]
     if kernel is reference and parameters[0].is_cuda:
         _fused(parameters, gradients, first_moments, second_moments, update, gradient_scale, found_inf)
+        for copy, parameter in zip(copies, parameters, strict=bool(copies)):
+            copy.copy_(parameter)
         return
+    lists = [parameters, gradients, first_moments, second_moments, *([copies] if copies else [])]
     for buffers in blocks(lists) if kernel is reference else zip(*lists, strict=True):
-        kernel.step(*buffers, update, gradient_scale=gradient_scale, skip=found_inf)
+        bf16 = buffers[4] if copies else None
+        kernel.step(*buffers[:4], update, parameter=bf16, gradient_scale=gradient_scale, skip=found_inf)
 
 
 def _fused(

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Part:
     """Elements of flat buffers that take the same step: the decayed ones of some units, or the others.
 
     step: number of the units' update, from 1. moments: name -> one view a unit. decay: weight decay, 0 for the others.
+    copies: bf16, where the step is to write the new parameters as well; empty where it need not.
     """
 
     step: int
@@ -30,14 +32,18 @@ class Part:
     gradients: list[Tensor]
     moments: dict[str, list[Tensor]]
     decay: float
+    copies: list[Tensor]
 
 
 class FlatOptimizer(ABC):
     """Decays the decayed range of every unit's flat buffer and nothing of the rest.
 
     Moments live in UnitState.moments, made at a unit's first update. `applied`, unit name -> number of updates, counts
-    what was really applied: a skipped step does not advance it.
+    what was really applied: a skipped step does not advance it. kernels: which backends run the steps' ops.
     """
+
+    writes_copies: ClassVar[bool] = False
+    """Whether `_step` writes bf16 working copies along with their masters."""
 
     def __init__(self, config: OptimizerConfig, kernels: Registry = OPS) -> None:
         self._config = config
@@ -51,7 +57,7 @@ class FlatOptimizer(ABC):
 
     @abstractmethod
     def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
-        """Change the parameters and moments in place; gradients are multiplied by `coefficient`."""
+        """Change parameters, moments and copies in place; gradients are multiplied by `coefficient`."""
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         """Advance `states` to absolute weight `version`; gradients are multiplied by `coefficient`, a 0-dim tensor."""
@@ -64,6 +70,9 @@ class FlatOptimizer(ABC):
             together = [state for state in states if self.applied[state.name] == step]
             for decayed in (True, False):
                 self._step(self._part(together, step, decayed), learning_rate, coefficient)
+        for state in states:
+            if self._copied(state) is not None:
+                state.mark_published()
 
     def _part(self, states: Sequence[UnitState], step: int, decayed: bool) -> Part:
         ranges = [(state, self._range(state, decayed)) for state in states]
@@ -75,7 +84,12 @@ class FlatOptimizer(ABC):
             [state.gradients_of(state.newest)[0][part] for state, part in filled],
             {name: [state.moments[name][part] for state, part in filled] for name in self.moment_names},
             self._config.weight_decay if decayed else 0.0,
+            [copy[part] for state, part in filled if (copy := self._copied(state)) is not None],
         )
+
+    def _copied(self, state: UnitState) -> Tensor | None:
+        copy = state.working_copy
+        return copy if self.writes_copies and copy is not None and copy.dtype == torch.bfloat16 else None
 
     @staticmethod
     def _range(state: UnitState, decayed: bool) -> slice:
@@ -85,6 +99,8 @@ class FlatOptimizer(ABC):
 
 class FlatAdamW(FlatOptimizer):
     """AdamW, with decoupled decay. The number of a unit's updates corrects its moments' bias."""
+
+    writes_copies = True
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -100,6 +116,7 @@ class FlatAdamW(FlatOptimizer):
             update,
             kernels=self._kernels,
             gradient_scale=coefficient,
+            copies=part.copies,
         )
 
 

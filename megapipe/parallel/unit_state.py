@@ -60,6 +60,7 @@ class UnitState:
         self.moments: dict[str, Tensor] = {}
         self.newest = num_versions - 1
         self._master: Tensor | None = None
+        self._published = False
         if compute_dtype != self.accumulate_dtype:
             self._master = torch.zeros(size, dtype=self.accumulate_dtype, device=device)
 
@@ -67,6 +68,11 @@ class UnitState:
     def master(self) -> Tensor:
         """The newest weights in the accumulation dtype."""
         return self.weights[self.newest % len(self.weights)] if self._master is None else self._master
+
+    @property
+    def working_copy(self) -> Tensor | None:
+        """The newest weights in the compute dtype; None where the master itself is in it."""
+        return None if self._master is None else self.weights[self.newest % len(self.weights)]
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""
@@ -83,9 +89,13 @@ class UnitState:
         self.newest = newest
 
     def publish(self) -> None:
-        """Cast the master into the newest version's working copy; nothing to do where they are the same buffer."""
-        if self._master is not None:
-            self.weights[self.newest % len(self.weights)].copy_(self._master)
+        """Cast the master into the working copy; nothing to do where they are one buffer, or it has been written."""
+        if self.working_copy is not None and not self._published:
+            self.working_copy.copy_(self.master)
+
+    def mark_published(self) -> None:
+        """Say that the optimizer has written the working copy of this update along with the master."""
+        self._published = True
 
     def begin_update(self, version: int) -> Tensor:
         """The buffer that the optimizer changes in place to make absolute weight version `version`.
@@ -98,6 +108,7 @@ class UnitState:
             )
         previous = self.master
         self.newest = version
+        self._published = False
         if self._master is None and len(self.weights) > 1:
             self.master.copy_(previous)
         return self.master

@@ -115,3 +115,17 @@ def test_the_configuration_names_the_optimizer_and_it_names_its_moments() -> Non
 def test_a_momentum_that_means_nothing_is_refused(config: OptimizerConfig, message: str) -> None:
     [problem] = config.problems()
     assert message in problem
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("num_versions", [1, 2])
+def test_working_copies_follow_their_master(config: OptimizerConfig, num_versions: int) -> None:
+    """Whether a step writes them or `publish` does, which then leaves them as they are."""
+    state, optimizer = unit(torch.bfloat16, num_versions), make_optimizer(config)
+    for step in range(2):
+        take_steps(optimizer, state, range(step, step + 1))
+        written = state.weights[state.newest % num_versions].clone()
+        state.publish()
+        assert state.working_copy is not None
+        assert torch.equal(state.working_copy, state.master.bfloat16())
+        assert torch.equal(written, state.working_copy) == optimizer.writes_copies

@@ -98,7 +98,7 @@ def shards(states: Sequence[UnitState], flats: Sequence[Tensor]) -> list[Shard]:
 
 
 def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeout: float = 30.0) -> RankRun:
-    """Train on this rank as pretrain_gpt.py would, keeping the first step's gradients. timeout: seconds, for a peer."""
+    """Train on this rank as pretrain_gpt.py would, keeping the first step's gradients. timeout: of links, in s."""
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], tensor=sizes["tensor"])
     config = replace(config, parallel=replace(parallel, timeout_seconds=timeout))
