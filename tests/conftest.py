@@ -1,8 +1,14 @@
 """Settings of the whole test suite."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# One thread a rank, and in this process too: another number of threads sums in another order, so in other bits.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # No deadline: an example's first run imports and compiles, and the cores are shared with other ranks.
 settings.register_profile(

@@ -213,7 +213,7 @@ class CheckpointConfig:
     """Saving and resuming. A checkpoint can be resumed on any layout."""
 
     every: int | None = None
-    """Steps between saves; one more is made at the end and on Ctrl-C. null saves nothing at all."""
+    """Steps between saves; one more is made at the end, on Ctrl-C and on SIGTERM. null saves nothing at all."""
     keep_last: int | None = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is durable; null keeps all."""
     resume: bool = True

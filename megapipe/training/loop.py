@@ -21,9 +21,6 @@ from megapipe.training.resume import Checkpointer
 from megapipe.training.signals import StopRequest
 from megapipe.training.throughput import UtilisationMeter
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
-
 LOSSES_KEPT = 100
 """Last losses that a checkpoint stores."""
 
@@ -81,7 +78,7 @@ class TrainingLoop:
         self._clock = 0.0
 
     def run(self, position: Position) -> int:
-        """Advance `position` to the last step, or to where Ctrl-C stopped the run; returns the exit status.
+        """Advance `position` to the last step, or to where a signal stopped the run; returns the exit status.
 
         A schedule that never flushes has a step under way while the loop turns; it is drained where something has to
         happen between two steps.
@@ -96,7 +93,7 @@ class TrainingLoop:
                 if not self._fed:
                     self._pause(position, stopped)
                 if stopped:
-                    return INTERRUPTED
+                    return stop.status
         return 0
 
     def _pauses_behind(self, position: Position) -> bool:

@@ -1,5 +1,6 @@
 """Pretraining from a configuration: check it, build this rank's part of the model, run the loop, sum up."""
 
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,7 @@ Say = Callable[[str], None]
 
 
 def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
-    """Train a GPT as configured; returns the process's exit status (130 after Ctrl-C).
+    """Train a GPT as configured; returns the process's exit status (130 after Ctrl-C, 143 after SIGTERM).
 
     Raises ConfigError, DataError or LaunchError before any process group starts.
     """
@@ -153,7 +154,7 @@ def _sum_up(
     history = metrics.read_losses(directory / metrics.FILE_NAME)
     curve = directory / loss_curve.FILE_NAME
     loss_curve.draw_loss_curve(curve, history, references, title=directory.name)
-    end = "stopped by Ctrl-C" if status else "finished"
+    end = f"stopped by {signal.Signals(status - 128).name}" if status else "finished"
     _print(
         f"{end} after step {position.step}/{config.training.steps}, loss {position.losses[-1][1]:.4f} | "
         f"metrics {directory / metrics.FILE_NAME} | loss curve {curve} | checkpoint {checkpoint or 'none'}"

@@ -1,6 +1,7 @@
-"""The program as a user starts it: plain, under torchrun, stopped by Ctrl-C, and wrongly."""
+"""The program as a user starts it: plain, under torchrun, stopped by a signal, and wrongly."""
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -43,8 +44,10 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
     assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_ctrl_c_ends_all_ranks_after_a_whole_step_and_saves_it(tmp_path: Path, corpus: str, schedule: str) -> None:
+@pytest.mark.parametrize("schedule, number", [("1f1b", "SIGINT"), ("2bw", "SIGINT"), ("1f1b", "SIGTERM")])
+def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
+    tmp_path: Path, corpus: str, schedule: str, number: str
+) -> None:
     arguments = ["--data.prefix", corpus, "--optimizer.decay", "constant", "--checkpoint.every", "100000"]
     arguments += ["--schedule.name", schedule]
     arguments += ["--training.steps", "100000", "--parallel.pipeline", "2"]
@@ -61,12 +64,12 @@ def test_ctrl_c_ends_all_ranks_after_a_whole_step_and_saves_it(tmp_path: Path, c
     for line in process.stdout:
         if line.startswith("step "):
             break
-    # A terminal's Ctrl-C reaches the launcher and every rank.
-    subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
+    # A terminal's Ctrl-C reaches the launcher and every rank, and so does the end of a batch job.
+    os.killpg(process.pid, signal.Signals[number])
     output, _ = process.communicate(timeout=60)
-    assert "stopped by Ctrl-C" in output
+    assert f"stopped by {number}" in output
     *_, last_step, saved, end = records(tmp_path)
-    assert end == {**end, "event": "end", "status": 128 + signal.SIGINT, "step": last_step["step"]}
+    assert end == {**end, "event": "end", "status": 128 + signal.Signals[number], "step": last_step["step"]}
     assert saved == {**saved, "event": "checkpoint", "step": last_step["step"]}
     assert str(saved["path"]) in output.splitlines()[-1]
     done = end["step"]

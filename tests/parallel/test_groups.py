@@ -117,7 +117,7 @@ def wait_for_failed_peer(mesh: Mesh) -> str:
 def test_thread_error_names_peer_and_operation() -> None:
     message = run_mesh({"data": 2}, wait_for_failed_peer, backend="threads")[0]
     assert message == (
-        "rank 0 waited for rank 1 in all_reduce sum of float32 (2,) (collective 0 of the data group), "
+        "rank 0 waited for rank 1 in all_reduce sum of float32 (2,) (collective 0 of the world group), "
         "but rank 1 failed: ValueError('bad batch')"
     )
 
@@ -161,7 +161,7 @@ def die_before_reduction(rank: int, with_gradients: bool) -> str:
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_dead_process_is_told_with_group_and_operation(with_gradients: bool) -> None:
     message = run_ranks(2, die_before_reduction, with_gradients, may_die=[1])[0]
-    assert message.startswith("rank 0: all_reduce in the data group with rank 1 failed")
+    assert message.startswith("rank 0: all_reduce in the world group with rank 1 failed")
 
 
 def test_solo_results_do_not_share_memory_with_the_input() -> None:
