@@ -44,7 +44,7 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
     assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
 
 
-@pytest.mark.parametrize("schedule, number", [("1f1b", "SIGINT"), ("2bw", "SIGINT"), ("1f1b", "SIGTERM")])
+@pytest.mark.parametrize(("schedule", "number"), [("1f1b", "SIGINT"), ("2bw", "SIGINT"), ("1f1b", "SIGTERM")])
 def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
     tmp_path: Path, corpus: str, schedule: str, number: str
 ) -> None:
