@@ -25,6 +25,9 @@ class Norm:
         self.module = module
         self.num_parameters = 2 if op == "layer_norm" else 1
 
+    def __str__(self) -> str:
+        return self.op
+
     def parameters(self, width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
         return [draw(width, seed=seed, dtype=dtype, device=device, shift=1) for seed in range(self.num_parameters)]
 
