@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+TEST_WORKERS ?= 2
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BIN := .venv/bin
@@ -29,7 +30,7 @@ quickstart: setup
 	@BIN=$(BIN) bash examples/quickstart.sh
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) $(PYTEST_FLAGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

@@ -24,6 +24,7 @@ RUN_TIME = [
 EXTRAS = {
     "test": [
         "pytest>=8",  # test runner
+        "pytest-xdist>=3.6",  # runs the fast tests on two cores
         "hypothesis>=6.100",  # property tests of schedules, shapes and parsers
         "transformers>=4.50",  # outside oracle for GPT-2, Llama and Qwen2 logits
         'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards; no wheel from 3.14 on
