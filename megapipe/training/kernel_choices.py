@@ -5,6 +5,7 @@ from itertools import groupby
 
 import torch
 
+from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
@@ -24,16 +25,25 @@ def kernel_problems(config: PretrainConfig) -> list[str]:
 
 
 def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Registry) -> list[Choice]:
-    """What the registry picks for each op of the run, over all ranks. Raises KernelError where a demand cannot be met.
+    """What the registry picks for each op of the run, over all ranks. The width of a flat buffer, which differs from
+    unit to unit, is given as 1.
 
-    The width of a flat buffer, which differs from unit to unit, is given as 1.
+    Raises ConfigError with every demand that cannot be met here.
     """
     dtype = DTYPES[config.training.precision]
     uses = kernel_uses(config.model, dtype, device.type, config.data.sequence_length, config.parallel.tensor)
     uses.append(KernelUse("gradient_norm", torch.float32, 1))
     if config.optimizer.name == "adamw":
         uses.append(KernelUse("adamw", torch.float32, 1))
-    return [kernels.choice(use.op, device.type, use.dtype, use.width) for use in uses]
+    choices, problems = [], []
+    for use in uses:
+        try:
+            choices.append(kernels.choice(use.op, device.type, use.dtype, use.width))
+        except KernelError as error:
+            problems.append(f"kernels.backends: {error}")
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return choices
 
 
 def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import triton_backend
@@ -17,7 +18,7 @@ from megapipe.kernels.cuda_backend import rms_norm as cuda_rms_norm
 from megapipe.kernels.cuda_backend.library import Library
 from megapipe.kernels.ops import NORM, OPS
 from megapipe.kernels.reference import adamw, layer_norm, rms_norm
-from megapipe.kernels.registry import REFERENCE, Backend, KernelError, Op, Registry
+from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import replica
 from megapipe.training.kernel_choices import kernel_choices, kernel_problems, told
@@ -171,5 +172,5 @@ def test_wrong_demands_are_problems_of_the_configuration(corpus: str) -> None:
 
 def test_a_demand_that_cannot_be_met_ends_the_run_before_it_starts(corpus: str) -> None:
     kernels = OPS.with_overrides({"adamw": "cuda"})
-    with pytest.raises(KernelError, match=r"'adamw' is demanded from backend 'cuda'.*needs a GPU"):
+    with pytest.raises(ConfigError, match=r"'adamw' is demanded from backend 'cuda'.*needs a GPU"):
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels)
