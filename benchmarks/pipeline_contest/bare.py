@@ -45,11 +45,11 @@ class _Loop:
         self._slots: dict[tuple[Kind, int], ReceiveSlots] = {}
         for (stage, following), (activation, gradient) in edges.items():
             if stage in mine:
-                self._senders[Kind.SEND_ACTIVATION, stage] = Sender(made[activation])
+                self._senders[Kind.SEND_ACTIVATION, stage] = Sender(Boundary(made[activation], specs))
                 boundary, count = Boundary(made[gradient], specs), header.gradient_slots[stage]
                 self._slots[Kind.RECV_GRADIENT, stage] = receive_slots(boundary, count, device)
             if following in mine:
-                self._senders[Kind.SEND_GRADIENT, following] = Sender(made[gradient])
+                self._senders[Kind.SEND_GRADIENT, following] = Sender(Boundary(made[gradient], specs))
                 boundary, count = Boundary(made[activation], specs), header.activation_slots[following]
                 self._slots[Kind.RECV_ACTIVATION, following] = receive_slots(boundary, count, device)
 

@@ -27,6 +27,8 @@ class Engine:
     A schedule that flushes runs a step at each `feed`. One that never flushes has a step under way between calls:
     `feed` runs the rest of it and the beginning of the one that is given, `drain` ends it. Where the run is drained
     changes its time and none of its numbers.
+
+    An engine whose step has failed runs no other: gradients are half added up and messages half sent.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         self._sections = self._compiled
         self._under_way: StepState | None = None
         self._unread: list[StepState] = []
+        self._broken_by: str | None = None
 
     def record(self, recorder: Recorder | None) -> None:
         """Have every action from here on noted by a recorder that was made for this schedule and rank, or no longer.
@@ -103,7 +106,11 @@ class Engine:
         return self._ended(ended)
 
     def drain(self) -> tuple[StepResult, ...]:
-        """End every step that is under way and return those that ended; none where the pipeline is empty."""
+        """End every step that is under way and return those that ended; none where the pipeline is empty.
+
+        Raises as `feed`.
+        """
+        self._require_whole()
         if self._under_way is None:
             return ()
         ended, self._under_way = self._under_way, None
@@ -115,6 +122,7 @@ class Engine:
 
     def _check(self, step_input: StepInput) -> None:
         """Raise EngineError where a step does not fit the schedule or does not follow the one under way."""
+        self._require_whole()
         expected = self._header.num_microbatches
         if len(step_input.contexts) != expected:
             raise EngineError(
@@ -125,6 +133,13 @@ class Engine:
             raise EngineError(
                 f"step {step_input.step} does not follow step {self._under_way.input.step}, which is under way; "
                 "steps of a schedule that never flushes follow one another, or drain the engine between them"
+            )
+
+    def _require_whole(self) -> None:
+        if self._broken_by is not None:
+            raise EngineError(
+                f"this engine's step has failed and left gradients half added up ({self._broken_by}); make a new one "
+                "from the last good weights"
             )
 
     def _ended(self, state: StepState) -> tuple[StepResult, ...]:
@@ -155,13 +170,17 @@ class Engine:
                 raise self._failure(instruction, position, steps, error.__cause__, error.unit) from error.__cause__
             except Exception as error:
                 raise self._failure(instruction, position, steps, error) from error
+            except BaseException as error:
+                self._broken_by = f"step {steps[instruction.offset].input.step}: {error!r}"
+                raise
 
     def _await_sends(self, step: int) -> None:
         try:
             self._transfers.drain()
         except Exception as error:
             place = f"pipeline rank {self._rank}, step {step}, behind the last action of {self._header.name}"
-            raise EngineError(f"{place}: {error}") from error
+            self._broken_by = f"{place}: {error}"
+            raise EngineError(self._broken_by) from error
 
     def _failure(
         self,
@@ -180,7 +199,8 @@ class Engine:
             f"pipeline rank {self._rank}, step {step}, action {position} of {self._header.name}: "
             f"{action.kind.name} {' '.join(fields)}".rstrip()
         )
-        return EngineError(f"{place}{name}: {error}", action, steps, unit)
+        self._broken_by = f"{place}{name}: {error}"
+        return EngineError(self._broken_by, action, steps, unit)
 
     def _unit_name(self, stage: int, unit: int) -> str:
         states = self._stages[stage].states

@@ -69,7 +69,7 @@ class ModuleStages:
         self.stages: dict[int, Stage] = builder.stages()
         for index, twins in self.units().items():
             for twin in twins:
-                twin.share(plan.layers[index].aliases)
+                twin.share(self._originals[index], plan.layers[index].spec.parameters)
 
     def units(self) -> dict[int, list[ModuleUnit]]:
         """Layer -> its copies, one a weight version, for the layers of this rank."""

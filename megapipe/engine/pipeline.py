@@ -6,6 +6,7 @@ for result in pipeline.step(inputs, targets):
     print(result.step, result.loss)
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Unpack
@@ -18,9 +19,9 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.groups import communicators, counted_states
 from megapipe.engine.module_stages import ModuleStages
-from megapipe.engine.plan_layers import Layer, ModelPlan, described, plan_layers
+from megapipe.engine.plan_layers import Layer, ModelPlan, plan_layers
 from megapipe.engine.reductions import Communicators, Reductions
-from megapipe.engine.stage import TensorSpec
+from megapipe.engine.stage import described
 from megapipe.engine.stages import tied_stages
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.engine.units import Loss, Microbatch
@@ -135,7 +136,7 @@ class Pipeline:
             EngineError: naming rank, step and action around whatever went wrong.
         """
         batch = self._batch(inputs, targets)
-        counts = [self._count(*each.targets) if self.is_last else 0.0 for each in batch]
+        counts = [self._counted(each) if self.is_last else 0.0 for each in batch]
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         results = self._engine.feed(StepInput(self._next_step, batch, counts, rate))
         self._next_step += 1
@@ -164,6 +165,22 @@ class Pipeline:
             layers |= part
         return {name: value for index in sorted(layers) for name, value in layers[index].items()}
 
+    def close(self) -> None:
+        """Give back links, with their memory and file descriptors. Also after a failure; nothing runs on it any more.
+
+        Without this they go with the pipeline itself, whenever Python finds that nobody needs it.
+        """
+        self._links.close()
+
+    def _counted(self, microbatch: Microbatch) -> float:
+        count = float(self._count(*microbatch.targets))
+        if not 0.0 <= count < math.inf:
+            raise PipelineError(
+                f"count gave {count} for the targets {described(microbatch.targets)}; it is a micro-batch's share in "
+                "what the loss sum is divided by, and must be finite and not below 0"
+            )
+        return count
+
     def _connected(self, plan: ModelPlan, groups: Communicators, timeout: float) -> Engine:
         limit = self._config.clip_norm
         reductions = Reductions(
@@ -175,7 +192,8 @@ class Pipeline:
             self._mesh.device,
             hidden=not self.schedule.flushes,
         )
-        transfers = connect(self.schedule, self._mesh, self.stages, LinkPool(self._mesh, "auto", timeout))
+        self._links = LinkPool(self._mesh, "auto", timeout)
+        transfers = connect(self.schedule, self._mesh, self.stages, self._links)
         return Engine(self.schedule, self._mesh.coordinate("pipeline"), self.stages, transfers, reductions)
 
     def _batch(self, inputs: Tensors | None, targets: Tensors | None) -> list[Microbatch]:
@@ -184,12 +202,11 @@ class Pipeline:
             if inputs is None:
                 raise PipelineError("this rank runs the first stage (is_first); give it the batch's inputs")
             rows = self._cut(as_tensors(inputs), "inputs")
-            for part, sample in zip(rows, [self._sample] * len(rows), strict=True):
-                if [(t.shape, t.dtype) for t in part] != [(t.shape, t.dtype) for t in sample]:
-                    raise PipelineError(
-                        f"a micro-batch of the inputs is {described(_specs(part))}, and the pipeline was built for "
-                        f"{described(_specs(sample))}; a batch has {self._microbatches} times the rows of the sample"
-                    )
+            if described(rows[0]) != described(self._sample):
+                raise PipelineError(
+                    f"a micro-batch of the inputs is {described(rows[0])}, and the pipeline was built for "
+                    f"{described(self._sample)}; a batch has {self._microbatches} times the rows of the sample"
+                )
             parts = [Microbatch(inputs=part) for part in rows]
         if self.is_last and targets is not None:
             cut = self._cut(as_tensors(targets), "targets")
@@ -213,10 +230,6 @@ def as_tensors(tensors: Tensors) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-def _specs(tensors: Sequence[Tensor]) -> list[TensorSpec]:
-    return [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-
-
 def _checked_settings(mesh: Mesh, config: OptimizerConfig) -> OptimizerConfig:
     for dimension in ("tensor", "context"):
         if mesh.size(dimension) > 1:
@@ -232,7 +245,7 @@ def _checked_settings(mesh: Mesh, config: OptimizerConfig) -> OptimizerConfig:
 
 def _checked_sample(sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if not sample or any(tensor.dim() == 0 for tensor in sample):
-        raise PipelineError(f"the sample is {described(_specs(sample))}; it must be tensors whose first axis is rows")
+        raise PipelineError(f"the sample is {described(sample)}; it must be tensors whose first axis is rows")
     return sample
 
 

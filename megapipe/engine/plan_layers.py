@@ -13,21 +13,25 @@ from torch import Tensor, nn
 
 from megapipe.costs.parameters import Init, LayerSpec, ParameterSpec
 from megapipe.engine.errors import PipelineError
-from megapipe.engine.stage import TensorSpec
+from megapipe.engine.stage import TensorSpec, described, short
 from megapipe.engine.units import as_tuple
 
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or what makes one: then a rank builds only the layers that it runs."""
+
+_META_HINT = (
+    " (layers are tried on meta tensors, which have no values: register what a layer keeps as a buffer, and read no "
+    "values in its forward)"
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer. aliases: further paths of a parameter within the layer -> its path in `spec`. outputs: see there."""
+    """One layer. spec: its parameters, each under the first of its paths. outputs: what it returns."""
 
     spec: LayerSpec
-    aliases: dict[str, str]
     outputs: tuple[TensorSpec, ...]
 
 
@@ -44,6 +48,15 @@ class ModelPlan:
         return tuple(layer.spec for layer in self.layers)
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A layer's forward on meta tensors: the graph between `inputs`, leaves, and `outputs`."""
+
+    skeleton: nn.Module
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
 def clone(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of `module` with `convert` of every parameter and buffer in their places; nothing is copied for them."""
     tensors = (*module.parameters(), *module.buffers())
@@ -53,21 +66,23 @@ def clone(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
 def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor]) -> ModelPlan:
     """Find out what passes between layers when micro-batches look like `sample`.
 
-    Raises PipelineError naming the layer that cannot take what it gets, changes a buffer, or has a parameter that no
-    gradient reaches.
+    Raises PipelineError naming the layer that cannot take what it gets, changes a buffer or an input, or has a
+    parameter that no gradient reaches.
     """
-    modules = [
-        _on_meta(index, layer) for index, layer in enumerate(layers)
-    ]  # all alive, so that identities are unique
+    # All alive, so that identities are unique.
+    modules = [_on_meta(index, layer) for index, layer in enumerate(layers)]
     names: dict[int, str] = {}
     meta: dict[int, Tensor] = {}
     passed = tuple(TensorSpec(tuple(each.shape), each.dtype, requires_grad=False) for each in sample)
-    plans = []
+    plans, trials = [], []
     for index, module in enumerate(modules):
-        spec, aliases = _parameters(index, module, names)
-        outputs = _dry_run(index, _skeleton(index, module, meta), passed)
-        plans.append(LayerPlan(spec, aliases, outputs))
-        passed = outputs
+        spec = _parameters(index, module, names)
+        trials.append(_dry_run(index, _skeleton(index, module, meta), passed))
+        passed = tuple(TensorSpec(tuple(each.shape), each.dtype, each.requires_grad) for each in trials[-1].outputs)
+        plans.append(LayerPlan(spec, passed))
+    if not names:
+        raise PipelineError(f"none of the {len(layers)} layers has a parameter; there is nothing to train")
+    _require_gradients(trials)
     return ModelPlan(tuple(plans), _common_dtype(modules))
 
 
@@ -81,19 +96,13 @@ def _on_meta(index: int, layer: Layer) -> nn.Module:
     return module
 
 
-def _parameters(index: int, module: nn.Module, names: dict[int, str]) -> tuple[LayerSpec, dict[str, str]]:
+def _parameters(index: int, module: nn.Module, names: dict[int, str]) -> LayerSpec:
     """Names as in torch.nn.Sequential; a parameter that an earlier layer has as well keeps its first name."""
     specs: dict[str, ParameterSpec] = {}
-    aliases: dict[str, str] = {}
-    paths: dict[int, str] = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
+    for path, parameter in module.named_parameters():
         name = f"{index}.{path}"
         if not parameter.requires_grad:
             raise PipelineError(f"parameter {name} has requires_grad=False; register it as a buffer to keep it fixed")
-        if id(parameter) in paths:
-            aliases[path] = paths[id(parameter)]
-            continue
-        paths[id(parameter)] = path
         axes = parameter.dim()
         specs[path] = ParameterSpec(
             names.setdefault(id(parameter), name),
@@ -103,7 +112,7 @@ def _parameters(index: int, module: nn.Module, names: dict[int, str]) -> tuple[L
             decay=axes >= 2,
             matrix=axes == 2,
         )
-    return LayerSpec(str(index), "block", index, specs), aliases
+    return LayerSpec(str(index), "block", index, specs)
 
 
 def _skeleton(index: int, module: nn.Module, meta: dict[int, Tensor]) -> nn.Module:
@@ -121,34 +130,58 @@ def _skeleton(index: int, module: nn.Module, meta: dict[int, Tensor]) -> nn.Modu
         raise PipelineError(f"layer {index} ({type(module).__name__}) cannot be copied: {error}") from error
 
 
-def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    inputs = [
+def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _Trial:
+    inputs = tuple(
         torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad) for spec in passed
-    ]
+    )
     buffers = {name: (id(buffer), buffer._version) for name, buffer in skeleton.named_buffers()}
+    layer = f"layer {index} ({type(skeleton).__name__})"
     try:
         with torch.device("meta"), torch.enable_grad():
             outputs = as_tuple(skeleton(*inputs))
     except Exception as error:
         source = f"layer {index - 1} gives" if index else "the sample is"
-        raise PipelineError(
-            f"layer {index} ({type(skeleton).__name__}) cannot take what {source}, {described(passed)}: {error}"
-        ) from error
+        hint = _META_HINT if "meta" in str(error) else ""
+        raise PipelineError(f"{layer} cannot take what {source}, {described(passed)}: {error}{hint}") from error
     for name, buffer in skeleton.named_buffers():
         if buffers.get(name) != (id(buffer), buffer._version):
             raise PipelineError(
-                f"layer {index} ({type(skeleton).__name__}) changes its buffer {name!r} in the forward; micro-batches "
+                f"{layer} changes its buffer {name!r} in the forward; micro-batches "
                 "run in the order of the schedule and replicas apart, so its value would depend on both: use a layer "
                 "without running statistics (LayerNorm, GroupNorm), or put it into eval mode"
             )
-    _require_gradients(index, skeleton, outputs)
-    return tuple(TensorSpec(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs)
+    if any(tensor._version for tensor in inputs):
+        raise PipelineError(
+            f"{layer} changes an input in place; whether others see that would depend on which rank they are on: "
+            "change a clone of it"
+        )
+    return _Trial(skeleton, inputs, outputs)
 
 
-def _require_gradients(index: int, skeleton: nn.Module, outputs: Sequence[Tensor]) -> None:
-    """Raise PipelineError for a parameter that no output was made of."""
+def _require_gradients(trials: Sequence[_Trial]) -> None:
+    """Raise PipelineError for a parameter that nothing the model returns was made of.
+
+    From the last layer to the first: of what a layer returns, only that counts which the next one makes use of.
+    """
+    used: set[int] | None = None
+    for index, trial in reversed(list(enumerate(trials))):
+        reached = _behind([each for place, each in enumerate(trial.outputs) if used is None or place in used])
+        for name, parameter in trial.skeleton.named_parameters():
+            if id(parameter) not in reached:
+                layer = f"layer {index} ({type(trial.skeleton).__name__})"
+                why = f"nothing that {layer} returns depends on it"
+                if id(parameter) in _behind(trial.outputs):
+                    why = f"the layers behind {layer} drop or detach what it is used for"
+                raise PipelineError(
+                    f"parameter {index}.{name} gets no gradient: {why}; remove it, or register it as a buffer"
+                )
+        used = {place for place, each in enumerate(trial.inputs) if id(each) in reached}
+
+
+def _behind(outputs: Sequence[Tensor]) -> set[int]:
+    """Identities of the leaves that tensors were made of."""
+    reached = {id(output) for output in outputs if output.requires_grad and output.is_leaf}
     seen: set[object] = set()
-    reached: set[int] = set()
     waiting = [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
@@ -158,12 +191,7 @@ def _require_gradients(index: int, skeleton: nn.Module, outputs: Sequence[Tensor
         if hasattr(node, "variable"):
             reached.add(id(node.variable))
         waiting.extend(following for following, _ in node.next_functions)
-    for name, parameter in skeleton.named_parameters():
-        if id(parameter) not in reached:
-            raise PipelineError(
-                f"parameter {index}.{name} gets no gradient: nothing that layer {index} ({type(skeleton).__name__}) "
-                "returns depends on it; remove it, or register it as a buffer"
-            )
+    return reached
 
 
 def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
@@ -180,13 +208,3 @@ def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
             f"parameters are {short(dtype)}; convert the layers to one of {', '.join(map(short, DTYPES))}"
         )
     return dtype
-
-
-def short(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-def described(specs: Sequence[TensorSpec]) -> str:
-    """`[4, 8] float32, [4] int64`."""
-    return ", ".join(f"{list(spec.shape)} {short(spec.dtype)}" for spec in specs) or "nothing"

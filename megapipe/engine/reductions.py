@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.background import Turns, run_now
-from megapipe.engine.step import Scalars, StepState
+from megapipe.engine.step import Scalars, StepState, divisors
 from megapipe.parallel.groups import Group
 from megapipe.parallel.norms import SquaredNorm, add_squared_norms, name_positions, squared_norm
 from megapipe.parallel.unit_state import UnitState
@@ -176,5 +176,5 @@ class Reductions:
         """Sum `scalars` over all ranks and read off what everybody needs."""
         self._all_ranks.all_reduce(scalars)
         norm = scalars[:-1].sum().sqrt()
-        count = step.global_counts()[:-1].sum().clamp(min=1.0)
+        count = divisors(step.global_counts()[:-1].sum())
         return Scalars(float(scalars[-1] / count), float(norm), self._clip(norm).to(torch.float32))

@@ -23,6 +23,16 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
+def short(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def described(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> str:
+    """`[4, 8] float32, [4] int64`."""
+    return ", ".join(f"{list(each.shape)} {short(each.dtype)}" for each in tensors) or "nothing"
+
+
 class Unit(Protocol):
     """One version of a unit: tensors and a micro-batch's context in, a tuple of tensors out."""
 

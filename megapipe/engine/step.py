@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megapipe.engine.compute import Piece
@@ -110,9 +111,13 @@ class StepState:
         """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum."""
         if self._loss_gradients is None:
             like = self.loss_sums[0]
-            counts = self.global_counts()[:-1].clamp(min=1.0)
-            self._loss_gradients = (1.0 / counts).to(device=like.device, dtype=like.dtype)
+            self._loss_gradients = (1.0 / divisors(self.global_counts()[:-1])).to(device=like.device, dtype=like.dtype)
         return self._loss_gradients[self.update_of(microbatch)]
+
+
+def divisors(counts: Tensor) -> Tensor:
+    """What loss sums are divided by: their counts, and one where nothing counts, and nothing is to be divided."""
+    return torch.where(counts == 0, 1.0, counts)
 
 
 def finished(state: StepState) -> StepResult:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.engine.stage import TensorSpec
+from megapipe.engine.stage import TensorSpec, described
 from megapipe.parallel.links import FINISHED, Link, Loan, Transfer
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What arrives at this rank over one stage boundary."""
+    """What crosses one stage boundary in one direction, over which link."""
 
     link: Link
     specs: tuple[TensorSpec, ...]
@@ -90,12 +90,22 @@ class Sender:
     Waiting for the oldest cannot hang: schedules are proved free of deadlock where every send waits for its receive.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, boundary: Boundary) -> None:
+        self._link = boundary.link
+        self._specs = boundary.specs
+        self._agreed = [(torch.Size(spec.shape), spec.dtype) for spec in boundary.specs]
         self._in_flight: deque[tuple[Transfer, Tensor]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...]) -> None:
-        """Start sending; each tensor is kept alive until it has left."""
+        """Start sending; each tensor is kept alive until it has left.
+
+        Raises ValueError for other tensors than the receiver expects: its memory has their shapes and types.
+        """
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != self._agreed:
+            raise ValueError(
+                f"the stage gives {described(tensors)}, and {described(self._specs)} was agreed on when it was built; "
+                "make its forward return the same shapes and types always (under autocast: convert what it returns)"
+            )
         for tensor in tensors:
             transfer = self._link.send(tensor)
             if transfer is not FINISHED:

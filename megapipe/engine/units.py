@@ -1,9 +1,11 @@
 """Any torch module as a unit: what a micro-batch carries, and a wrapper that knows the module's place in the model."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.layers.adopted import recording
@@ -40,7 +42,7 @@ class ModuleUnit(nn.Module):
         self._adopted = tuple(adopted_modules(module))
 
     def forward(self, *inputs: Tensor, context: Microbatch) -> tuple[Tensor, ...]:
-        """Run the module; raises ValueError where the loss is not a sum."""
+        """Run the module; raises ValueError where the loss is not a sum, or cannot be minimised."""
         with recording(self._adopted, context.tape):
             outputs = as_tuple(self.module(*(context.inputs if self._first else inputs)))
         if self._loss is None:
@@ -50,13 +52,17 @@ class ModuleUnit(nn.Module):
             raise ValueError(
                 f"the loss has shape {list(loss.shape)}; it must be one number, the sum over the micro-batch"
             )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError("the loss depends on no parameter by a differentiable path; there is nothing to minimise")
         return (loss,)
 
-    def share(self, aliases: Mapping[str, str]) -> None:
-        """Put one parameter where the module has it under several paths. aliases: path -> where it is bound."""
-        for alias, path in aliases.items():
-            owner, _, leaf = alias.rpartition(".")
-            setattr(self.module.get_submodule(owner), leaf, self.module.get_parameter(path))
+    def share(self, original: nn.Module, paths: Iterable[str]) -> None:
+        """Put the parameters that were bound at `paths` wherever else the module has the original's: under a second
+        path, or in an attribute that torch does not know of, such as a list."""
+        kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        bound = {id(original.get_parameter(path)): self.module.get_parameter(path) for path in paths}
+        self.module = copy.deepcopy(self.module, kept | bound)
+        self._adopted = tuple(adopted_modules(self.module))
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megapipe.engine.errors import EngineError
-from megapipe.engine.stage import Stage, TensorSpec
+from megapipe.engine.stage import Stage, TensorSpec, described
 from megapipe.engine.transfers import Boundary, Sender, Transfers, receive_slots
 from megapipe.parallel.links import Edge, Link, LinkKind, make_links
 from megapipe.parallel.mesh import Mesh
@@ -47,6 +47,12 @@ class LinkPool:
         self._links |= make_links(self._mesh, new, self._kind, timeout=self._timeout)
         return self._links
 
+    def close(self) -> None:
+        """Release what the links hold. Peers may still receive what was sent; who waits for more is told of an end."""
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+
 
 def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: LinkPool) -> Transfers:
     """Links and receive slots of this rank. A collective call over the pipeline group.
@@ -68,7 +74,7 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
     for crossing in crossings:
         grads = tuple(spec for spec in crossing.specs if spec.requires_grad)
         if crossing.stage in stages:
-            transfers.send_activation[crossing.stage] = Sender(links[crossing.activation])
+            transfers.send_activation[crossing.stage] = Sender(Boundary(links[crossing.activation], crossing.specs))
             if training:
                 boundary = Boundary(links[crossing.gradient], grads)
                 slots = header.gradient_slots[crossing.stage]
@@ -78,7 +84,7 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
             slots = header.activation_slots[crossing.next_stage]
             transfers.receive_activation[crossing.next_stage] = receive_slots(boundary, slots, device)
             if training:
-                transfers.send_gradient[crossing.next_stage] = Sender(links[crossing.gradient])
+                transfers.send_gradient[crossing.next_stage] = Sender(Boundary(links[crossing.gradient], grads))
     return transfers
 
 
@@ -90,7 +96,7 @@ def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) ->
             outputs, inputs = shapes[stage][1], shapes[following][0]
             if outputs != inputs:
                 raise EngineError(
-                    f"stage {stage} gives {_described(outputs)} but stage {following} takes {_described(inputs)}; "
+                    f"stage {stage} gives {described(outputs)} but stage {following} takes {described(inputs)}; "
                     "both ends of a boundary must declare the same tensors"
                 )
             source, destination = schedule.rank_of(stage), schedule.rank_of(following)
@@ -112,7 +118,3 @@ def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) ->
 
 def _bytes(spec: TensorSpec) -> int:
     return torch.Size(spec.shape).numel() * spec.dtype.itemsize
-
-
-def _described(specs: Specs) -> str:
-    return ", ".join(f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "nothing"

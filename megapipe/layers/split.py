@@ -7,6 +7,7 @@ autograd. Probes are inputs and saved tensors are outputs of the forward, so a c
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -166,12 +167,20 @@ class SplitTape:
             )
         records, self._records = self._records, []
         gradients, self._gradients = self._gradients, None
+        # A parameter's uses are added up first, from the last to the first, as autograd does: the same bits.
+        reached = [pair for pair in zip(reversed(records), reversed(gradients), strict=True) if pair[1] is not None]
+        uses_left = Counter(id(own) for record, _ in reached for own in record.module._parameters.values())
+        sums: dict[int, Tensor] = {}
         with torch.no_grad():
-            for record, gradient in zip(records, gradients, strict=True):
-                if gradient is None:
-                    continue
+            for record, gradient in reached:
                 for parameter, contribution in record.module.weight_half(record.saved, gradient):
-                    _accumulate(parameter, contribution)
+                    key = id(parameter)
+                    uses_left[key] -= 1
+                    total = sums.pop(key) + contribution if key in sums else contribution
+                    if uses_left[key]:
+                        sums[key] = total
+                    else:
+                        _accumulate(parameter, total)
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -1,5 +1,8 @@
 """Pipeline over plain torch modules, against torch's own autograd and optimizer in one process."""
 
+import gc
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megapipe.engine.errors import PipelineError
+from megapipe.engine.errors import EngineError, PipelineError
 from megapipe.engine.pipeline import Pipeline
+from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
 from megapipe.schedules.actions import Kind
@@ -22,6 +26,7 @@ from tests.engine.library_models import (
     Outcome,
     Start,
     adoptable,
+    batch,
     foreign,
     loss,
     merged,
@@ -191,14 +196,35 @@ class Twice(nn.Module):
         return self.third(self.second(self.first(x).tanh()).tanh()), *others
 
 
-def test_what_a_layer_shares_within_itself_stays_shared() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_what_a_layer_shares_within_itself_stays_shared(schedule: str) -> None:
     torch.manual_seed(0)
     layers = [Start(), Twice(), Head()]
-    outcome = train(solo(), layers, "1f1b", 2)
+    outcome = train(solo(), layers, schedule, 2)
     expected = plain(layers, 2)
     assert_same_bits(outcome, expected)
     assert {"1.first.weight", "1.second.weight", "1.third.weight"} <= outcome.weights.keys()
     assert torch.equal(outcome.weights["1.third.weight"], outcome.weights["1.first.weight"])
+
+
+class Listed(nn.Module):
+    """Computes with its parameters out of a list that torch does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.weights = [self.project.weight, self.project.bias]
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.nn.functional.linear(x, *self.weights), *others
+
+
+@pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("zb_h1", 0), ("2bw", 1)])
+@pytest.mark.filterwarnings("ignore:some parameters")
+def test_a_parameter_that_is_also_in_a_plain_list_is_trained_there(schedule: str, delay: int) -> None:
+    torch.manual_seed(0)
+    layers = [Start(), Listed(), Head()]
+    assert_same_bits(train(solo(), layers, schedule, 2), plain(layers, 2, delay=delay))
 
 
 def test_one_module_as_two_layers_is_one_set_of_weights() -> None:
@@ -300,6 +326,25 @@ class Unused(nn.Linear):
         return x @ self.weight
 
 
+class Detaching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
+class InPlace(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2.0))
+
+
+class Plain(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.mask = torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.mask)
+
+
 class Data(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum().item() > 0 else super().forward(x)
@@ -325,6 +370,14 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "unused": ([nn.Linear(8, 8), Unused(8, 8)], {}, r"parameter 1.bias gets no gradient: nothing that layer 1"),
     "in place": ([nn.Linear(8, 8), nn.ReLU(inplace=True)], {}, r"layer 1 \(ReLU\) .* in-place operation"),
     "values": ([Data(8, 8)], {}, r"layer 0 \(Data\) cannot take"),
+    "sample in place": ([InPlace(8, 8)], {}, r"layer 0 \(InPlace\) changes an input in place; .* a clone of it"),
+    "plain tensor": ([Plain()], {}, "cannot take what the sample is.*meta.*register what a layer keeps as a buffer"),
+    "no parameters": ([nn.Tanh(), nn.ReLU()], {}, "none of the 2 layers has a parameter"),
+    "cut off": (
+        [nn.Linear(8, 8), Detaching(), nn.Linear(8, 8)],
+        {},
+        r"parameter 0.weight gets no gradient: the layers behind layer 0 \(Linear\) drop or detach",
+    ),
     "no tensor": ([nn.LSTM(8, 8)], {}, "a layer returned tuple; it must return a tensor or a tuple of tensors"),
     "maker": ([lambda: 3], {}, "made a int; it must make a torch.nn.Module"),
     "meta": ([nn.Linear(8, 8, device="meta")], {}, "layer 0 is on the meta device: pass what makes it instead"),
@@ -389,6 +442,103 @@ def test_a_loss_that_is_not_one_number_is_refused() -> None:
     tokens = torch.zeros(4, 5, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"the loss has shape \[2, 5, 11\]; it must be one number"):
         pipeline.step(tokens, tokens)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_loss_without_gradient_is_refused(schedule: str) -> None:
+    pipeline = Pipeline(
+        adoptable(1),
+        solo(),
+        loss=lambda logits, targets: (logits.argmax(-1) == targets).float().sum(),
+        sample=SAMPLE,
+        microbatches=2,
+        schedule=schedule,
+    )
+    with pytest.raises(EngineError, match="the loss depends on no parameter"):
+        pipeline.step(*batch(0, 2))
+
+
+@pytest.mark.parametrize("share", [float("nan"), float("inf"), -1.0])
+def test_a_count_that_nothing_can_be_divided_by_is_refused(share: float) -> None:
+    pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, count=lambda targets: share)
+    with pytest.raises(PipelineError, match=rf"count gave {share} for the targets \[2, 5\] int64"):
+        pipeline.step(*batch(0, 2))
+
+
+def test_counts_below_one_divide_like_any_other() -> None:
+    def first_step(share: float) -> StepResult:
+        pipeline = Pipeline(
+            adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, count=lambda targets: share
+        )
+        return pipeline.step(*batch(0, 2))[0]
+
+    small, large = first_step(0.125), first_step(8.0)
+    assert small.loss == 64.0 * large.loss
+    assert small.gradient_norm == pytest.approx(64.0 * large.gradient_norm, rel=1e-6)
+
+
+class Autocast(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_outputs_of_another_type_than_meta_tensors_gave_are_named() -> None:
+    def step(mesh: Mesh) -> None:
+        pipeline = Pipeline(LAYERS, mesh, loss=lambda y: y.sum(), sample=torch.empty(2, 8), microbatches=2)
+        pipeline.step(torch.zeros(4, 8))
+
+    LAYERS = [Autocast(8, 8), nn.Linear(8, 8)]
+    with pytest.raises(
+        EngineError, match=r"SEND_ACTIVATION .* gives \[2, 8\] bfloat16, and \[2, 8\] float32 was agreed"
+    ):
+        run_threads({"pipeline": 2}, step)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("failure", [ValueError("bad batch"), KeyboardInterrupt()])
+def test_a_pipeline_whose_step_failed_runs_no_other(schedule: str, failure: BaseException) -> None:
+    """Its gradients are half added up: the next step would take them along."""
+
+    def failing(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise failure
+        return loss(logits, targets)
+
+    calls: list[int] = []
+    pipeline = Pipeline(adoptable(1), solo(), loss=failing, sample=SAMPLE, microbatches=2, schedule=schedule)
+    with pytest.raises((EngineError, KeyboardInterrupt)):
+        pipeline.step(*batch(0, 2))
+    with pytest.raises(EngineError, match=r"failed and left gradients half added up \(.*step 0"):
+        pipeline.step(*batch(0, 2))
+    with pytest.raises(EngineError, match="half added up"):
+        pipeline.drain()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def files_of_closed_pipelines(mesh: Mesh, schedule: str) -> list[int]:
+    """Open files after each of a few pipelines that were used and closed, without the collector's help."""
+    gc.disable()
+    counts = []
+    for _ in range(4):
+        pipeline = Pipeline(adoptable(1), mesh, loss=loss, sample=SAMPLE, microbatches=2, schedule=schedule)
+        pipeline.step(*batch(0, 2))
+        pipeline.drain()
+        pipeline.close()
+        mesh.world.barrier()
+        counts.append(open_files())
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_closed_pipeline_leaves_no_open_files(schedule: str) -> None:
+    for counts in run_mesh({"pipeline": 2}, files_of_closed_pipelines, schedule, backend="processes", timeout=120.0):
+        assert len(set(counts)) == 1, counts
 
 
 def test_weights_are_not_read_while_a_step_is_under_way() -> None:
