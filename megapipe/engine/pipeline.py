@@ -138,7 +138,8 @@ class Pipeline:
         batch = self._batch(inputs, targets)
         counts = [self._counted(each) if self.is_last else 0.0 for each in batch]
         rate = self._config.learning_rate if learning_rate is None else learning_rate
-        results = self._engine.feed(StepInput(self._next_step, batch, counts, rate))
+        step_input = StepInput(self._next_step, batch, counts, rate)
+        results = self._or_close(lambda: self._engine.feed(step_input))
         self._next_step += 1
         self._under_way = not self.schedule.flushes
         return results
@@ -146,7 +147,7 @@ class Pipeline:
     def drain(self) -> tuple[StepResult, ...]:
         """End the step under way and return it; none where the schedule flushes every step."""
         self._under_way = False
-        return self._engine.drain()
+        return self._or_close(self._engine.drain)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and buffers, on the CPU, for `torch.nn.Sequential(*layers)`. Collective.
@@ -166,11 +167,19 @@ class Pipeline:
         return {name: value for index in sorted(layers) for name, value in layers[index].items()}
 
     def close(self) -> None:
-        """Give back links, with their memory and file descriptors. Also after a failure; nothing runs on it any more.
+        """Give back links, with their memory and file descriptors; no step runs after that. A failed step does it.
 
         Without this they go with the pipeline itself, whenever Python finds that nobody needs it.
         """
         self._links.close()
+
+    def _or_close(self, run: Callable[[], tuple[StepResult, ...]]) -> tuple[StepResult, ...]:
+        """The steps that ended. Where one fails the links are closed, so that no peer waits for what will not come."""
+        try:
+            return run()
+        except BaseException:
+            self.close()
+            raise
 
     def _counted(self, microbatch: Microbatch) -> float:
         count = float(self._count(*microbatch.targets))

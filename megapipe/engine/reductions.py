@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.background import Turns, run_now
-from megapipe.engine.step import Scalars, StepState, divisors
+from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
-from megapipe.parallel.norms import SquaredNorm, add_squared_norms, name_positions, squared_norm
+from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms
 from megapipe.parallel.unit_state import UnitState
 
 
@@ -165,16 +165,23 @@ class Reductions:
     def _local_scalars(self, step: StepState, update: int) -> Tensor:
         """This rank's squared norms by parameter, and its sum of losses; float64."""
         self._await_gradients(step)
-        scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
+        found: list[Tensor] = []
+        places: list[int] = []
         if self._communicators.counts_norm:
-            add_squared_norms(self._counted_states, self._positions, scalars, update, self._squared_norm)
+            for name, square in squared_norms(self._counted_states, update, self._squared_norm).items():
+                found.append(square)
+                places.append(self._positions[name])
         if self._communicators.counts_loss and step.loss_sums:
-            scalars[-1] = torch.stack(step.loss_sums).double().sum()
+            found.append(torch.stack(step.loss_sums).double().sum())
+            places.append(len(self._positions))
+        scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
+        if found:  # put in place together: each operation costs more than what it does to a number
+            scalars.index_copy_(0, torch.tensor(places, device=self._device), torch.stack(found))
         return scalars
 
     def _shared(self, step: StepState, scalars: Tensor) -> Scalars:
         """Sum `scalars` over all ranks and read off what everybody needs."""
         self._all_ranks.all_reduce(scalars)
         norm = scalars[:-1].sum().sqrt()
-        count = divisors(step.global_counts()[:-1].sum())
-        return Scalars(float(scalars[-1] / count), float(norm), self._clip(norm).to(torch.float32))
+        loss, count = float(scalars[-1]), step.token_count()
+        return Scalars(loss / (count or 1.0), float(norm), self._clip(norm).to(torch.float32))

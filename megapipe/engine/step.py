@@ -107,17 +107,18 @@ class StepState:
             self.counts_work = None
         return self.counts
 
+    def token_count(self) -> float:
+        """Loss tokens of the step over the global batch."""
+        return float(sum(self.global_counts().tolist()[:-1]))
+
     def loss_gradient(self, microbatch: int) -> Tensor:
         """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum."""
         if self._loss_gradients is None:
             like = self.loss_sums[0]
-            self._loss_gradients = (1.0 / divisors(self.global_counts()[:-1])).to(device=like.device, dtype=like.dtype)
+            counts = self.global_counts()[:-1]
+            divisors = torch.where(counts == 0, 1.0, counts)  # where nothing counts, nothing is to be divided
+            self._loss_gradients = (1.0 / divisors).to(device=like.device, dtype=like.dtype)
         return self._loss_gradients[self.update_of(microbatch)]
-
-
-def divisors(counts: Tensor) -> Tensor:
-    """What loss sums are divided by: their counts, and one where nothing counts, and nothing is to be divided."""
-    return torch.where(counts == 0, 1.0, counts)
 
 
 def finished(state: StepState) -> StepResult:
@@ -126,12 +127,13 @@ def finished(state: StepState) -> StepResult:
     if state.counts is None or state.scalars is None:
         return StepResult(state.input.step, loss=0.0, token_count=0.0, outputs=outputs)
     scalars = state.scalars.result()
-    counts = state.global_counts()  # only now: what finds the scalars may still await them, beside this thread
+    # Only now: what finds the scalars may still await the counts, beside this thread.
+    stop = state.global_counts().tolist()[-1] > 0
     return StepResult(
         step=state.input.step,
         loss=scalars.loss,
-        token_count=float(counts[:-1].sum()),
+        token_count=state.token_count(),
         gradient_norm=scalars.gradient_norm,
         skipped=not scalars.finite,
-        stop=bool(counts[-1] > 0),
+        stop=stop,
     )

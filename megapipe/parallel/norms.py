@@ -20,36 +20,34 @@ on its device, finite only if every element is."""
 
 def squared_norm(values: Tensor) -> Tensor:
     """Sum of squares of a flat tensor in float64, block by block; a float64 scalar on its device."""
-    whole = values.numel() // BLOCK * BLOCK
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    if whole:
-        total = total + torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1).double().square().sum()
-    if whole < values.numel():
-        total = total + torch.linalg.vector_norm(values[whole:]).double().square()
-    return total
+    size = values.numel()
+    if 0 < size < BLOCK:
+        return torch.linalg.vector_norm(values).double().square()
+    whole = size // BLOCK * BLOCK
+    total = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1).double().square().sum()
+    return total if whole == size else total + squared_norm(values[whole:])
 
 
-def add_squared_norms(
-    states: Iterable[UnitState],
-    positions: dict[str, int],
-    into: Tensor,
-    update: int = 0,
-    squared_norm: SquaredNorm = squared_norm,
-) -> None:
-    """Add each counted parameter's squared gradient norm to `into[positions[name]]` (float64, one entry a name).
+def squared_norms(
+    states: Iterable[UnitState], update: int = 0, squared_norm: SquaredNorm = squared_norm
+) -> dict[str, Tensor]:
+    """Each counted parameter's squared gradient norm by its name: float64 scalars, for those with elements here.
 
     update: whose gradients, where several are alive. squared_norm: of one parameter's owned elements.
-
-    Ranks then sum `into` over the pipeline and tensor groups: entries of other ranks' parameters are zero, so that
-    adding them changes no bit.
     """
+    found = {}
     for state in states:
+        gradient = state.gradients_of(update)[0]
         for segment in state.table.counted():
-            owned = state.gradients_of(update)[0][segment.start : segment.start + segment.owned]
-            if len(owned):
-                into[positions[segment.spec.name]] += squared_norm(owned)
+            if segment.owned:
+                found[segment.spec.name] = squared_norm(gradient[segment.start : segment.start + segment.owned])
+    return found
 
 
 def name_positions(names: Sequence[str]) -> dict[str, int]:
-    """Position of every parameter of the whole model in the vector of squared norms: global name order."""
+    """Position of every parameter of the whole model in the vector of squared norms: global name order.
+
+    Ranks sum such vectors over the pipeline and tensor groups: entries of other ranks' parameters are zero, so that
+    adding them changes no bit.
+    """
     return {name: position for position, name in enumerate(sorted(set(names)))}

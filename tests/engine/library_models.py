@@ -11,13 +11,19 @@ from torch.nn import functional
 from megapipe.config.run import OptimizerConfig
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepResult
-from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.generators.registry import Options
 
 WORDS, WIDTH, LENGTH, ROWS = 11, 16, 5, 2
 SAMPLE = torch.empty(ROWS, LENGTH, dtype=torch.int64, device="meta")
 SGD = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=None)
+
+
+def solo() -> Mesh:
+    """The mesh of one process alone."""
+    return connected_mesh(MeshShape({}), torch.device("cpu"))
 
 
 class Start(nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megapipe.costs.parameters import Init, ParameterSpec
-from megapipe.parallel.norms import BLOCK, add_squared_norms, name_positions, squared_norm
+from megapipe.parallel.norms import BLOCK, squared_norm, squared_norms
 from megapipe.parallel.segments import SEGMENT_ALIGNMENT, SegmentTable
 from megapipe.parallel.unit_state import UnitState
 
@@ -160,14 +160,22 @@ def test_norm_of_many_elements_is_accurate_where_one_fp32_sum_is_not() -> None:
     assert abs(squared_norm(values) / expected - 1) < 1e-6
 
 
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_a_squared_norm_is_the_sum_over_its_blocks(size: int) -> None:
+    values = torch.from_numpy(np.random.default_rng(size).normal(size=size)).float()
+    blocks = [torch.linalg.vector_norm(block).double().square() for block in values.split(BLOCK) if len(block)]
+    whole = blocks[: size // BLOCK]
+    expected = torch.stack(whole).sum() if whole else torch.zeros((), dtype=torch.float64)
+    assert torch.equal(squared_norm(values), expected + sum(blocks[size // BLOCK :]))
+
+
 def test_replicated_parameters_count_once_over_tensor_ranks() -> None:
     specs = [matrix(), vector()]
-    positions = name_positions([spec.name for spec in specs])
-    total = torch.zeros(2, dtype=torch.float64)
+    total = {"unit.weight": 0.0, "unit.bias": 0.0}
     for rank in range(2):
         state = UnitState("u", specs, tensor_rank=rank, tensor_size=2)
         for segment in state.table:
             state.owned_view(state.gradients[0], segment).fill_(1.0)
-        add_squared_norms([state], positions, total)
-    assert float(total[positions["unit.weight"]]) == pytest.approx(30)
-    assert float(total[positions["unit.bias"]]) == pytest.approx(6)
+        for name, square in squared_norms([state]).items():
+            total[name] += float(square)
+    assert total == {"unit.weight": pytest.approx(30), "unit.bias": pytest.approx(6)}
