@@ -168,7 +168,8 @@ class SplitTape:
         records, self._records = self._records, []
         gradients, self._gradients = self._gradients, None
         # A parameter's uses are added up first, from the last to the first, as autograd does: the same bits.
-        reached = [pair for pair in zip(reversed(records), reversed(gradients), strict=True) if pair[1] is not None]
+        pairs = zip(reversed(records), reversed(gradients), strict=True)
+        reached = [(record, gradient) for record, gradient in pairs if gradient is not None]
         uses_left = Counter(id(own) for record, _ in reached for own in record.module._parameters.values())
         sums: dict[int, Tensor] = {}
         with torch.no_grad():

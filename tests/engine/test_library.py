@@ -19,6 +19,8 @@ from tests.engine.library_models import (
     Outcome,
     Start,
     adoptable,
+    assert_close,
+    assert_same_bits,
     foreign,
     loss,
     merged,
@@ -49,23 +51,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def assert_same_bits(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
-    assert len(found.gradients) == len(expected.gradients)
-    for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            assert torch.equal(ours[name], gradient), name
-    for name, weight in expected.weights.items():
-        assert torch.equal(found.weights[name], weight), name
-
-
-def assert_close(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
