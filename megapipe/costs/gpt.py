@@ -17,7 +17,7 @@ def gpt_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     With tied embeddings the head's `output.weight` is the spec of the embedding's `word.weight` itself.
     """
     embedding = _embedding(model)
-    blocks = [_block(model, index) for index in range(model.num_layers)]
+    blocks = [transformer_block(model, index) for index in range(model.num_layers)]
     return (embedding, *blocks, _head(model, embedding.parameters["word.weight"]))
 
 
@@ -42,28 +42,29 @@ def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
 
 
 def _embedding(model: ModelConfig) -> LayerSpec:
-    parameters = {"word.weight": _table(model, "embedding.word.weight", model.vocabulary_size, padded=True)}
+    parameters = {"word.weight": table(model, "embedding.word.weight", model.vocabulary_size, padded=True)}
     if model.positions == "learned":
-        parameters["position.weight"] = _table(model, "embedding.position.weight", model.max_positions, padded=False)
+        parameters["position.weight"] = table(model, "embedding.position.weight", model.max_positions, padded=False)
     return LayerSpec("embedding", "embedding", 0, parameters)
 
 
-def _block(model: ModelConfig, index: int) -> LayerSpec:
+def transformer_block(model: ModelConfig, index: int) -> LayerSpec:
+    """One block: attention and MLP with their norms."""
     parameters = {
-        **_norm(model, "attention_norm"),
+        **norm_parameters(model, "attention_norm"),
         **_attention(model),
-        **_norm(model, "mlp_norm"),
+        **norm_parameters(model, "mlp_norm"),
         **_mlp(model),
     }
-    return LayerSpec(f"blocks.{index}", "block", index, _named(f"blocks.{index}", parameters))
+    return LayerSpec(f"blocks.{index}", "block", index, named(f"blocks.{index}", parameters))
 
 
 def _head(model: ModelConfig, word: ParameterSpec) -> LayerSpec:
-    parameters = _named("head", _norm(model, "norm"))
+    parameters = named("head", norm_parameters(model, "norm"))
     if model.tie_embeddings:
         parameters["output.weight"] = word
     else:
-        parameters["output.weight"] = _table(model, "head.output.weight", model.vocabulary_size, padded=True)
+        parameters["output.weight"] = table(model, "head.output.weight", model.vocabulary_size, padded=True)
     return LayerSpec("head", "head", 0, parameters)
 
 
@@ -71,36 +72,37 @@ def _attention(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Projections of one attention. qkv holds, per kv group, the group's query heads, then its key, then its value."""
     hidden, head_dim = model.hidden_size, model.head_dim
     rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, head_dim)
-    found = [_matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)]
+    found = [matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)]
     if model.bias != "none":
-        found.append(_vector("attention.qkv.bias", rows, 0, ZEROS))
+        found.append(vector("attention.qkv.bias", rows, 0, ZEROS))
     if model.qk_norm:
-        found.append(_vector("attention.query_norm.weight", (head_dim,), None, ONES))
-        found.append(_vector("attention.key_norm.weight", (head_dim,), None, ONES))
-    found.append(_matrix("attention.output.weight", (hidden, model.num_heads * head_dim), 1, _residual_std(model)))
+        found.append(vector("attention.query_norm.weight", (head_dim,), None, ONES))
+        found.append(vector("attention.key_norm.weight", (head_dim,), None, ONES))
+    found.append(matrix("attention.output.weight", (hidden, model.num_heads * head_dim), 1, _residual_std(model)))
     if model.bias == "all":
-        found.append(_vector("attention.output.bias", (hidden,), None, ZEROS))
-    return _by_name(found)
+        found.append(vector("attention.output.bias", (hidden,), None, ZEROS))
+    return by_name(found)
 
 
 def _mlp(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Matrices of one MLP. Under swiglu axis 0 of `up` is (gate, up)."""
     hidden, ffn = model.hidden_size, model.ffn_size
     rows, axis = ((2, ffn), 1) if model.activation == "swiglu" else ((ffn,), 0)
-    found = [_matrix("mlp.up.weight", (*rows, hidden), axis, model.init_std)]
+    found = [matrix("mlp.up.weight", (*rows, hidden), axis, model.init_std)]
     if model.bias == "all":
-        found.append(_vector("mlp.up.bias", rows, axis, ZEROS))
-    found.append(_matrix("mlp.down.weight", (hidden, ffn), 1, _residual_std(model)))
+        found.append(vector("mlp.up.bias", rows, axis, ZEROS))
+    found.append(matrix("mlp.down.weight", (hidden, ffn), 1, _residual_std(model)))
     if model.bias == "all":
-        found.append(_vector("mlp.down.bias", (hidden,), None, ZEROS))
-    return _by_name(found)
+        found.append(vector("mlp.down.bias", (hidden,), None, ZEROS))
+    return by_name(found)
 
 
-def _norm(model: ModelConfig, path: str) -> dict[str, ParameterSpec]:
-    found = [_vector(f"{path}.weight", (model.hidden_size,), None, ONES)]
+def norm_parameters(model: ModelConfig, path: str) -> dict[str, ParameterSpec]:
+    """Weight and, for layer norm, bias of the norm at `path`."""
+    found = [vector(f"{path}.weight", (model.hidden_size,), None, ONES)]
     if model.normalization == "layer_norm":
-        found.append(_vector(f"{path}.bias", (model.hidden_size,), None, ZEROS))
-    return _by_name(found)
+        found.append(vector(f"{path}.bias", (model.hidden_size,), None, ZEROS))
+    return by_name(found)
 
 
 def _residual_std(model: ModelConfig) -> float:
@@ -108,7 +110,7 @@ def _residual_std(model: ModelConfig) -> float:
     return model.init_std / math.sqrt(2 * model.num_layers) if model.scale_residual_init else model.init_std
 
 
-def _table(model: ModelConfig, name: str, rows: int, *, padded: bool) -> ParameterSpec:
+def table(model: ModelConfig, name: str, rows: int, *, padded: bool) -> ParameterSpec:
     """A lookup table or the output projection: decayed, yet no matrix for optimizers that orthogonalise matrices."""
     return ParameterSpec(
         name=name,
@@ -121,18 +123,21 @@ def _table(model: ModelConfig, name: str, rows: int, *, padded: bool) -> Paramet
     )
 
 
-def _matrix(path: str, shape: tuple[int, ...], axis: int, std: float) -> ParameterSpec:
+def matrix(path: str, shape: tuple[int, ...], axis: int | None, std: float) -> ParameterSpec:
+    """A matrix of a linear layer; axis: the one that tensor ranks share."""
     return ParameterSpec(path, shape, axis, Init("normal", std), decay=True, matrix=True)
 
 
-def _vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> ParameterSpec:
+def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> ParameterSpec:
+    """A bias or a norm's weight: never decayed."""
     return ParameterSpec(path, shape, axis, init, decay=False, matrix=False)
 
 
-def _by_name(specs: list[ParameterSpec]) -> dict[str, ParameterSpec]:
+def by_name(specs: list[ParameterSpec]) -> dict[str, ParameterSpec]:
+    """The parameters of one layer by their path in it."""
     return {spec.name: spec for spec in specs}
 
 
-def _named(layer: str, parameters: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+def named(layer: str, parameters: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
     """The same parameters with the layer's name in front of each global name."""
     return {path: replace(spec, name=f"{layer}.{path}") for path, spec in parameters.items()}

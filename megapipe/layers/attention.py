@@ -73,7 +73,7 @@ class Attention(nn.Module):
         if self._picked_path(x, context) == "unfused":
             mixed = self._unfused(query, key, value, context)
         else:
-            mixed = self._fused(query, key, value)
+            mixed = self._fused(query, key, value, context)
         return self.output(mixed.reshape(batch, length, -1), context.tape)
 
     def _prepare(self, x: Tensor, norm: RMSNorm | None, context: MicrobatchContext) -> Tensor:
@@ -92,30 +92,39 @@ class Attention(nn.Module):
             return "unfused"
         return choose_path(x.device.type, x.dtype, x.shape[1])
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, heads, d]."""
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
-        length = query.shape[2]
-        windowed = self.window is not None and self.window < length
-        mask = causal_mask(length, self.window, query.dtype, query.device) if windowed else None
+        mask = self._fused_mask(query, context)
         mixed = functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=not windowed,
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=self.heads_per_group > 1,
         )
         return mixed.transpose(1, 2)
+
+    def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
+        """What the queries [b, heads, s, d] see, in a form that broadcasts to [b, heads, s, s]; None: all before."""
+        length = query.shape[2]
+        if self.window is None or self.window >= length:
+            return None
+        return causal_mask(length, self.window, query.dtype, query.device)
+
+    def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
+        """Attention weights [n, rows, s] of query [n, rows, d] and key [n, s, d]; n = b x kv groups."""
+        op = self.kernels.pick("attention_probabilities", query)
+        return op.apply(query, key, self.scale, self.window)
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, kv groups, heads, d]. All query heads of a kv group share one product with its keys."""
         batch, length, groups, heads, width = query.shape
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
         key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, width) for part in (key, value))
-        op = self.kernels.pick("attention_probabilities", rows)
-        weights = op.apply(rows, key, self.scale, self.window)
+        weights = self._weights(rows, key, context)
         if self.dropout.active(context):
             by_head = weights.view(batch, groups * heads, length, length)
             weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)

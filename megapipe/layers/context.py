@@ -23,3 +23,20 @@ class MicrobatchContext:
     seed: int = 0
     training: bool = True
     tape: SplitTape | None = None
+
+
+@dataclass
+class BertContext(MicrobatchContext):
+    """A micro-batch of b padded samples of s tokens, of which at most p are hidden and predicted.
+
+    lengths: int64 [b], tokens of each sample that are not padding, for attention. token_types: int64 [b, s], 0 up to
+    the first [SEP], then 1, for the embedding. positions: int64 [b, p], places of the hidden tokens; `labels` [b, p]
+    are what stood there and `loss_mask` [b, p] is 0 behind the last. sentence_labels: int64 [b], 1 where the pair is
+    not as it was in the text; sentence_weights: [b], 0 for samples past the end.
+    """
+
+    lengths: Tensor | None = None
+    token_types: Tensor | None = None
+    positions: Tensor | None = None
+    sentence_labels: Tensor | None = None
+    sentence_weights: Tensor | None = None

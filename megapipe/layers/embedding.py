@@ -116,3 +116,11 @@ class LearnedPositions(_Table):
     def forward(self, num_tokens: int, tape: SplitTape | None) -> Tensor:
         """[s, h] for the positions 0 to s - 1."""
         return self.look_up(torch.arange(num_tokens, device=self.weight.device), None, tape)
+
+
+class TokenTypes(_Table):
+    """One learned vector per type of token: which of a sample's two parts it belongs to."""
+
+    def forward(self, types: Tensor, tape: SplitTape | None) -> Tensor:
+        """Types int64 [b, s] to [b, s, h]."""
+        return self.look_up(types, None, tape)

@@ -137,3 +137,11 @@ class RowParallelLinear(Linear):
             return self.local_product(x, tape, add_bias=True)
         y = reduce_from_group(self.local_product(x, tape, add_bias=False), self.group)
         return y if self.bias is None else y + self.bias.detach()
+
+
+class ReplicatedLinear(Linear):
+    """A linear layer that every rank computes whole, on the same x: small ones, not worth an exchange."""
+
+    def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        """[..., in] to [..., out]."""
+        return self.local_product(x, tape, add_bias=True)

@@ -39,13 +39,15 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
+    attention_kind = Attention
+
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, index: int) -> None:
         super().__init__()
         attention_site, attention_output_site, mlp_output_site = block_sites(index)
-        self.attention_norm = _norm(model, within(shapes, "attention_norm"), kernels)
-        self.attention = Attention(model, within(shapes, "attention"), group, kernels, attention_site)
+        self.attention_norm = make_norm(model, within(shapes, "attention_norm"), kernels)
+        self.attention = self.attention_kind(model, within(shapes, "attention"), group, kernels, attention_site)
         self.attention_dropout = Dropout(model.hidden_dropout, attention_output_site, kernels)
-        self.mlp_norm = _norm(model, within(shapes, "mlp_norm"), kernels)
+        self.mlp_norm = make_norm(model, within(shapes, "mlp_norm"), kernels)
         self.mlp = MLP(model, within(shapes, "mlp"), group, kernels)
         self.mlp_dropout = Dropout(model.hidden_dropout, mlp_output_site, kernels)
 
@@ -69,7 +71,7 @@ class Head(nn.Module):
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
-        self.norm = _norm(model, within(shapes, "norm"), kernels)
+        self.norm = make_norm(model, within(shapes, "norm"), kernels)
         self.output = VocabParallelHead(within(shapes, "output"), model.vocabulary_size, group, kernels)
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
@@ -99,6 +101,12 @@ def build_layer(
         module = Block(model, shapes, tensor_group, kernels, spec.index)
     else:
         module = Head(model, shapes, tensor_group, kernels)
+    check_declared(module, spec, shapes)
+    return module
+
+
+def check_declared(module: nn.Module, spec: LayerSpec, shapes: Shapes) -> None:
+    """Raise ValueError unless a layer's module has exactly the parameters that its spec declares."""
     built = {path: tuple(parameter.shape) for path, parameter in module.named_parameters()}
     if built != shapes:
         wrong = sorted({path for path, _ in built.items() ^ shapes.items()})
@@ -107,9 +115,9 @@ def build_layer(
             f"built {built}, declared {shapes}. "
             "The specs in megapipe.costs must name every parameter of the module and no other"
         )
-    return module
 
 
-def _norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
+def make_norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
+    """The norm that the model asks for."""
     kind = LayerNorm if model.normalization == "layer_norm" else RMSNorm
     return kind(shapes, model.norm_epsilon, kernels)

@@ -75,9 +75,21 @@ def from_hugging_face(theirs: Mapping[str, Tensor], model: ModelConfig, family: 
     Rows of a padded vocabulary are not expected. A tied `lm_head.weight` and old checkpoints' buffers are passed over.
     Raises WeightMappingError for a tensor that is missing, left over or of the wrong shape.
     """
+    advice = "check bias, qk_norm, num_layers and tie_embeddings"
+    return joined(theirs, correspondences(model, family), family, lambda name: is_redundant(name, model), advice)
+
+
+def joined(
+    theirs: Mapping[str, Tensor],
+    pairs: Sequence[Correspondence],
+    family: str,
+    redundant: Callable[[str], bool],
+    advice: str,
+) -> dict[str, Tensor]:
+    """Canonical tensors by name; see `from_hugging_face`. advice: which fields to check when a tensor is left over."""
     found = {}
     left = dict(theirs)
-    for pair in correspondences(model, family):
+    for pair in pairs:
         missing = [name for name in pair.theirs if name not in left]
         if missing:
             raise WeightMappingError(
@@ -90,11 +102,11 @@ def from_hugging_face(theirs: Mapping[str, Tensor], model: ModelConfig, family: 
                 f"the model configuration asks for {pair.spec.shape}"
             )
         found[pair.spec.name] = ours
-    unused = [name for name in left if not is_redundant(name, model)]
+    unused = [name for name in left if not redundant(name)]
     if unused:
         raise WeightMappingError(
             f"the {family} weights hold {', '.join(unused[:4])}, for which this model configuration has no parameter; "
-            "check bias, qk_norm, num_layers and tie_embeddings"
+            f"{advice}"
         )
     return found
 
@@ -104,8 +116,13 @@ def to_hugging_face(ours: Mapping[str, Tensor], model: ModelConfig, family: Fami
 
     Raises WeightMappingError for a missing tensor and for a parameter that the family has no place for.
     """
+    return parted(ours, correspondences(model, family))
+
+
+def parted(ours: Mapping[str, Tensor], pairs: Sequence[Correspondence]) -> dict[str, Tensor]:
+    """Their tensors by name; see `to_hugging_face`."""
     found = {}
-    for pair in correspondences(model, family):
+    for pair in pairs:
         if pair.spec.name not in ours:
             raise WeightMappingError(f"tensor {pair.spec.name!r} is missing{nearest(pair.spec.name, ours)}")
         parts = pair.part(ours[pair.spec.name])
@@ -125,7 +142,7 @@ def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
 def _correspondence(spec: ParameterSpec, model: ModelConfig, family: Family) -> Correspondence:
     outer, block = (_GPT2_OUTER, _GPT2_BLOCK) if family == "gpt2" else (_LLAMA_OUTER, _LLAMA_BLOCK)
     if spec.name in outer:
-        return Correspondence(spec, (outer[spec.name],), _only, _alone)
+        return Correspondence(spec, (outer[spec.name],), only, alone)
     _, _, inner = spec.name.partition("blocks.")
     index, _, path = inner.partition(".")
     module, _, leaf = path.rpartition(".")
@@ -136,13 +153,13 @@ def _correspondence(spec: ParameterSpec, model: ModelConfig, family: Family) -> 
         )
     prefix = "transformer.h" if family == "gpt2" else "model.layers"
     theirs = tuple(f"{prefix}.{index}.{name}.{leaf}" for name in block[module])
-    join, part = _qkv(model, fused=len(theirs) == 1) if module == "attention.qkv" else _stacked(len(theirs))
+    join, part = query_key_value(model, fused=len(theirs) == 1) if module == "attention.qkv" else _stacked(len(theirs))
     if family == "gpt2" and leaf == "weight" and not module.endswith("norm"):
         return Correspondence(spec, theirs, lambda parts: join([parts[0].t()]), lambda ours: [part(ours)[0].t()])
     return Correspondence(spec, theirs, join, part)
 
 
-def _qkv(model: ModelConfig, fused: bool) -> tuple[Join, Part]:
+def query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Part]:
     """(kv groups, query heads per group + 2, head_dim, ...) from and to query, key and value, in one or three."""
     groups, width = model.kv_heads, model.head_dim
     heads = model.num_heads // groups
@@ -164,14 +181,14 @@ def _qkv(model: ModelConfig, fused: bool) -> tuple[Join, Part]:
 
 
 def _stacked(count: int) -> tuple[Join, Part]:
-    return (_only, _alone) if count == 1 else (lambda parts: torch.stack([*parts]), lambda ours: ours.unbind(0))
+    return (only, alone) if count == 1 else (lambda parts: torch.stack([*parts]), lambda ours: ours.unbind(0))
 
 
-def _only(parts: Sequence[Tensor]) -> Tensor:
+def only(parts: Sequence[Tensor]) -> Tensor:
     return parts[0]
 
 
-def _alone(ours: Tensor) -> Sequence[Tensor]:
+def alone(ours: Tensor) -> Sequence[Tensor]:
     return [ours]
 
 

@@ -1,0 +1,161 @@
+"""BERT as a list of layers: embedding, blocks, heads (Devlin et al. 2018, arXiv 1810.04805).
+
+With norms behind the residual sums it is transformers' BertForPreTraining, with norms before attention and MLP
+Megatron-LM's BERT (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.costs.parameters import LayerSpec
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Registry
+from megapipe.layers.bidirectional_attention import BidirectionalAttention
+from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
+from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
+from megapipe.layers.linear import ReplicatedLinear, Shapes, within
+from megapipe.layers.masked_head import MaskedTokenHead
+from megapipe.models.gpt import Block, check_declared, make_norm
+from megapipe.parallel.groups import Group
+
+
+class BertEmbedding(nn.Module):
+    """Tokens, their places and their types to hidden states."""
+
+    def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group)
+        self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
+        self.token_type = TokenTypes(within(shapes, "token_type"))
+        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.norm_position == "post" else None
+        self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
+
+    def forward(self, context: BertContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) from the context's tokens and token_types [b, s]."""
+        if context.tokens is None or context.token_types is None:
+            raise ValueError("the embedding's stage needs tokens and token_types in its context")
+        tape = context.tape
+        hidden = self.word(context.tokens, tape)
+        if self.position is not None:
+            hidden = hidden + self.position(context.tokens.shape[1], tape)
+        hidden = hidden + self.token_type(context.token_types, tape)
+        if self.norm is not None:
+            hidden = self.norm(hidden, tape)
+        return (self.dropout(hidden, context),)
+
+
+class BertBlock(Block):
+    """One transformer block in which tokens see both ways; its norms stand where the model has them."""
+
+    attention_kind = BidirectionalAttention
+
+    def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry, index: int) -> None:
+        super().__init__(model, shapes, group, kernels, index)
+        self.norm_position = model.norm_position
+
+    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
+        if self.norm_position == "pre":
+            return super().forward(hidden, context)
+        tape = context.tape
+        update = self.attention(hidden, context)
+        hidden = self.attention_norm(_added(self.attention_dropout, update, hidden, context), tape)
+        update = self.mlp(hidden, tape)
+        return (self.mlp_norm(_added(self.mlp_dropout, update, hidden, context), tape),)
+
+
+class BertHead(nn.Module):
+    """Both heads with their losses: the hidden tokens, and whether the two parts of a sample follow each other."""
+
+    def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__()
+        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.norm_position == "pre" else None
+        self.transform = ReplicatedLinear(within(shapes, "transform"), group)
+        self.transform_norm = make_norm(model, within(shapes, "transform_norm"), kernels)
+        self.output = MaskedTokenHead(within(shapes, "output"), model.vocabulary_size, group, kernels)
+        self.pooler = ReplicatedLinear(within(shapes, "pooler"), group) if model.sentence_head else None
+        self.sentence = ReplicatedLinear(within(shapes, "sentence"), group) if model.sentence_head else None
+        self.approximate: Literal["none", "tanh"] = "tanh" if model.activation == "gelu_tanh" else "none"
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, context: BertContext) -> tuple[Tensor, ...]:
+        """(hidden [b, s, h],) to (losses,): summed cross entropies of the masked tokens and, with a sentence head, of
+        the pairs, [2]; a scalar without one. In evaluation (losses, correct predictions of the same shape).
+
+        Without labels in the context: (logits of all tokens [b, s, v], logits of the pairs [b, 2] if there is a head).
+        """
+        tape = context.tape
+        if self.norm is not None:
+            hidden = self.norm(hidden, tape)
+        sentence = self._sentence_logits(hidden, context)
+        if context.labels is None:
+            logits = self.output.logits(self._transformed(hidden, context), tape)
+            return (logits,) if sentence is None else (logits, sentence)
+        if context.positions is None or context.loss_mask is None:
+            raise ValueError("the heads' stage needs positions and loss_mask beside the labels in its context")
+        rows = hidden.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        local = self.output.local_logits(self._transformed(rows, context), tape)
+        losses = self.output.loss_of(local, context.labels, context.loss_mask)
+        if sentence is not None:
+            losses = torch.stack([losses, _sentence_loss(sentence, context)])
+        if context.training:
+            return (losses,)
+        correct = self.output.correct(local, context.labels, context.loss_mask)
+        if sentence is not None:
+            correct = torch.stack([correct, _sentences_correct(sentence, context)])
+        return losses, correct
+
+    def _transformed(self, hidden: Tensor, context: BertContext) -> Tensor:
+        inner = self.transform(hidden, context.tape)
+        inner = self.kernels.pick("gelu", inner).apply(inner, self.approximate)
+        return self.transform_norm(inner, context.tape)
+
+    def _sentence_logits(self, hidden: Tensor, context: BertContext) -> Tensor | None:
+        """[b, 2] from the pooled first token."""
+        if self.pooler is None or self.sentence is None:
+            return None
+        pooled = torch.tanh(self.pooler(hidden[:, 0].contiguous(), context.tape))
+        return self.sentence(pooled, context.tape)
+
+
+def build_layer(
+    spec: LayerSpec, model: BertModelConfig, tensor_group: Group, alignment: int = 1, kernels: Registry = OPS
+) -> nn.Module:
+    """As models.gpt.build_layer, for the layers of costs.bert.bert_layers."""
+    shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
+    module: nn.Module
+    if spec.kind == "embedding":
+        module = BertEmbedding(model, shapes, tensor_group, kernels)
+    elif spec.kind == "block":
+        module = BertBlock(model, shapes, tensor_group, kernels, spec.index)
+    else:
+        module = BertHead(model, shapes, tensor_group, kernels)
+    check_declared(module, spec, shapes)
+    return module
+
+
+def _added(dropout: Dropout, update: Tensor, hidden: Tensor, context: MicrobatchContext) -> Tensor:
+    return dropout.add(update, hidden, context) if dropout.active(context) else hidden + update
+
+
+def _sentence_loss(logits: Tensor, context: BertContext) -> Tensor:
+    """Weighted sum of the pairs' cross entropies, in fp32 (fp64 for fp64)."""
+    labels, weights = _sentences(context)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (functional.cross_entropy(wide, labels, reduction="none") * weights).sum()
+
+
+def _sentences_correct(logits: Tensor, context: BertContext) -> Tensor:
+    labels, weights = _sentences(context)
+    return ((logits.argmax(dim=-1) == labels) * weights).sum()
+
+
+def _sentences(context: BertContext) -> tuple[Tensor, Tensor]:
+    if context.sentence_labels is None or context.sentence_weights is None:
+        raise ValueError("the sentence head needs sentence_labels and sentence_weights in its context")
+    return context.sentence_labels, context.sentence_weights

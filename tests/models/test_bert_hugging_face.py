@@ -1,0 +1,215 @@
+"""BERT against transformers' BertForPreTraining and MegatronBertForPreTraining: same weights, logits, gradients."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.costs.bert import bert_layers
+from megapipe.layers.context import BertContext
+from megapipe.models.bert import build_layer
+from megapipe.models.bert_hugging_face import from_hugging_face, to_hugging_face
+from megapipe.models.gpt_hugging_face import WeightMappingError
+from megapipe.parallel.groups import SoloGroup
+from megapipe.parallel.unit_state import UnitState
+from tests.layers.bound import BoundLayer, all_gradients
+
+MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)
+BATCH, LENGTH, HIDDEN_TOKENS = 3, 40, 6
+LENGTHS = (40, 23, 9)
+PATHS = ("sdpa", "unfused")
+NORMS = ("post", "pre")
+
+
+class Case(NamedTuple):
+    model: BertModelConfig
+    theirs: torch.nn.Module
+
+
+def case_of(
+    sentence_head: bool = True,
+    activation: str = "gelu",
+    norm_position: str = "post",
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Matrices with std 0.2, so that logits are of order 1 (at 0.02 nearly any model would agree); norms around 1."""
+    family = "Bert" if norm_position == "post" else "MegatronBert"
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=97,
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        hidden_act="gelu" if activation == "gelu" else "gelu_new",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+    )
+    theirs = getattr(transformers, family + ("ForPreTraining" if sentence_head else "ForMaskedLM"))(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        parameter.data.normal_(0.0, 0.2, generator=generator)
+        if name.endswith(("LayerNorm.weight", "ln.weight")):
+            parameter.data.add_(1.0)
+    model = replace(MODEL, sentence_head=sentence_head, activation=activation, norm_position=norm_position)
+    return Case(model, theirs.eval().to(dtype))
+
+
+def make_context(seed: int = 3) -> BertContext:
+    """Padded samples of two parts with hidden tokens, the last of them without weight here and there."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(LENGTHS)
+    places = torch.arange(LENGTH)
+    tokens = torch.randint(MODEL.vocabulary_size, (BATCH, LENGTH), generator=generator)
+    positions = torch.stack([torch.randperm(length, generator=generator)[:HIDDEN_TOKENS] for length in LENGTHS])
+    return BertContext(
+        tokens=tokens * (places < lengths[:, None]),
+        token_types=((places >= lengths[:, None] // 3) & (places < lengths[:, None])).long(),
+        lengths=lengths,
+        positions=positions,
+        labels=torch.randint(MODEL.vocabulary_size, (BATCH, HIDDEN_TOKENS), generator=generator),
+        loss_mask=(torch.arange(HIDDEN_TOKENS) < torch.tensor([[6], [4], [1]])).float(),
+        sentence_labels=torch.tensor([1, 0, 1]),
+        sentence_weights=torch.tensor([1.0, 1.0, 0.0]),
+    )
+
+
+def bound(model: BertModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> list[BoundLayer]:
+    layers = []
+    for spec in bert_layers(model):
+        state = UnitState(spec.name, spec.parameters.values(), compute_dtype=dtype)
+        module = build_layer(spec, model, SoloGroup("tensor"))
+        state.bind(module, spec.parameters)
+        layer = BoundLayer(spec, module, state)
+        for name, parameter in layer.parameters().items():
+            parameter.copy_(weights[name])
+        layers.append(layer)
+    assert {name for layer in layers for name in layer.parameters()} == set(weights)
+    return layers
+
+
+def run(layers: list[BoundLayer], context: BertContext) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = ()
+    for layer in layers:
+        outputs = layer.module(*outputs, context=context)
+    return outputs
+
+
+def their_logits(theirs: torch.nn.Module, context: BertContext) -> tuple[Tensor, ...]:
+    visible = (torch.arange(LENGTH) < context.lengths[:, None]).long()
+    found = theirs(input_ids=context.tokens, token_type_ids=context.token_types, attention_mask=visible)
+    if "prediction_logits" in found:
+        return found.prediction_logits, found.seq_relationship_logits
+    return (found.logits,)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("norm_position", NORMS)
+@pytest.mark.parametrize(("sentence_head", "activation"), [(True, "gelu"), (False, "gelu_tanh")])
+def test_logits_agree(sentence_head: bool, activation: str, norm_position: str, path: str) -> None:
+    case = case_of(sentence_head, activation, norm_position)
+    model = replace(case.model, attention=path)
+    layers = bound(model, from_hugging_face(case.theirs.state_dict(), model), torch.float32)
+    context = make_context()
+    with torch.no_grad():
+        expected = their_logits(case.theirs, context)
+        found = run(layers, replace(context, labels=None))
+    assert len(found) == 1 + sentence_head
+    # What stands in the place of padding is nobody's business.
+    real = torch.arange(LENGTH) < context.lengths[:, None]
+    for ours, theirs, rows in zip(found, expected, (real, slice(None)), strict=False):
+        assert 0.5 < theirs[rows].std() < 50.0
+        assert (ours - theirs)[rows].abs().max() <= 1e-5 * theirs[rows].abs().max()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("norm_position", NORMS)
+def test_losses_and_gradients_agree_in_double(norm_position: str, path: str) -> None:
+    case = case_of(norm_position=norm_position, dtype=torch.float64)
+    model = replace(case.model, attention=path)
+    layers = bound(model, from_hugging_face(case.theirs.state_dict(), model), torch.float64)
+    context = make_context()
+    logits, pairs = their_logits(case.theirs, context)
+    rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+    tokens = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
+    sentences = functional.cross_entropy(pairs, context.sentence_labels, reduction="none")
+    expected = torch.stack(
+        [(tokens * context.loss_mask.flatten()).sum(), (sentences * context.sentence_weights).sum()]
+    )
+    scale = torch.tensor([0.3, 2.0], dtype=torch.float64)
+    (expected * scale).sum().backward()
+    (losses,) = run(layers, context)
+    (losses * scale).sum().backward()
+    assert torch.allclose(losses, expected, rtol=1e-9, atol=0.0)
+    gradients = {name: parameter.grad for name, parameter in case.theirs.named_parameters()}
+    wanted, found = from_hugging_face(gradients, model), all_gradients(layers)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gradient.norm() > 0, name
+        assert (found[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
+
+
+def test_evaluation_counts_correct_predictions() -> None:
+    case = case_of()
+    layers = bound(case.model, from_hugging_face(case.theirs.state_dict(), case.model), torch.float32)
+    context = make_context()
+    with torch.no_grad():
+        logits, pairs = their_logits(case.theirs, context)
+        best = logits.argmax(-1).gather(1, context.positions)
+        # Some labels are the model's own guesses, so that not all of them are wrong.
+        labels = torch.where(torch.arange(HIDDEN_TOKENS) % 2 == 0, best, context.labels)
+        context = replace(context, labels=labels, training=False)
+        losses, correct = run(layers, context)
+        (trained,) = run(layers, replace(context, training=True))
+    expected = [
+        ((best == labels) * context.loss_mask).sum(),
+        ((pairs.argmax(-1) == context.sentence_labels) * context.sentence_weights).sum(),
+    ]
+    assert correct.tolist() == [float(count) for count in expected]
+    assert 3 <= correct[0] < context.loss_mask.sum()
+    assert torch.equal(losses, trained)
+
+
+def test_padding_changes_nothing() -> None:
+    case = case_of()
+    layers = bound(case.model, from_hugging_face(case.theirs.state_dict(), case.model), torch.float32)
+    context = make_context()
+    padding = torch.arange(LENGTH) >= context.lengths[:, None]
+    other = replace(context, tokens=context.tokens.masked_fill(padding, 55))
+    with torch.no_grad():
+        assert torch.equal(run(layers, context)[0], run(layers, other)[0])
+
+
+@pytest.mark.parametrize(("sentence_head", "norm_position"), [(True, "post"), (False, "post"), (True, "pre")])
+def test_weights_come_back_as_they_went(sentence_head: bool, norm_position: str) -> None:
+    case = case_of(sentence_head, norm_position=norm_position)
+    state = case.theirs.state_dict()
+    back = to_hugging_face(from_hugging_face(state, case.model), case.model)
+    assert back.keys() == {name for name, _ in case.theirs.named_parameters()}
+    for name, tensor in back.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_an_untied_head_has_its_own_matrix() -> None:
+    case = case_of()
+    model = replace(case.model, tie_embeddings=False)
+    ours = from_hugging_face(case.theirs.state_dict(), model)
+    assert torch.equal(ours["head.output.weight"], ours["embedding.word.weight"])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    case = case_of()
+    state = dict(case.theirs.state_dict())
+    with pytest.raises(WeightMappingError, match=r"seq_relationship.*sentence_head"):
+        from_hugging_face(state, replace(case.model, sentence_head=False))
+    with pytest.raises(WeightMappingError, match=r"no place for blocks\.0\.mlp\.up\.weight.*activation"):
+        to_hugging_face({}, replace(case.model, activation="swiglu"))
+    del state["bert.encoder.layer.1.attention.self.key.bias"]
+    with pytest.raises(WeightMappingError, match=r"blocks\.1\.attention\.qkv\.bias needs"):
+        from_hugging_face(state, case.model)
