@@ -1,0 +1,76 @@
+"""What BERT samples need of a WordPiece vocabulary: its special tokens, and which pieces continue a word."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapipe.data.errors import DataError
+
+VOCABULARY, TOKENIZER = "vocab.txt", "tokenizer.json"
+CONTINUATION = "##"
+"""What pieces begin with that do not begin a word (Wu et al. 2016, arXiv 1609.08144, as BERT writes them)."""
+_SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]", "mask": "[MASK]"}
+
+
+@dataclass(frozen=True)
+class BertVocabulary:
+    """Ids below `size`. padding, classification, separator, mask: of [PAD], [CLS], [SEP], [MASK].
+
+    continues: bool [size], pieces inside of a word.
+    """
+
+    size: int
+    padding: int
+    classification: int
+    separator: int
+    mask: int
+    continues: np.ndarray
+
+    @classmethod
+    def of(cls, ids: dict[str, int], source: str, continuation: str = CONTINUATION) -> "BertVocabulary":
+        """From every piece's id. Raises DataError, naming `source`, where a special token is missing."""
+        missing = [token for token in _SPECIAL.values() if token not in ids]
+        if missing:
+            raise DataError(
+                f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(_SPECIAL.values())}: train one "
+                "with tools/preprocess.py train-tokenizer --type wordpiece, or name a BERT's vocabulary"
+            )
+        size = max(ids.values()) + 1
+        continues = np.zeros(size, dtype=bool)
+        continues[[number for piece, number in ids.items() if piece.startswith(continuation)]] = True
+        return cls(size, **{name: ids[token] for name, token in _SPECIAL.items()}, continues=continues)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "BertVocabulary":
+        """From a vocab.txt (a piece a line), a WordPiece tokenizer.json, or a folder with one of them.
+
+        Raises DataError for anything else.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file = next((file / name for name in (TOKENIZER, VOCABULARY) if (file / name).is_file()), file)
+        if not file.is_file():
+            raise DataError(f"no vocabulary {str(path)!r}: give a {VOCABULARY}, a {TOKENIZER}, or a folder with one")
+        try:
+            text = file.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is no UTF-8 text") from error
+        if file.suffix != ".json":
+            return cls.of({line: number for number, line in enumerate(text.splitlines())}, str(file))
+        return cls._of_json(text, file)
+
+    @classmethod
+    def _of_json(cls, text: str, file: Path) -> "BertVocabulary":
+        try:
+            content: dict[str, Any] = json.loads(text)
+            model = content["model"]
+            kind, ids = model.get("type", "WordPiece"), dict(model["vocab"])
+            added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{file} is not a {TOKENIZER} that can be read ({error!r})") from error
+        if kind != "WordPiece":
+            raise DataError(f"{file} is a {kind} tokenizer; whole words are known of WordPiece vocabularies alone")
+        return cls.of(ids | added, str(file), model.get("continuing_subword_prefix", CONTINUATION))
