@@ -29,28 +29,45 @@ class Flops:
         return self.forward + self.backward_input + self.backward_weight
 
 
-def layer_flops(model: ModelConfig, layer: LayerSpec, micro_size: int, sequence_length: int) -> Flops:
+ONCE_A_SAMPLE = ("pooler.weight", "sentence.weight")
+"""Matrices of a head that multiply one row of each sample."""
+
+
+def layer_flops(
+    model: ModelConfig, layer: LayerSpec, micro_size: int, sequence_length: int, predictions: int | None = None
+) -> Flops:
     """FLOPs of a micro-batch of `micro_size` samples of `sequence_length` tokens; vocabulary padding is not counted.
+
+    predictions: tokens of a sample that the head predicts, by default all.
 
     Attention's two products have no weights: their backward is four products, all in the input half (Qi et al., 2023,
     arXiv 2401.10241, table 1).
     """
     if layer.kind == "embedding":
         return Flops(0, 0, 0)
+    if layer.kind == "head":
+        rows = sequence_length if predictions is None else predictions
+        projections = 2 * micro_size * sum(
+            spec.num_elements * (1 if path in ONCE_A_SAMPLE else rows)
+            for path, spec in layer.parameters.items()
+            if spec.matrix or path == "output.weight"
+        )
+        return Flops(projections, projections, projections)
     projections = 2 * micro_size * sequence_length * _multiplied_elements(layer)
-    attention = _attention_flops(model, micro_size, sequence_length) if layer.kind == "block" else 0
+    attention = _attention_flops(model, micro_size, sequence_length)
     return Flops(projections + attention, projections + 2 * attention, projections)
 
 
-def model_flops_per_token(model: ModelConfig, layers: tuple[LayerSpec, ...], sequence_length: int) -> int:
+def model_flops_per_token(
+    model: ModelConfig, layers: tuple[LayerSpec, ...], sequence_length: int, predictions: int | None = None
+) -> int:
     """FLOPs of forward and backward per trained token: times tokens per second, over the devices' peak, gives MFU."""
-    return sum(layer_flops(model, layer, 1, sequence_length).total for layer in layers) // sequence_length
+    per_sample = sum(layer_flops(model, layer, 1, sequence_length, predictions).total for layer in layers)
+    return per_sample // sequence_length
 
 
 def _multiplied_elements(layer: LayerSpec) -> int:
     """Elements of all weights that every token's activations are multiplied by."""
-    if layer.kind == "head":
-        return layer.parameters["output.weight"].num_elements
     return sum(spec.num_elements for spec in layer.parameters.values() if spec.matrix)
 
 

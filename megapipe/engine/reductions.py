@@ -64,6 +64,7 @@ class Reductions:
         *,
         hidden: bool = False,
         squared_norm: SquaredNorm = squared_norm,
+        loss_terms: int = 1,
     ) -> None:
         """Nothing is communicated yet.
 
@@ -71,7 +72,8 @@ class Reductions:
         parameter_names: the whole model's. clip: gradient norm -> coefficient.
         hidden: a step's sums are awaited on a thread beside its actions, for schedules that go on with the next step
         meanwhile; other collectives of this rank may then start before or after, so they need a group of their own.
-        squared_norm: of one parameter's gradient.
+        squared_norm: of one parameter's gradient. loss_terms: numbers that the last stage's loss consists of, each a
+        sum with a count of its own.
 
         Raises ValueError where sums are to be hidden and share the world's group.
         """
@@ -88,6 +90,7 @@ class Reductions:
         self._hidden = hidden
         self._turns = Turns()
         self._squared_norm = squared_norm
+        self._loss_terms = loss_terms
         self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
         self._one = torch.ones((), device=device)
 
@@ -100,10 +103,12 @@ class Reductions:
 
     def start_counts(self, step: StepState) -> None:
         """Start the sum of (loss tokens of each update, wishes to stop) over all ranks."""
-        counts = [0.0] * step.updates + [float(step.input.stop)]
+        counts = [0.0] * step.updates * self._loss_terms + [float(step.input.stop)]
         if self._communicators.counts_loss:
-            for microbatch, count in enumerate(step.input.token_counts):
-                counts[step.update_of(microbatch)] += count
+            for microbatch, found in enumerate(step.input.token_counts):
+                first = step.update_of(microbatch) * self._loss_terms
+                for term, count in enumerate([found] if isinstance(found, float | int) else found):
+                    counts[first + term] += count
         step.counts = torch.tensor(counts, dtype=torch.float64, device=self._device)
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
@@ -163,7 +168,7 @@ class Reductions:
         step.reductions.clear()
 
     def _local_scalars(self, step: StepState, update: int) -> Tensor:
-        """This rank's squared norms by parameter, and its sum of losses; float64."""
+        """This rank's squared norms by parameter, and its sum of losses by term; float64."""
         self._await_gradients(step)
         found: list[Tensor] = []
         places: list[int] = []
@@ -172,9 +177,9 @@ class Reductions:
                 found.append(square)
                 places.append(self._positions[name])
         if self._communicators.counts_loss and step.loss_sums:
-            found.append(torch.stack(step.loss_sums).double().sum())
-            places.append(len(self._positions))
-        scalars = torch.zeros(len(self._positions) + 1, dtype=torch.float64, device=self._device)
+            found += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
+            places += range(len(self._positions), len(self._positions) + self._loss_terms)
+        scalars = torch.zeros(len(self._positions) + self._loss_terms, dtype=torch.float64, device=self._device)
         if found:  # put in place together: each operation costs more than what it does to a number
             scalars.index_copy_(0, torch.tensor(places, device=self._device), torch.stack(found))
         return scalars
@@ -182,6 +187,7 @@ class Reductions:
     def _shared(self, step: StepState, scalars: Tensor) -> Scalars:
         """Sum `scalars` over all ranks and read off what everybody needs."""
         self._all_ranks.all_reduce(scalars)
-        norm = scalars[:-1].sum().sqrt()
-        loss, count = float(scalars[-1]), step.token_count()
-        return Scalars(loss / (count or 1.0), float(norm), self._clip(norm).to(torch.float32))
+        squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :].tolist()
+        norm = squares.sum().sqrt()
+        means = tuple(loss / (count or 1.0) for loss, count in zip(losses, step.term_counts(), strict=True))
+        return Scalars(means, float(norm), self._clip(norm).to(torch.float32))

@@ -46,7 +46,8 @@ class Stage:
     units[u][v]: unit u at physical weight version v (a twin per version).
     states: state unit id -> UnitState; ids from len(units) on are tied weights (see schedules).
     inputs, outputs: tensors that arrive from the previous stage and leave to the next; empty at the ends.
-    The last stage's only output is the loss summed over the micro-batch's tokens.
+    The last stage's only output is the loss summed over the micro-batch's tokens: a scalar, or [terms] for a loss of
+    several terms.
     """
 
     units: Sequence[Sequence[Unit]]

@@ -20,18 +20,23 @@ UnitKey = tuple[int, int, int]
 """(stage, micro-batch, unit); unit is WHOLE for the stage's whole chain."""
 
 
+Counts = float | Sequence[float]
+"""What a micro-batch's loss is a sum over: a number, or one for each term of a loss."""
+
+
 @dataclass(frozen=True)
 class StepInput:
     """One optimizer step as this rank sees it.
 
     step: number of the step, from 0. contexts: one per micro-batch of this replica, handed to every unit.
     token_counts: loss tokens of each micro-batch, read where this rank's loss counts (last stage, tensor rank 0).
+        A loss of several terms has a count for each, in order.
     learning_rate: for this step. stop: this rank asks everyone to stop after the step.
     """
 
     step: int
     contexts: Sequence[Any]
-    token_counts: Sequence[float]
+    token_counts: Sequence[Counts]
     learning_rate: float = 0.0
     stop: bool = False
 
@@ -40,7 +45,8 @@ class StepInput:
 class StepResult:
     """What every rank knows after a step, the same on all of them.
 
-    step: its number. loss: sum over the global batch's loss tokens divided by their number.
+    step: its number. loss: sum over the global batch's loss tokens divided by their number; where the loss has several
+        terms, the sum of these means. loss_terms: each mean. token_count: loss tokens, those of the first term.
     gradient_norm: before clipping; that of the last update in a step of several.
     skipped: the gradients were not finite, weights stayed. stop: some rank asked to stop.
     outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
@@ -53,13 +59,17 @@ class StepResult:
     skipped: bool = False
     stop: bool = False
     outputs: tuple[tuple[Tensor, ...], ...] = ()
+    loss_terms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """A step's sums over all ranks. coefficient: what clipping multiplies gradients by, float32, on the device."""
+    """A step's sums over all ranks. loss_terms: means, one for each term of the loss.
 
-    loss: float
+    coefficient: what clipping multiplies gradients by, float32, on the device.
+    """
+
+    loss_terms: tuple[float, ...]
     gradient_norm: float
     coefficient: Tensor
 
@@ -75,7 +85,7 @@ class StepState:
     updates: optimizer updates that the step makes, over equal shares of its micro-batches.
     pieces: from a forward to its backward or input half. tapes: from an input half to the weight half.
     activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
-    counts: loss tokens of each update, then how many ranks want to stop; float64.
+    counts: loss tokens of each update, by term, then how many ranks want to stop; float64.
     reductions: sums of gradients that were started and not awaited.
     scalars: the step's sums, once they were asked for.
     """
@@ -107,17 +117,22 @@ class StepState:
             self.counts_work = None
         return self.counts
 
-    def token_count(self) -> float:
-        """Loss tokens of the step over the global batch."""
-        return float(sum(self.global_counts().tolist()[:-1]))
+    def term_counts(self) -> list[float]:
+        """Loss tokens of the step over the global batch, for each term of the loss."""
+        counts = self.global_counts().tolist()[:-1]
+        terms = len(counts) // self.updates
+        return [sum(counts[term::terms]) for term in range(terms)]
 
     def loss_gradient(self, microbatch: int) -> Tensor:
-        """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum."""
+        """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum, of its
+        shape: each term of a loss is a mean of its own.
+        """
         if self._loss_gradients is None:
             like = self.loss_sums[0]
             counts = self.global_counts()[:-1]
             divisors = torch.where(counts == 0, 1.0, counts)  # where nothing counts, nothing is to be divided
-            self._loss_gradients = (1.0 / divisors).to(device=like.device, dtype=like.dtype)
+            by_update = (1.0 / divisors).view(self.updates, *like.shape)
+            self._loss_gradients = by_update.to(device=like.device, dtype=like.dtype)
         return self._loss_gradients[self.update_of(microbatch)]
 
 
@@ -131,9 +146,10 @@ def finished(state: StepState) -> StepResult:
     stop = state.global_counts().tolist()[-1] > 0
     return StepResult(
         step=state.input.step,
-        loss=scalars.loss,
-        token_count=state.token_count(),
+        loss=sum(scalars.loss_terms),
+        token_count=state.term_counts()[0],
         gradient_norm=scalars.gradient_norm,
         skipped=not scalars.finite,
         stop=stop,
+        loss_terms=scalars.loss_terms,
     )
