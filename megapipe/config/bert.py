@@ -90,23 +90,24 @@ class BertDataConfig(DataConfig):
             )
         if self.max_ngram < 1:
             found.append(f"data.max_ngram is {self.max_ngram}; it must be at least 1")
-        own = {each.name for each in fields(BertDataConfig)} - {each.name for each in fields(DataConfig)}
         found += [
             f"data.{each.name} is {getattr(self, each.name)!r}; it shapes GPT's samples and has no meaning for "
             "sentence pairs: leave it out"
             for each in fields(DataConfig)
-            if each.name not in (*own, *SHARED_DATA_FIELDS) and getattr(self, each.name) != _default(each.name)
+            if each.name not in SHARED_DATA_FIELDS and getattr(self, each.name) != getattr(DataConfig(), each.name)
         ]
         return found
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        """What GPT's data have no field for."""
+        shared = {each.name for each in fields(DataConfig)}
+        return [each.name for each in fields(cls) if each.name not in shared]
 
 
 def masking_budget(probability: float, length: int) -> int:
     """Tokens to hide of a sample of `length`: its share, and at least one."""
     return max(1, round(probability * length))
-
-
-def _default(name: str) -> object:
-    return getattr(DataConfig(), name)
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
@@ -16,8 +16,9 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.run import PretrainConfig
 
-GROUPS = [field for field in fields(PretrainConfig) if field.name != "init_from"]
 INIT_FROM_HELP = "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face GPT-2 or Llama one."
+
+Config = TypeVar("Config", bound=PretrainConfig)
 
 _UNKNOWN_KEY = re.compile(
     r"unrecognized arguments: (?P<flag>.+)"
@@ -67,13 +68,15 @@ class _Parser(ArgumentParser):
         raise ConfigError(f"unknown configuration key {name!r}{nearest(name, known)} (--help lists every key)") from ex
 
 
-def build_parser(description: str) -> ArgumentParser:
-    """A parser that knows every field of PretrainConfig, with its docstring as help."""
+def build_parser(description: str, kind: type[PretrainConfig] = PretrainConfig) -> ArgumentParser:
+    """A parser that knows every field of a kind of run, with its docstring as help."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
-    for group in GROUPS:
+    for group in fields(kind):
+        if group.name == "init_from":
+            continue
         parser.add_class_arguments(group.default_factory, group.name)
     parser.add_argument("--init_from", type=str, default="", help=INIT_FROM_HELP)
     return parser
@@ -85,24 +88,29 @@ def underscored(arguments: Sequence[str]) -> list[str]:
 
 
 def parse(arguments: Sequence[str], description: str = "") -> PretrainConfig:
-    """Parse command-line arguments into a PretrainConfig; fields are typed but rules between them are not checked yet.
+    """Parse command-line arguments into a PretrainConfig; see `parse_as`."""
+    return parse_as(PretrainConfig, arguments, description)
+
+
+def parse_as(kind: type[Config], arguments: Sequence[str], description: str = "") -> Config:
+    """Parse command-line arguments into a run of a kind; fields are typed but rules between them are not checked yet.
 
     Raises ConfigError on unknown keys, wrong types, unreadable files and duplicate keys.
     """
-    parser = build_parser(description)
+    parser = build_parser(description, kind)
     namespace: Namespace = parser.parse_args(underscored(arguments))
     values = parser.instantiate(namespace)
-    return PretrainConfig(**{each.name: values[each.name] for each in fields(PretrainConfig)})
+    return kind(**{each.name: values[each.name] for each in fields(kind)})
 
 
-def parse_or_exit(description: str, hint: str) -> PretrainConfig:
+def parse_or_exit(kind: type[Config], description: str, hint: str) -> Config:
     """Parse sys.argv for a program: no arguments prints `hint`, a wrong one the problem; both exit with status 2."""
     arguments = sys.argv[1:]
     if not arguments:
         print(hint, file=sys.stderr)
         raise SystemExit(2)
     try:
-        return parse(arguments, description)
+        return parse_as(kind, arguments, description)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

@@ -47,10 +47,14 @@ def layer_flops(
         return Flops(0, 0, 0)
     if layer.kind == "head":
         rows = sequence_length if predictions is None else predictions
-        projections = 2 * micro_size * sum(
-            spec.num_elements * (1 if path in ONCE_A_SAMPLE else rows)
-            for path, spec in layer.parameters.items()
-            if spec.matrix or path == "output.weight"
+        projections = (
+            2
+            * micro_size
+            * sum(
+                spec.num_elements * (1 if path in ONCE_A_SAMPLE else rows)
+                for path, spec in layer.parameters.items()
+                if spec.matrix or path == "output.weight"
+            )
         )
         return Flops(projections, projections, projections)
     projections = 2 * micro_size * sequence_length * _multiplied_elements(layer)

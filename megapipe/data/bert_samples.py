@@ -84,7 +84,7 @@ class BertSamples:
             shuffle=shuffle,
         )
         self._masking = Masking.of(data, self.vocabulary)
-        self._has_pairs = data.pairs != "none"
+        self.has_pairs = data.pairs != "none"
         self._seed = seed
         self._purpose = f"bert masks of {split}"
 
@@ -126,7 +126,7 @@ class BertSamples:
             batch.labels[row, :count] = masked.labels
             batch.loss_mask[row, :count] = 1.0
             batch.sentence_labels[row] = parts.label
-            batch.sentence_weights[row] = float(parts.real and self._has_pairs)
+            batch.sentence_weights[row] = float(parts.real and self.has_pairs)
         return batch
 
     def _sample(self, parts: Parts, ordinal: int) -> tuple[Masked, np.ndarray]:

@@ -15,11 +15,12 @@ from megapipe.engine.stages import StageBuilder, tied_stages
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
-from megapipe.models.gpt import Block, build_layer
+from megapipe.models.gpt import Block
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.schedule import Header
+from megapipe.training.families import family_of
 
 VOCABULARY_ALIGNMENT = 64
 """Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
@@ -50,13 +51,17 @@ def lay_out(
     num_stages: int,
     sequence_length: int,
     layers_per_stage: Sequence[int] | None = None,
+    predictions: int | None = None,
 ) -> StageLayout:
     """Split layers into contiguous stages, by hand or balanced by their FLOPs.
+
+    predictions: tokens of a sample that the head predicts, by default all.
 
     Raises ScheduleError with more stages than layers, or numbers by hand that do not fit.
     """
     if layers_per_stage is None:
-        bounds = balance_layers([layer_flops(model, layer, 1, sequence_length).total for layer in layers], num_stages)
+        flops = [layer_flops(model, layer, 1, sequence_length, predictions).total for layer in layers]
+        bounds = balance_layers(flops, num_stages)
     else:
         bounds = check_assignment(layers_per_stage, len(layers), num_stages)
     ranges = tuple(range(first, stop) for first, stop in bounds)
@@ -78,6 +83,7 @@ class Assembly:
         self._header = header
         self._kernels = kernels
         self._rank = mesh.coordinate("pipeline")
+        self._family = family_of(config)
         self._dtype = DTYPES[config.training.precision]
         self._copies = max(header.versions_per_stage[stage] for stage in header.stages_on(self._rank))
 
@@ -95,8 +101,8 @@ class Assembly:
 
     def _twins(self, index: int) -> list[nn.Module]:
         layer = self._layout.layers[index]
-        model, tensor = self._config.model, self._mesh.group("tensor")
-        return [build_layer(layer, model, tensor, VOCABULARY_ALIGNMENT, self._kernels) for _ in range(self._copies)]
+        tensor, build = self._mesh.group("tensor"), self._family.build
+        return [build(layer, tensor, VOCABULARY_ALIGNMENT, self._kernels) for _ in range(self._copies)]
 
     def _state(self, name: str, specs: list[ParameterSpec], num_uses: int) -> UnitState:
         tensor = self._mesh.group("tensor")

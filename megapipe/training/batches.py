@@ -1,35 +1,19 @@
 """From the data room's arrays to what the engine hands to layers: one context per micro-batch, loaded ahead."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
 import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.data.batches import Microbatch, MicrobatchSource
-from megapipe.data.prefetch import Prefetcher
 from megapipe.data.samples import GptSamples
 from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.loader import Loader
 from megapipe.training.replica import Replica
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """One step's micro-batches on one rank.
-
-    num_samples: of the global batch. token_counts: loss tokens of each micro-batch, known on the last stage.
-    """
-
-    contexts: list[MicrobatchContext]
-    num_samples: int
-    token_counts: tuple[float, ...]
-
-
-class BatchLoader:
+class BatchLoader(Loader):
     """Loads a rank's share of every step.
 
     Token ids reach the first and the last stage alone; what other stages need (the samples' numbers, for dropout) is a
@@ -47,36 +31,21 @@ class BatchLoader:
         is_last: bool,
         training: bool = True,
     ) -> None:
+        super().__init__(plan, source.micro_size * source.data_size)
         self._source = source
-        self._plan = plan
         self._seed = seed
         self._device = device
         self._is_first = is_first
         self._is_last = is_last
         self._training = training
 
-    def load(self, consumed: int) -> StepBatch:
-        """The step that starts after `consumed` samples."""
-        contexts, token_counts = [], []
-        num_samples = self._plan.size(consumed)
-        num_microbatches = num_samples // (self._source.micro_size * self._source.data_size)
-        for index in range(num_microbatches):
-            if self._is_first or self._is_last:
-                microbatch = self._source.microbatch(consumed, index, num_microbatches)
-                token_counts.append(float(microbatch.loss_mask.sum()))
-                contexts.append(self._context(microbatch))
-            else:
-                ordinals = self._source.ordinals(consumed, index, num_microbatches)
-                contexts.append(
-                    MicrobatchContext(ordinals=torch.from_numpy(ordinals), seed=self._seed, training=self._training)
-                )
-        return StepBatch(contexts, num_samples, tuple(token_counts) if self._is_last else ())
-
-    @contextmanager
-    def steps(self, consumed: int) -> Iterator[Iterator[StepBatch]]:
-        """Endless steps from `consumed` samples on, prefetched by a thread that ends with the block."""
-        with Prefetcher(self.load, self._plan.cursors(consumed)) as loaded:
-            yield loaded
+    def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, float | None]:
+        if self._is_first or self._is_last:
+            microbatch = self._source.microbatch(consumed, index, num_microbatches)
+            count = float(microbatch.loss_mask.sum()) if self._is_last else None
+            return self._context(microbatch), count
+        ordinals = torch.from_numpy(self._source.ordinals(consumed, index, num_microbatches))
+        return MicrobatchContext(ordinals=ordinals, seed=self._seed, training=self._training), None
 
     def _context(self, microbatch: Microbatch) -> MicrobatchContext:
         def on_device(array: object) -> torch.Tensor:

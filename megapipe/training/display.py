@@ -100,7 +100,8 @@ class ProgressBar(Listener):
 def vital_signs(record: StepRecord) -> str:
     """Loss, gradient norm and learning rate of a step."""
     return (
-        f"loss {record.loss:.4f} | gradient norm {record.gradient_norm:.3f} | learning rate {record.learning_rate:.2e}"
+        f"loss {record.loss:.4f}{_terms(record.terms)} | gradient norm {record.gradient_norm:.3f} | "
+        f"learning rate {record.learning_rate:.2e}"
     )
 
 
@@ -111,10 +112,15 @@ def rates(window: Window) -> str:
 
 def evaluation_line(record: EvaluationRecord) -> str:
     """What an evaluation found."""
+    shares = "".join(f", {name} accuracy {share:.1%}" for name, share in record.accuracies.items())
     return (
-        f"after step {record.step}: validation loss {record.loss:.4f}, perplexity {record.perplexity:.2f} "
-        f"({record.loss_tokens:,} tokens in {record.seconds:.1f} s)"
+        f"after step {record.step}: validation loss {record.loss:.4f}{_terms(record.terms)}, perplexity "
+        f"{record.perplexity:.2f}{shares} ({record.loss_tokens:,} tokens in {record.seconds:.1f} s)"
     )
+
+
+def _terms(terms: dict[str, float]) -> str:
+    return f" ({', '.join(f'{name} {loss:.4f}' for name, loss in terms.items())})" if terms else ""
 
 
 def skipped_line(record: StepRecord) -> str:

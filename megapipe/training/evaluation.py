@@ -1,4 +1,4 @@
-"""Loss and perplexity on the validation split."""
+"""Loss, perplexity and, where the model counts them, right predictions on the validation split."""
 
 import itertools
 import math
@@ -7,13 +7,12 @@ import time
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.data.samples import GptSamples
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
-from megapipe.training.batches import batch_loader
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
+from megapipe.training.sources import Samples, open_loader
 
 
 class Evaluation:
@@ -23,13 +22,14 @@ class Evaluation:
     `batch.global_size`, so that they are the same ones on every layout.
     """
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, replica: Replica, samples: GptSamples) -> None:
+    def __init__(self, config: PretrainConfig, mesh: Mesh, replica: Replica, samples: Samples) -> None:
         """A collective call."""
         size = config.batch.global_size
         self._num_batches = math.ceil(min(config.evaluation.samples, len(samples)) / size)
         self._mesh = mesh
+        self._family = replica.family
         self._engine = replica.forward_engine()
-        self._loader = batch_loader(config, mesh, replica, samples, BatchPlan(size, size, 0), training=False)
+        self._loader = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0), training=False)
         self._counts_loss = replica.is_last and mesh.coordinate("tensor") == 0
 
     def run(self, step: int) -> EvaluationRecord:
@@ -39,22 +39,32 @@ class Evaluation:
         sums of like size: their order, the layout's, does not matter.
         """
         start = time.perf_counter()
-        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        # Rows: sums of losses, their counts, right predictions; a column for each term of the loss.
+        totals = torch.zeros(3, len(self._family.loss_terms), dtype=torch.float64, device=self._mesh.device)
         with self._loader.steps(consumed=0) as batches:
             for batch in itertools.islice(batches, self._num_batches):
                 result = self._engine.run(StepInput(step, batch.contexts, batch.token_counts))
                 if self._counts_loss:
-                    totals[0] += _loss_sum(result)
-                    totals[1] += sum(batch.token_counts)
+                    sums = _sums(result)
+                    totals[0] += sums[0]
+                    totals[1] += torch.tensor(batch.token_counts).view(len(batch.token_counts), -1).sum(0)
+                    totals[2] += sums[1] if len(sums) > 1 else torch.nan  # which the sum over ranks keeps
         self._mesh.world.all_reduce(totals)
-        loss_sum, num_tokens = totals.tolist()
-        loss = loss_sum / max(num_tokens, 1.0)
+        losses, counts, right = totals.tolist()
+        terms = tuple(total / max(count, 1.0) for total, count in zip(losses, counts, strict=True))
+        shares = {
+            name: total / max(count, 1.0)
+            for name, total, count in zip(self._family.loss_terms, right, counts, strict=True)
+            if not math.isnan(total)
+        }
         return EvaluationRecord(
             step=step,
-            loss=loss,
-            perplexity=perplexity(loss),
-            loss_tokens=int(num_tokens),
+            loss=sum(terms),
+            perplexity=perplexity(terms[0]),
+            loss_tokens=int(counts[0]),
             seconds=time.perf_counter() - start,
+            terms=self._family.named(terms),
+            accuracies=shares,
         )
 
 
@@ -66,5 +76,6 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def _loss_sum(result: StepResult) -> torch.Tensor:
-    return torch.stack([outputs[0].double() for outputs in result.outputs]).sum()
+def _sums(result: StepResult) -> list[torch.Tensor]:
+    """What the last stage gave for each micro-batch, losses and perhaps right predictions, summed in float64."""
+    return [torch.stack(each).double().sum(0) for each in zip(*result.outputs, strict=True)]

@@ -9,8 +9,9 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
-from megapipe.models.gpt_kernels import KernelUse, kernel_uses
+from megapipe.models.gpt_kernels import KernelUse
 from megapipe.training.assemble import DTYPES
+from megapipe.training.families import family_of
 
 
 def kernel_problems(config: PretrainConfig) -> list[str]:
@@ -31,7 +32,7 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
     Raises ConfigError with every demand that cannot be met here.
     """
     dtype = DTYPES[config.training.precision]
-    uses = kernel_uses(config.model, dtype, device.type, config.data.sequence_length, config.parallel.tensor)
+    uses = family_of(config).kernels(dtype, device.type)
     uses.append(KernelUse("gradient_norm", torch.float32, 1))
     if config.optimizer.name == "adamw":
         uses.append(KernelUse("adamw", torch.float32, 1))

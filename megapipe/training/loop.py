@@ -11,8 +11,8 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.training.batch_plan import BatchPlan
-from megapipe.training.batches import BatchLoader, StepBatch
 from megapipe.training.evaluation import Evaluation
+from megapipe.training.loader import Loader, StepBatch
 from megapipe.training.memory_report import out_of_memory_told
 from megapipe.training.profile import Profiler
 from megapipe.training.records import Listener, StepRecord
@@ -56,7 +56,7 @@ class TrainingLoop:
         self,
         config: PretrainConfig,
         replica: Replica,
-        loader: BatchLoader,
+        loader: Loader,
         evaluation: Evaluation | None,
         checkpointer: Checkpointer,
         meter: UtilisationMeter,
@@ -173,4 +173,5 @@ class TrainingLoop:
             loss_tokens=int(result.token_count),
             seconds=seconds,
             mfu=self._meter.mfu(tokens, seconds),
+            terms=self._replica.family.named(result.loss_terms),
         )

@@ -59,9 +59,11 @@ def _draw(path: Path, runs: Sequence[Curve], references: References, title: str)
             points = sorted(history.evaluation.items())
             label = f"{name}validation, {points[-1][1]:.3f} at the end"
             axes.plot(*zip(*points, strict=True), "o-", color=evaluation, markersize=4, linewidth=1.2, label=label)
-    for value, words in ((references.uniform, "ln(vocabulary)"), (references.unigram, "unigram\nentropy")):
+    with_pairs = "\n+ ln 2" if references.pairs else ""
+    for loss, words in ((references.uniform, "ln(vocabulary)"), (references.unigram, "unigram\nentropy")):
+        value = loss + references.pairs
         axes.axhline(value, color=_REFERENCE, linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(f"{words}\n{value:.2f}", (1, value), (6, 0), xycoords=("axes fraction", "data"),
+        axes.annotate(f"{words}{with_pairs}\n{value:.2f}", (1, value), (6, 0), xycoords=("axes fraction", "data"),
                       textcoords="offset points", color=_REFERENCE, fontsize=9, va="center")  # fmt: skip
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")

@@ -42,13 +42,14 @@ class MetricsFile(Listener):
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._file.write(json.dumps(_finite(record)) + "\n")
         self._file.flush()
 
 
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass

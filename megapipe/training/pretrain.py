@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import cast
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import Precision
-from megapipe.data.samples import GptSamples
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import loss_curve, metrics
 from megapipe.training.batch_plan import BatchPlan
-from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.determinism import require_determinism
 from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
+from megapipe.training.families import family_of
 from megapipe.training.kernel_choices import kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.precision import with_precision
@@ -27,6 +25,7 @@ from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from megapipe.training.scheduling import eager_cost
+from megapipe.training.sources import Samples, open_loader, open_samples
 from megapipe.training.throughput import UtilisationMeter, device_peak
 from megapipe.training.trackers import open_trackers
 from megapipe.training.validate import data_parallel_size, validate
@@ -34,14 +33,14 @@ from megapipe.training.validate import data_parallel_size, validate
 Say = Callable[[str], None]
 
 
-def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
-    """Train a GPT as configured; returns the process's exit status (130 after Ctrl-C, 143 after SIGTERM).
+def pretrain(config: PretrainConfig, environment: LaunchEnvironment) -> int:
+    """Train a model as configured; returns the process's exit status (130 after Ctrl-C, 143 after SIGTERM).
 
     Raises ConfigError, DataError or LaunchError before any process group starts.
     """
     validate(config, environment.world_size)
-    samples = split_samples(config, "train")
-    validation = split_samples(config, "validation") if config.evaluation.every is not None else None
+    samples = open_samples(config, "train")
+    validation = open_samples(config, "validation") if config.evaluation.every is not None else None
     if config.training.deterministic:
         require_determinism()
     parallel = config.parallel
@@ -57,11 +56,11 @@ def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
         shutdown()
 
 
-def _train(config: PretrainConfig, mesh: Mesh, samples: GptSamples, validation: GptSamples | None) -> int:
+def _train(config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Samples | None) -> int:
     say = _print if mesh.rank == 0 else _say_nothing
     with Checkpointer(config, mesh, say) as checkpointer:
         config = with_precision(config, mesh, checkpointer.precision, say)
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, family_of(config).layers)
         choices = kernel_choices(config, mesh.device, replica.kernels)
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:
@@ -78,7 +77,7 @@ def _run(
     config: PretrainConfig,
     mesh: Mesh,
     replica: Replica,
-    samples: GptSamples,
+    samples: Samples,
     evaluation: Evaluation | None,
     checkpointer: Checkpointer,
     position: Position,
@@ -92,7 +91,7 @@ def _run(
             f"{eager_cost(replica.schedule):.0%} longer than with lazy; lazy costs a second gradient buffer"
         )
     references = _references(config, samples, say) if mesh.rank == 0 else None
-    loader = batch_loader(config, mesh, replica, samples)
+    loader = open_loader(config, mesh, replica, samples)
     with (
         _listeners(config, mesh, position) as listeners,
         Profiler(config, mesh, listeners.say, position.step) as profiler,
@@ -114,7 +113,7 @@ def _say_nothing(line: str) -> None:
 
 
 def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
-    layers = gpt_layers(config.model)
+    layers = family_of(config).layers
     unique = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
     say(
         f"{sum(unique.values()):,} parameters on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
@@ -125,12 +124,9 @@ def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     return UtilisationMeter(config, layers, peak, mesh.world_size)
 
 
-def _references(config: PretrainConfig, samples: GptSamples, say: Say) -> References:
+def _references(config: PretrainConfig, samples: Samples, say: Say) -> References:
     found = reference_losses(samples, config.model.vocabulary_size)
-    say(
-        f"losses to beat: ln(vocabulary) {found.uniform:.3f}, unigram entropy {found.unigram:.3f} "
-        f"({found.num_tokens:,} training tokens)"
-    )
+    say(f"losses to beat: {found}")
     return found
 
 

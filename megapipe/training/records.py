@@ -1,7 +1,7 @@
 """What a run tells of itself, and who listens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +13,7 @@ class StepRecord:
     step: int
     """Steps done, this one included."""
     loss: float
-    """Mean over the step's loss tokens, in nats."""
+    """Mean over the step's loss tokens, in nats; the sum of such means where the loss has several terms."""
     learning_rate: float
     gradient_norm: float
     """Before clipping."""
@@ -31,6 +31,8 @@ class StepRecord:
     mfu: float
     """Model FLOPs of the step over what the devices could have done in that time (Chowdhery et al., 2022, arXiv
     2204.02311, appendix B)."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Of a loss that has several, by name: mlm (masked tokens), sop (sentence order), nsp (next sentence)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +41,15 @@ class EvaluationRecord:
 
     step: int
     loss: float
-    """Mean over the samples' loss tokens, in nats."""
+    """Mean over the samples' loss tokens, in nats; the sum of such means where the loss has several terms."""
     perplexity: float
+    """Of the loss tokens, those of the first term."""
     loss_tokens: int
     seconds: float
+    terms: dict[str, float] = field(default_factory=dict)
+    """As in StepRecord."""
+    accuracies: dict[str, float] = field(default_factory=dict)
+    """Share of right predictions by term, where the model tells."""
 
 
 class Listener:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.data.samples import GptSamples
+from megapipe.data.bert_samples import BertSamples
+from megapipe.training.sources import Samples
 
 MAXIMUM_TOKENS = 2**20
 """Tokens that are counted at most: a second's reading, wherever the corpus lies."""
@@ -18,16 +19,26 @@ BLOCK = 256
 class References:
     """Losses in nats per token. uniform: ln(vocabulary). unigram: entropy of the training split's token frequencies.
 
-    num_tokens: tokens that were counted for `unigram`.
+    num_tokens: tokens that were counted for `unigram`. pairs: ln 2 where the loss has a second term, which judges
+    pairs of sentences, else 0.
     """
 
     uniform: float
     unigram: float
     num_tokens: int
+    pairs: float = 0.0
+
+    def __str__(self) -> str:
+        pairs = f"; of sentence pairs {self.pairs:.3f}" if self.pairs else ""
+        return (
+            f"ln(vocabulary) {self.uniform:.3f}, unigram entropy {self.unigram:.3f} "
+            f"({self.num_tokens:,} training tokens){pairs}"
+        )
 
 
-def reference_losses(samples: GptSamples, vocabulary_size: int) -> References:
-    """Count the labels of the first samples of the run, a random part of the split, or all of a small one.
+def reference_losses(samples: Samples, vocabulary_size: int) -> References:
+    """Count the labels of the first samples of the run, a random part of the split, or all of a small one; of BERT's,
+    all tokens, since any may be hidden.
 
     The entropy of the counts is below that of the split by about (distinct ids - 1) / (2 num_tokens) (Miller, 1955).
     """
@@ -35,6 +46,11 @@ def reference_losses(samples: GptSamples, vocabulary_size: int) -> References:
     counts = np.zeros(vocabulary_size, dtype=np.int64)
     for first in range(0, num_samples, BLOCK):
         ordinals = np.arange(first, min(first + BLOCK, num_samples))
-        counts += np.bincount(samples.tokens(ordinals)[:, 1:].ravel(), minlength=vocabulary_size)
+        counts += np.bincount(_labels(samples, ordinals), minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
-    return References(math.log(vocabulary_size), float(-(shares * np.log(shares)).sum()), int(counts.sum()))
+    pairs = math.log(2) if isinstance(samples, BertSamples) and samples.has_pairs else 0.0
+    return References(math.log(vocabulary_size), float(-(shares * np.log(shares)).sum()), int(counts.sum()), pairs)
+
+
+def _labels(samples: Samples, ordinals: np.ndarray) -> np.ndarray:
+    return samples.text(ordinals) if isinstance(samples, BertSamples) else samples.tokens(ordinals)[:, 1:].ravel()

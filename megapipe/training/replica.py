@@ -21,6 +21,7 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
 from megapipe.training.assemble import Assembly, compile_blocks, lay_out
+from megapipe.training.families import family_of
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.validate import num_microbatches
 
@@ -34,7 +35,9 @@ class Replica:
         self._layers = layers
         self.rank = mesh.coordinate("pipeline")
         by_hand = config.parallel.layers_per_stage
-        self.layout = lay_out(layers, config.model, num_stages(config), config.data.sequence_length, by_hand)
+        self.family = family_of(config)
+        length, predictions = config.data.sequence_length, self.family.predictions
+        self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions)
         self.schedule = self._schedule(config)
         self.kernels = OPS.with_overrides(config.kernels.backends)
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels)
@@ -95,6 +98,7 @@ class Replica:
             self._mesh.device,
             hidden=not schedule.flushes,
             squared_norm=self._squared_norm,
+            loss_terms=len(self.family.loss_terms),
         )
 
     def _squared_norm(self, values: Tensor) -> Tensor:

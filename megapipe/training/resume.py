@@ -16,13 +16,20 @@ from megapipe.checkpoint.lock import DirectoryLock
 from megapipe.checkpoint.manifest import Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
 from megapipe.checkpoint.save import save
+from megapipe.config.bert import BertDataConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-FIXED = (("training", "seed"), ("data", "sequence_length"), ("data", "split"), ("batch", "global_size"))
-"""What decides which samples a step sees; a run that changes them is another run."""
+FIXED = (
+    ("training", "seed"),
+    ("data", "sequence_length"),
+    ("data", "split"),
+    ("batch", "global_size"),
+    *(("data", name) for name in BertDataConfig.own_fields() if name != "tokenizer"),
+)
+"""What decides which samples a step sees, those of them that a run has; one that changes them is another run."""
 
 
 def checkpoint_directory(config: PretrainConfig) -> Path:
@@ -174,6 +181,8 @@ class Checkpointer:
         self._check_model(path, manifest, replica)
         config = asdict(self._config)
         for group, name in FIXED:
+            if name not in config[group]:
+                continue
             here = config[group][name]
             stored = manifest.run.config.get(group, {}).get(name, here)
             if stored != here:
@@ -197,6 +206,10 @@ class Checkpointer:
         """Weights alone, from a megapipe checkpoint or a Hugging Face folder."""
         path = on_first_rank(self._mesh.world, lambda: _weights_folder(folder))
         if is_hugging_face(path):
+            if isinstance(self._config, BertPretrainConfig):
+                raise CheckpointError(
+                    f"init_from {folder} is a Hugging Face folder; a BERT takes its weights from megapipe checkpoints"
+                )
             load_hugging_face(path, replica.states(), self._config.model, self._mesh)
         else:
             agreed(self._mesh.world, lambda: self._check_model(path, read_manifest(path), replica))

@@ -11,6 +11,7 @@ from megapipe.costs.devices import peak_flops
 from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import LayerSpec
 from megapipe.training.assemble import DTYPES
+from megapipe.training.families import family_of
 from megapipe.training.matrix_product import product_flops, product_size
 from megapipe.training.records import StepRecord
 
@@ -43,7 +44,8 @@ class UtilisationMeter:
     def __init__(
         self, config: PretrainConfig, layers: tuple[LayerSpec, ...], peak: DevicePeak, num_ranks: int
     ) -> None:
-        self._flops_per_token = model_flops_per_token(config.model, layers, config.data.sequence_length)
+        length, predictions = config.data.sequence_length, family_of(config).predictions
+        self._flops_per_token = model_flops_per_token(config.model, layers, length, predictions)
         self._flops_per_second = peak.flops * num_ranks
 
     def mfu(self, tokens: int, seconds: float) -> float:

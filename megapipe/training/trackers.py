@@ -36,12 +36,18 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "train/batch_size": record.samples,
         "speed/tokens_per_second": record.tokens / record.seconds,
         "speed/mfu": record.mfu,
+        **{f"train/{name}_loss": loss for name, loss in record.terms.items()},
     }
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
     """An evaluation's curves, by name."""
-    return {"validation/loss": record.loss, "validation/perplexity": record.perplexity}
+    return {
+        "validation/loss": record.loss,
+        "validation/perplexity": record.perplexity,
+        **{f"validation/{name}_loss": loss for name, loss in record.terms.items()},
+        **{f"validation/{name}_accuracy": share for name, share in record.accuracies.items()},
+    }
 
 
 class TensorBoard(Listener):

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
+from megapipe.training.sources import open_loader, open_samples
 from tests.support.gpt_runs import Shard, assembled, make_config, shards
 from tests.support.meshes import run_mesh
 
@@ -70,11 +70,11 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
     """One rank of `run`."""
     said: list[str] = []
     with Checkpointer(config, mesh, said.append) as checkpointer:
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, family_of(config).layers)
         resumed = checkpointer.restore(replica)
         start, consumed = (0, 0) if resumed is None else (resumed.step, resumed.consumed_samples)
         losses = [] if resumed is None else list(resumed.losses)
-        loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+        loader = open_loader(config, mesh, replica, open_samples(config, "train"))
         for step in range(start, until):
             batch = loader.load(consumed)
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)

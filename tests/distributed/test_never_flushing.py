@@ -19,7 +19,8 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.training.batches import StepBatch, batch_loader, split_samples
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.loader import StepBatch
 from megapipe.training.replica import Replica
 from tests.checkpoint.runs import Outcome, assert_same_bits, config_in, run
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, shards, write_shard

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.parameters import Box
 from megapipe.data.index_writer import ShardWriter
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
 
 VOCABULARY = 61
 
@@ -98,12 +98,15 @@ def shards(states: Sequence[UnitState], flats: Sequence[Tensor]) -> list[Shard]:
 
 
 def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeout: float = 30.0) -> RankRun:
-    """Train on this rank as pretrain_gpt.py would, keeping the first step's gradients. timeout: of links, in s."""
+    """Train on this rank as pretrain_gpt.py or pretrain_bert.py would, keeping the first step's gradients.
+
+    timeout: of links, in s.
+    """
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], tensor=sizes["tensor"])
     config = replace(config, parallel=replace(parallel, timeout_seconds=timeout))
-    replica = Replica(config, mesh, gpt_layers(config.model))
-    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    replica = Replica(config, mesh, family_of(config).layers)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     gradients: list[Shard] = []
     update = replica.optimizer.update
 

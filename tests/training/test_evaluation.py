@@ -11,10 +11,10 @@ from megapipe.costs.gpt import gpt_layers
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
-from megapipe.training.batches import split_samples
 from megapipe.training.evaluation import Evaluation, perplexity
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
+from megapipe.training.sources import open_samples
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
 
@@ -39,13 +39,13 @@ def configuration(corpus: str, samples: int, sizes: dict[str, int] | None = None
 
 def evaluate(mesh: Mesh, config: PretrainConfig) -> tuple[EvaluationRecord, EvaluationRecord]:
     replica = Replica(config, mesh, gpt_layers(config.model))
-    evaluation = Evaluation(config, mesh, replica, split_samples(config, "validation"))
+    evaluation = Evaluation(config, mesh, replica, open_samples(config, "validation"))
     return evaluation.run(3), evaluation.run(4)
 
 
 def one_by_one(config: PretrainConfig, limit: int) -> tuple[float, int]:
     """Mean loss and number of predictions of the first windows, one at a time through the bare modules."""
-    samples = split_samples(config, "validation")
+    samples = open_samples(config, "validation")
     replica = Replica(config, connected_mesh(MeshShape({}), torch.device("cpu")), gpt_layers(config.model))
     loss_sum, count = 0.0, 0
     for ordinal in range(min(limit, len(samples))):

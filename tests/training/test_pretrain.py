@@ -13,7 +13,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.memory_report import OutOfMemory
-from megapipe.training.pretrain import pretrain_gpt
+from megapipe.training.pretrain import pretrain
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -45,7 +45,7 @@ def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConf
 
 
 def run(config: PretrainConfig) -> int:
-    return pretrain_gpt(config, LaunchEnvironment())
+    return pretrain(config, LaunchEnvironment())
 
 
 def records(directory: Path) -> list[dict[str, Any]]:

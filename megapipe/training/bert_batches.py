@@ -1,0 +1,86 @@
+"""BERT's micro-batches as the engine hands them to layers."""
+
+import torch
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.data.batches import microbatch_ordinals
+from megapipe.data.bert_samples import BertSamples
+from megapipe.data.splits import SplitName
+from megapipe.engine.step import Counts
+from megapipe.layers.context import BertContext
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.loader import Loader
+from megapipe.training.replica import Replica
+
+
+class BertLoader(Loader):
+    """Loads a rank's share of every step.
+
+    Tokens reach the first stage alone, labels the last; the samples' lengths, which attention needs everywhere, and
+    their numbers come from the index of the shard. plan: by default the configuration's; training: dropout is active.
+    """
+
+    def __init__(
+        self,
+        config: BertPretrainConfig,
+        mesh: Mesh,
+        replica: Replica,
+        samples: BertSamples,
+        plan: BatchPlan | None = None,
+        *,
+        training: bool = True,
+    ) -> None:
+        self._samples = samples
+        self._device = mesh.device
+        self._is_first, self._is_last = replica.is_first, replica.is_last
+        self._seed, self._training = config.training.seed, training
+        self._data_rank, self._data_size = mesh.coordinate("data"), mesh.size("data")
+        self._micro_size = config.batch.micro_size
+        self._num_terms = len(replica.family.loss_terms)
+        super().__init__(BatchPlan.of(config.batch) if plan is None else plan, self._micro_size * self._data_size)
+
+    def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[BertContext, Counts | None]:
+        ordinals = microbatch_ordinals(
+            consumed,
+            data_rank=self._data_rank,
+            data_size=self._data_size,
+            microbatch=index,
+            micro_size=self._micro_size,
+            num_microbatches=num_microbatches,
+        )
+        context = BertContext(ordinals=torch.from_numpy(ordinals), seed=self._seed, training=self._training)
+        if not (self._is_first or self._is_last):
+            context.lengths = self._on_device(self._samples.lengths(ordinals))
+            return context, None
+        batch = self._samples.batch(ordinals)
+        context.lengths = self._on_device(batch.lengths)
+        if self._is_first:
+            context.tokens = self._on_device(batch.tokens)
+            context.token_types = self._on_device(batch.token_types)
+        if not self._is_last:
+            return context, None
+        context.positions = self._on_device(batch.positions)
+        context.labels = self._on_device(batch.labels)
+        context.loss_mask = self._on_device(batch.loss_mask)
+        context.sentence_labels = self._on_device(batch.sentence_labels)
+        context.sentence_weights = self._on_device(batch.sentence_weights)
+        counts = (float(batch.loss_mask.sum()), float(batch.sentence_weights.sum()))
+        return context, counts[: self._num_terms]
+
+    def _on_device(self, array: object) -> torch.Tensor:
+        return torch.as_tensor(array).to(self._device, non_blocking=True)
+
+
+def bert_samples(config: BertPretrainConfig, split: SplitName) -> BertSamples:
+    """A split's samples: the training split in its shuffled order, the others front to back.
+
+    Raises DataError for unusable files or a split too small for one sample.
+    """
+    return BertSamples(
+        config.data,
+        split=split,
+        seed=config.training.seed,
+        vocabulary_size=config.model.vocabulary_size,
+        shuffle=split == "train",
+    )

@@ -1,0 +1,64 @@
+"""What training asks of a kind of model, and which kind a configuration is of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.bert import bert_layers
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.parameters import LayerSpec
+from megapipe.kernels.registry import Registry
+from megapipe.models import bert, bert_kernels, gpt, gpt_kernels
+from megapipe.models.gpt_kernels import KernelUse
+from megapipe.parallel.groups import Group
+
+PAIR_TERMS = {"order": "sop", "next": "nsp"}
+"""What a sentence head learns -> the term of the loss."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A kind of model, for one configuration.
+
+    layers: in order. loss_terms: names of the sums that the last stage's loss consists of. predictions: tokens of a
+    sample that the head predicts, None for all.
+    build: (layer, tensor group, alignment of padded rows, kernels) -> its module, parameters yet unbound.
+    kernels: (dtype, device type) -> every op that its layers run.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    loss_terms: tuple[str, ...]
+    predictions: int | None
+    build: Callable[[LayerSpec, Group, int, Registry], nn.Module]
+    kernels: Callable[[torch.dtype, str], list[KernelUse]]
+
+    def named(self, values: tuple[float, ...]) -> dict[str, float]:
+        """A value of each term by its name; nothing where the loss is one number, which needs no name."""
+        return dict(zip(self.loss_terms, values, strict=True)) if len(self.loss_terms) > 1 else {}
+
+
+def family_of(config: PretrainConfig) -> ModelFamily:
+    """GPT's, or BERT's for the configuration of a BERT run."""
+    length, tensor = config.data.sequence_length, config.parallel.tensor
+    if isinstance(config, BertPretrainConfig):
+        encoder = config.model
+        pairs = [PAIR_TERMS[config.data.pairs]] if config.data.pairs != "none" else []
+        return ModelFamily(
+            bert_layers(encoder),
+            ("mlm", *pairs),
+            config.data.max_predictions,
+            lambda spec, group, alignment, kernels: bert.build_layer(spec, encoder, group, alignment, kernels),
+            lambda dtype, device: bert_kernels.kernel_uses(encoder, dtype, device, length, tensor),
+        )
+    decoder = config.model
+    return ModelFamily(
+        gpt_layers(decoder),
+        ("lm",),
+        None,
+        lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels),
+        lambda dtype, device: gpt_kernels.kernel_uses(decoder, dtype, device, length, tensor),
+    )

@@ -1,0 +1,37 @@
+"""The samples of a run, and what loads them, for every kind of model."""
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.data.bert_samples import BertSamples
+from megapipe.data.samples import GptSamples
+from megapipe.data.splits import SplitName
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.bert_batches import BertLoader, bert_samples
+from megapipe.training.loader import Loader
+from megapipe.training.replica import Replica
+
+Samples = GptSamples | BertSamples
+
+
+def open_samples(config: PretrainConfig, split: SplitName) -> Samples:
+    """A split's samples. Raises DataError for unusable files or a split too small for one sample."""
+    return bert_samples(config, split) if isinstance(config, BertPretrainConfig) else split_samples(config, split)
+
+
+def open_loader(
+    config: PretrainConfig,
+    mesh: Mesh,
+    replica: Replica,
+    samples: Samples,
+    plan: BatchPlan | None = None,
+    *,
+    training: bool = True,
+) -> Loader:
+    """Loads what this rank needs of every step. plan: by default the configuration's; training: dropout is active."""
+    if isinstance(config, BertPretrainConfig) and isinstance(samples, BertSamples):
+        return BertLoader(config, mesh, replica, samples, plan, training=training)
+    if isinstance(config, BertPretrainConfig) or isinstance(samples, BertSamples):
+        raise TypeError(f"{type(samples).__name__} are no samples of a {type(config).__name__}")
+    return batch_loader(config, mesh, replica, samples, plan, training=training)
