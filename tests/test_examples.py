@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.load import parse
+from megapipe.config.bert import BertModelConfig, BertPretrainConfig
+from megapipe.config.load import parse, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.costs.bert import bert_layers
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes, state_bytes
 from megapipe.training.assemble import VOCABULARY_ALIGNMENT, lay_out
@@ -38,12 +40,21 @@ def name_of(path: Path) -> str:
     return path.name
 
 
+def kind_of(path: Path) -> type[PretrainConfig]:
+    return BertPretrainConfig if "bert" in path.name else PretrainConfig
+
+
+def model_of(path: Path) -> ModelConfig:
+    return parse_as(kind_of(path), ["--model", str(path)]).model
+
+
 def parameter_count(model: ModelConfig) -> int:
-    return sum({s.name: s.num_elements for layer in gpt_layers(model) for s in layer.parameters.values()}.values())
+    layers = bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
+    return sum({s.name: s.num_elements for layer in layers for s in layer.parameters.values()}.values())
 
 
 def test_there_are_models_from_ten_million_to_a_trillion_parameters() -> None:
-    counts = [parameter_count(parse(["--model", str(path)]).model) for path in MODELS]
+    counts = [parameter_count(model_of(path)) for path in MODELS]
     assert min(counts) < 2 * 10**7
     assert max(counts) > 10**12
 
@@ -52,7 +63,7 @@ def test_there_are_models_from_ten_million_to_a_trillion_parameters() -> None:
 def test_a_model_has_the_parameters_that_it_claims(path: Path) -> None:
     claim = re.search(r"^# Parameters: ([\d,]+)(?: \(published: ([\d.,]+)([MB]?)\))?$", path.read_text(), re.MULTILINE)
     assert claim, "the file states no count"
-    model = parse(["--model", str(path)]).model
+    model = model_of(path)
     assert model.problems() == []
     count = parameter_count(model)
     assert count == int(claim[1].replace(",", ""))
@@ -160,5 +171,5 @@ def test_launch_scripts_pass_shellcheck(script: Path) -> None:
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_run_can_start_on_one_and_on_two_ranks(path: Path, pipeline: int) -> None:
-    config = parse(["--config", str(path), "--parallel.pipeline", str(pipeline)])
+    config = parse_as(kind_of(path), ["--config", str(path), "--parallel.pipeline", str(pipeline)])
     validate(config, pipeline)

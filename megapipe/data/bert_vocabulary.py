@@ -12,6 +12,8 @@ from megapipe.data.errors import DataError
 VOCABULARY, TOKENIZER = "vocab.txt", "tokenizer.json"
 CONTINUATION = "##"
 """What pieces begin with that do not begin a word (Wu et al. 2016, arXiv 1609.08144, as BERT writes them)."""
+_KINDS = ("bert-uncased:", "bert-cased:")
+"""What may stand ahead of a path, as preprocessing takes it; samples do not care."""
 _SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]", "mask": "[MASK]"}
 
 
@@ -36,7 +38,7 @@ class BertVocabulary:
         if missing:
             raise DataError(
                 f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(_SPECIAL.values())}: train one "
-                "with tools/preprocess.py train-tokenizer --type wordpiece, or name a BERT's vocabulary"
+                "with tools/preprocess.py train-tokenizer --type wordpiece-uncased, or name a BERT's vocabulary"
             )
         size = max(ids.values()) + 1
         continues = np.zeros(size, dtype=bool)
@@ -49,7 +51,10 @@ class BertVocabulary:
 
         Raises DataError for anything else.
         """
-        file = Path(path)
+        name = str(path)
+        for kind in _KINDS:
+            name = name.removeprefix(kind)
+        file = Path(name)
         if file.is_dir():
             file = next((file / name for name in (TOKENIZER, VOCABULARY) if (file / name).is_file()), file)
         if not file.is_file():

@@ -44,6 +44,8 @@ def find_checkpoint(directory: Path) -> Path:
 
 def trained_config(run: RunState) -> PretrainConfig:
     """The configuration of the run that made a checkpoint, in the precision that it ran in. Raises ConfigError."""
+    if "norm_position" in run.config.get("model", {}):
+        raise ConfigError("the checkpoint is a BERT's: it fills gaps and continues no text; name a GPT's")
     config = parse(["--config", dumps(run.config), f"--training.precision={run.precision}"])
     problems = config.model.problems()
     if problems:

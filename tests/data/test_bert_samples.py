@@ -93,7 +93,7 @@ def test_both_forms_of_a_vocabulary_say_the_same(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(pieces, unk_token="[UNK]"))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    plain, json_ = BertVocabulary.read(text), BertVocabulary.read(tmp_path)
+    plain, json_ = BertVocabulary.read(f"bert-uncased:{text}"), BertVocabulary.read(tmp_path)
     assert (plain.size, plain.mask, plain.padding) == (json_.size, json_.mask, json_.padding) == (SIZE, MASK, PADDING)
     assert np.array_equal(plain.continues, json_.continues)
     assert plain.continues.sum() == int(0.3 * SIZE)

@@ -1,0 +1,115 @@
+"""A BERT run from its configuration: what it tells, evaluates and saves, and how its program starts."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.manifest_file import read_manifest
+from megapipe.config.bert import BertDataConfig, BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.generation_request import find_checkpoint, trained_config
+from megapipe.training.pretrain import pretrain
+from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> BertDataConfig:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def configuration(corpus: BertDataConfig, directory: Path, **training: object) -> BertPretrainConfig:
+    config = make_bert_config(
+        corpus,
+        PRE_NORM,
+        evaluation={"every": 3, "samples": 16},
+        checkpoint={"every": 3},
+        parallel={"device": "cpu"},
+        training={"steps": 6, "log_every": 1, "directory": str(directory)},
+    )
+    config.training = replace(config.training, **training)
+    return config
+
+
+def run(config: BertPretrainConfig) -> int:
+    return pretrain(config, LaunchEnvironment())
+
+
+def records(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_tells_both_terms_and_accuracies_and_resumes(
+    tmp_path: Path, corpus: BertDataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(configuration(corpus, tmp_path / "whole")) == 0
+    output = capsys.readouterr().out
+    assert "of sentence pairs 0.693" in output
+    assert "kernels: reference for" in output
+    assert (tmp_path / "whole/loss_curve.png").is_file()
+    steps = [record for record in records(tmp_path / "whole") if "event" not in record]
+    assert len(steps) == 6
+    for record in steps:
+        assert set(record["terms"]) == {"mlm", "sop"}
+        assert record["loss"] == pytest.approx(sum(record["terms"].values()))
+        assert f"(mlm {record['terms']['mlm']:.4f}, sop {record['terms']['sop']:.4f})" in output
+    evaluations = [record for record in records(tmp_path / "whole") if record.get("event") == "evaluation"]
+    assert len(evaluations) == 2
+    for record in evaluations:
+        assert set(record["accuracies"]) == {"mlm", "sop"}
+        assert f"mlm accuracy {record['accuracies']['mlm']:.1%}, sop accuracy" in output
+    config = configuration(corpus, tmp_path / "parts")
+    assert run(replace(config, training=replace(config.training, stop_at=3))) == 0
+    assert run(config) == 0
+    again = [record for record in records(tmp_path / "parts") if "event" not in record]
+    assert [record["terms"] for record in again] == [record["terms"] for record in steps]
+
+
+def test_a_bert_generates_no_text_and_takes_no_gpts_weights(tmp_path: Path, corpus: BertDataConfig) -> None:
+    config = configuration(corpus, tmp_path / "run", steps=3)
+    assert run(config) == 0
+    with pytest.raises(ConfigError, match="the checkpoint is a BERT's"):
+        trained_config(read_manifest(find_checkpoint(tmp_path / "run")).run)
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CheckpointError, match="a BERT takes its weights from megapipe checkpoints"):
+        run(replace(config, init_from=str(folder), training=replace(config.training, directory=str(tmp_path / "new"))))
+
+
+def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
+    config = configuration(replace(corpus, pairs="none", max_ngram=0), tmp_path)
+    with pytest.raises(ConfigError) as error:
+        run(config)
+    assert len(error.value.problems) == 2
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "pretrain_bert.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_program_helps_without_torch_and_names_a_misspelt_field() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['pretrain_bert.py', '--help']\n"
+        "try: runpy.run_path('pretrain_bert.py', run_name='__main__')\n"
+        "except SystemExit: sys.exit(3 if 'torch' in sys.modules else 0)\n"
+    )
+    helped = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert helped.returncode == 0
+    assert "--data.mask_probability" in helped.stdout
+    wrong = program("--data.mask_probabilty", "0.2")
+    assert wrong.returncode == 2
+    assert "did you mean 'data.mask_probability'" in wrong.stderr
+    without = program()
+    assert without.returncode == 2
+    assert "examples/bert_quickstart.yaml" in without.stderr
