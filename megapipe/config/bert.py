@@ -72,7 +72,7 @@ class BertDataConfig(DataConfig):
         """Most tokens of a sample that are hidden."""
         return masking_budget(self.mask_probability, self.sequence_length)
 
-    def problems(self) -> list[str]:
+    def sample_problems(self) -> list[str]:
         """Every rule that single fields break, one message each."""
         found = []
         shortest = SPECIAL_TOKENS + 2
@@ -118,7 +118,7 @@ class BertPretrainConfig(PretrainConfig):
     data: BertDataConfig = field(default_factory=BertDataConfig)
 
     def problems(self) -> list[str]:
-        found = super().problems() + self.data.problems()
+        found = super().problems() + self.data.sample_problems()
         if self.model.sentence_head != (self.data.pairs != "none"):
             found.append(
                 f"model.sentence_head is {self.model.sentence_head} and data.pairs is {self.data.pairs!r}: the head "

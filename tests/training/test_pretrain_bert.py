@@ -7,15 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest_file import read_manifest
-from megapipe.config.bert import BertDataConfig, BertPretrainConfig
+from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Registry
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.generation_request import find_checkpoint, trained_config
+from megapipe.training.kernel_choices import kernel_choices
 from megapipe.training.pretrain import pretrain
-from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
+from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,3 +117,20 @@ def test_the_program_helps_without_torch_and_names_a_misspelt_field() -> None:
     without = program()
     assert without.returncode == 2
     assert "examples/bert_quickstart.yaml" in without.stderr
+
+
+@pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])
+def test_the_kernels_that_are_told_are_those_that_run(
+    corpus: BertDataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: BertModelConfig
+) -> None:
+    picked = set()
+    pick = Registry.pick
+
+    def recording(self: Registry, op: str, like: torch.Tensor) -> object:
+        picked.add(op)
+        return pick(self, op, like)
+
+    monkeypatch.setattr(Registry, "pick", recording)
+    config = replace(configuration(corpus, tmp_path, steps=1), model=model)
+    assert run(config) == 0
+    assert {choice.op for choice in kernel_choices(config, torch.device("cpu"), OPS)} == picked
