@@ -120,7 +120,7 @@ def test_two_runs_with_one_output_do_not_meet(tmp_path: Path, undisturbed: Path)
 
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
-    write_input(tmp_path, 400)
+    write_input(tmp_path, 150)
     command = [*TOOL, "--input", str(tmp_path / "in.jsonl"), "--json-keys", "a", "b", "--tokenizer", "bytes"]
     command += ["--append-eod", "--drop-duplicates", "--workers", "2", "--output-prefix"]
     start = time.monotonic()

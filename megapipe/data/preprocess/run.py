@@ -23,7 +23,7 @@ from megapipe.data.preprocess.workers import map_in_order
 from megapipe.data.shard_format import bin_path, idx_path, token_dtype
 from megapipe.data.tokenizers import Tokenizer
 
-JOURNAL_SECONDS = 1.0
+JOURNAL_SECONDS = 0.5
 """How much work a crash may cost, about."""
 
 
