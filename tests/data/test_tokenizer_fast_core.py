@@ -38,9 +38,18 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module", params=["gpt2", "llama3"])
 def tokenizer_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=request.param == "llama3"))
+    return trained(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def gpt2_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+def trained(kind: str, folder: Path) -> Path:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama3"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if request.param == "llama3":
+    if kind == "llama3":
         split = pre_tokenizers.Split(Regex(LLAMA_PATTERN), "isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -49,7 +58,7 @@ def tokenizer_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     special = ["<|endoftext|>", "[MASK]"]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts(), trainer)
-    path = tmp_path_factory.mktemp(request.param) / "tokenizer.json"
+    path = folder / "tokenizer.json"
     tokenizer.save(str(path))
     return path
 
@@ -85,7 +94,7 @@ def test_sources_are_encoded_alike_also_after_a_fresh_start(
         assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
 
 
-def test_a_core_with_other_ids_is_found_out(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_with_other_ids_is_found_out(gpt2_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these is a slip that a faster way of splitting words makes."""
     slips: dict[str, Callable[[str], str]] = {
         "\\u2028": lambda text: text.replace("\u2028", " "),
@@ -94,7 +103,7 @@ def test_a_core_with_other_ids_is_found_out(tokenizer_file: Path, monkeypatch: p
         "its own text": lambda text: text.replace("argparse", "Argparse"),
     }
     call = FastCore.__call__
-    tokenizer = open_tokenizer(str(tokenizer_file))
+    tokenizer = open_tokenizer(str(gpt2_file))
     assert is_byte_level_bpe(tokenizer)
     for name, slip in slips.items():
 
@@ -108,9 +117,9 @@ def test_a_core_with_other_ids_is_found_out(tokenizer_file: Path, monkeypatch: p
 
 
 def test_a_tokenizer_that_the_core_does_not_know_is_encoded_by_the_library(
-    tokenizer_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpt2_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = json.loads(tokenizer_file.read_text())
+    content = json.loads(gpt2_file.read_text())
     split = {"type": "Split", "pattern": {"Regex": "[aeiou]+|[^aeiou]+"}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
@@ -121,8 +130,8 @@ def test_a_tokenizer_that_the_core_does_not_know_is_encoded_by_the_library(
     assert "with the tokenizers library, not with the fast core: it " in capsys.readouterr().err
 
 
-def test_shards_are_the_same_with_either_core(tokenizer_file: Path, tmp_path: Path) -> None:
-    arguments = ["--input", "python-stdlib", "--include", "arg*.py", "json/*.py", "--tokenizer", tokenizer_file]
+def test_shards_are_the_same_with_either_core(gpt2_file: Path, tmp_path: Path) -> None:
+    arguments = ["--input", "python-stdlib", "--include", "arg*.py", "json/*.py", "--tokenizer", gpt2_file]
     for core in ("auto", "library"):
         prefix = ["--output-prefix", tmp_path / core, "--append-eod", "--end-of-document", "<|endoftext|>"]
         assert preprocess(*arguments, "--tokenizer-core", core, *prefix) == 0
@@ -131,8 +140,8 @@ def test_shards_are_the_same_with_either_core(tokenizer_file: Path, tmp_path: Pa
         assert files[0] == files[1]
 
 
-def test_patterns_of_published_encodings_too(tokenizer_file: Path) -> None:
-    content = json.loads(tokenizer_file.read_text())
+def test_patterns_of_published_encodings_too(gpt2_file: Path) -> None:
+    content = json.loads(gpt2_file.read_text())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pattern = {"type": "Split", "pattern": {"Regex": ENCODINGS["o200k_base"].pattern}, "behavior": "Isolated"}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [{**pattern, "invert": False}, byte_level]}
