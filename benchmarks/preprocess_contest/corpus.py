@@ -4,6 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megapipe.data.preprocess.inputs import find_inputs
@@ -14,15 +15,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def documents() -> Iterator[str]:
-    inputs = ["python-stdlib", *(["/usr/share/doc"] if Path("/usr/share/doc").is_dir() else [])]
-    for file in find_inputs(inputs[:1]) + [
-        f for spec in inputs[1:] for f in find_inputs([spec], ["copyright*", "*.txt"])
-    ]:
-        try:
-            text = file.path.read_bytes().decode()
-        except (UnicodeDecodeError, OSError):
-            continue
-        yield text
+    folder = Path("/usr/share/doc")
+    paths = [file.path for file in find_inputs(["python-stdlib"])]
+    for path in (*paths, *sorted(folder.rglob("copyright")), *sorted(folder.rglob("*.txt"))):
+        with suppress(UnicodeDecodeError, OSError):
+            yield path.read_bytes().decode()
 
 
 def varied(text: str, times: int) -> str:
