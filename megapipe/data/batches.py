@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapipe.data.errors import DataError
-from megapipe.data.samples import GptSamples
+from megapipe.data.sample_set import SampleSet
 
 
 class Microbatch(NamedTuple):
@@ -44,7 +44,7 @@ class MicrobatchSource:
 
     def __init__(
         self,
-        samples: GptSamples,
+        samples: SampleSet,
         *,
         data_rank: int,
         data_size: int,

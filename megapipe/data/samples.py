@@ -44,7 +44,7 @@ class GptSamples:
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
         paths = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
-        self.shards = _open_shards(paths, vocabulary_size)
+        self.shards, self.manifests = _open_shards(paths, vocabulary_size)
         num_documents = sum(shard.num_documents for shard in self.shards)
         documents = split_documents(num_documents, shares)[split]
         self.sequence_length = sequence_length
@@ -58,7 +58,8 @@ class GptSamples:
             self._num_samples = -(-self.num_predictions // sequence_length)
         if self._num_samples == 0:
             raise DataError(
-                f"the {split} split has {len(documents)} of {num_documents} documents and {self._stream.num_tokens} "
+                f"the {split} split of {paths[0]} has {len(documents)} of {num_documents} documents and "
+                f"{self._stream.num_tokens} "
                 f"tokens, too few for one sample of {sequence_length} + 1: give it a larger share than in {shares!r}, "
                 "shorten sequence_length or add documents"
             )
@@ -101,7 +102,7 @@ class GptSamples:
         for row, start, count in zip(tokens, starts.flat, self._num_labels(starts).flat, strict=True):
             if count:
                 row[: count + 1] = self._stream.read(int(start), int(count) + 1)
-                self._check_ids(row, int(start))
+                self._check_ids(row[: count + 1], int(start))
         return tokens.reshape(*starts.shape, -1)
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
@@ -134,7 +135,15 @@ class GptSamples:
         )
 
 
-def _open_shards(prefixes: Sequence[str | Path], vocabulary_size: int | None) -> list[IndexedDataset]:
+def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
+    """Raises DataError when two shards were written with different tokenizers. Shards without a manifest pass."""
+    for manifest in manifests[1:]:
+        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
+
+
+def _open_shards(
+    prefixes: Sequence[str | Path], vocabulary_size: int | None
+) -> tuple[list[IndexedDataset], list[ShardManifest]]:
     shards = [IndexedDataset(prefix) for prefix in prefixes]
     manifests: list[ShardManifest] = []
     for shard in shards:
@@ -144,6 +153,5 @@ def _open_shards(prefixes: Sequence[str | Path], vocabulary_size: int | None) ->
             if vocabulary_size is not None:
                 manifest.check_vocabulary(vocabulary_size)
             manifests.append(manifest)
-    for manifest in manifests[1:]:
-        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
-    return shards
+    check_one_tokenizer(manifests)
+    return shards, manifests

@@ -8,8 +8,11 @@ import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.data.batches import Microbatch, MicrobatchSource
+from megapipe.data.blend import BlendedSamples
+from megapipe.data.blend_order import BlendOrder
 from megapipe.data.prefetch import Prefetcher
-from megapipe.data.samples import GptSamples
+from megapipe.data.sample_set import SampleSet
+from megapipe.data.samples import GptSamples, check_one_tokenizer
 from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.mesh import Mesh
@@ -92,13 +95,22 @@ class BatchLoader:
         )
 
 
-def split_samples(config: PretrainConfig, split: SplitName) -> GptSamples:
+def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
     """A split's samples: the training split in its shuffled order, the others front to back.
 
-    Raises DataError for unusable shards or a split too small for one sample.
+    Raises DataError for unusable shards, shards of different tokenizers, and a split of one that is too small for one
+    sample.
     """
+    corpora = [_corpus(config, prefix, split) for prefix in config.data.prefixes]
+    if not config.data.blend:
+        return corpora[0]
+    check_one_tokenizer([manifest for corpus in corpora for manifest in corpus.manifests])
+    return BlendedSamples(corpora, BlendOrder(list(config.data.blend.values())), repeats=split == "train")
+
+
+def _corpus(config: PretrainConfig, prefix: str, split: SplitName) -> GptSamples:
     return GptSamples(
-        config.data.prefix,
+        prefix,
         split=split,
         shares=config.data.split,
         sequence_length=config.data.sequence_length,
@@ -112,7 +124,7 @@ def batch_loader(
     config: PretrainConfig,
     mesh: Mesh,
     replica: Replica,
-    samples: GptSamples,
+    samples: SampleSet,
     plan: BatchPlan | None = None,
     *,
     training: bool = True,

@@ -9,7 +9,7 @@ from typing import cast
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import Precision
-from megapipe.data.samples import GptSamples
+from megapipe.data.sample_set import SampleSet
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import loss_curve, metrics
@@ -57,7 +57,7 @@ def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
         shutdown()
 
 
-def _train(config: PretrainConfig, mesh: Mesh, samples: GptSamples, validation: GptSamples | None) -> int:
+def _train(config: PretrainConfig, mesh: Mesh, samples: SampleSet, validation: SampleSet | None) -> int:
     say = _print if mesh.rank == 0 else _say_nothing
     with Checkpointer(config, mesh, say) as checkpointer:
         config = with_precision(config, mesh, checkpointer.precision, say)
@@ -78,7 +78,7 @@ def _run(
     config: PretrainConfig,
     mesh: Mesh,
     replica: Replica,
-    samples: GptSamples,
+    samples: SampleSet,
     evaluation: Evaluation | None,
     checkpointer: Checkpointer,
     position: Position,
@@ -125,7 +125,7 @@ def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     return UtilisationMeter(config, layers, peak, mesh.world_size)
 
 
-def _references(config: PretrainConfig, samples: GptSamples, say: Say) -> References:
+def _references(config: PretrainConfig, samples: SampleSet, say: Say) -> References:
     found = reference_losses(samples, config.model.vocabulary_size)
     say(
         f"losses to beat: ln(vocabulary) {found.uniform:.3f}, unigram entropy {found.unigram:.3f} "

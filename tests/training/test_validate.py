@@ -36,6 +36,8 @@ def test_a_good_configuration_passes() -> None:
         ({"model": {"num_layers": 0}}, 1, ["num_layers is 0", "at least 1"]),
         ({"model": {"rope_scaling": RopeScaling(kind="linear")}}, 1, ["'linear'", "'learned'", "'rotary'"]),
         ({"data": {"prefix": ""}}, 1, ["data.prefix is empty", "tools/preprocess.py"]),
+        ({"data": {"blend": {"other": 1.0}}}, 1, ["data.prefix is 'shard'", "blend of 1 shards", "leave one out"]),
+        ({"data": {"prefix": "", "blend": {"a": 0.0, "b": 1.0}}}, 1, ["gives a the weight 0.0", "above 0"]),
         ({"data": {"sequence_length": 129}}, 1, ["129", "max_positions 128"]),
         ({"parallel": {"tensor": 3}}, 3, ["num_heads 4", "parallel.tensor 3", "1, 2, 4"]),
         ({"parallel": {"pipeline": 2}}, 3, ["world size 3", "--nproc_per_node 2"]),
