@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(kw_only=True)
@@ -19,6 +20,10 @@ class DataConfig:
     """Tokens per sample."""
     mask_end_of_document: bool = False
     """Leave the prediction that follows an end-of-document token out of the loss."""
+
+    order: Literal["keyed", "megatron"] = "keyed"
+    """Order of the training samples. keyed: computed as they are read, nothing to build, a run may be prolonged.
+    megatron: Megatron-LM's batches, for comparisons with it; built at the start for exactly training.steps."""
 
     @property
     def prefixes(self) -> tuple[str, ...]:

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.data.checked_shards import open_shards, outside_vocabulary, unknown_id
 from megapipe.data.errors import DataError
-from megapipe.data.indexed_dataset import IndexedDataset
-from megapipe.data.manifest import ShardManifest, read_manifest
 from megapipe.data.splits import SplitName, split_documents
 from megapipe.data.token_stream import TokenStream
 from megapipe.random.permutation import KeyedPermutation
@@ -44,7 +43,7 @@ class GptSamples:
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
         paths = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
-        self.shards, self.manifests = _open_shards(paths, vocabulary_size)
+        self.shards, self.manifests = open_shards(paths, vocabulary_size)
         num_documents = sum(shard.num_documents for shard in self.shards)
         documents = split_documents(num_documents, shares)[split]
         self.sequence_length = sequence_length
@@ -123,35 +122,6 @@ class GptSamples:
         return np.clip(self.num_predictions - starts, 0, self.sequence_length)
 
     def _check_ids(self, tokens: np.ndarray, start: int) -> None:
-        if self.vocabulary_size is None:
-            return
-        if tokens.max() < self.vocabulary_size and tokens.min() >= 0:
-            return
-        place = int(np.argmax((tokens >= self.vocabulary_size) | (tokens < 0)))
-        shard, position = self._stream.locate(start + place)
-        raise DataError(
-            f"token {position} of {shard.prefix}.bin is {tokens[place]}, outside the model's vocabulary of "
-            f"{self.vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
-        )
-
-
-def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
-    """Raises DataError when two shards were written with different tokenizers. Shards without a manifest pass."""
-    for manifest in manifests[1:]:
-        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
-
-
-def _open_shards(
-    prefixes: Sequence[str | Path], vocabulary_size: int | None
-) -> tuple[list[IndexedDataset], list[ShardManifest]]:
-    shards = [IndexedDataset(prefix) for prefix in prefixes]
-    manifests: list[ShardManifest] = []
-    for shard in shards:
-        manifest = read_manifest(shard.prefix)
-        if manifest is not None:
-            manifest.check_shard(shard)
-            if vocabulary_size is not None:
-                manifest.check_vocabulary(vocabulary_size)
-            manifests.append(manifest)
-    check_one_tokenizer(manifests)
-    return shards, manifests
+        place = unknown_id(tokens, self.vocabulary_size)
+        if place is not None:
+            raise outside_vocabulary(*self._stream.locate(start + place), self.vocabulary_size)

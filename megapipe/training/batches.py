@@ -10,9 +10,12 @@ from megapipe.config.run import PretrainConfig
 from megapipe.data.batches import Microbatch, MicrobatchSource
 from megapipe.data.blend import BlendedSamples
 from megapipe.data.blend_order import BlendOrder
+from megapipe.data.checked_shards import check_one_tokenizer
+from megapipe.data.megatron_blend import MegatronBlendOrder, samples_wanted
+from megapipe.data.megatron_order import MegatronSamples
 from megapipe.data.prefetch import Prefetcher
 from megapipe.data.sample_set import SampleSet
-from megapipe.data.samples import GptSamples, check_one_tokenizer
+from megapipe.data.samples import GptSamples
 from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.mesh import Mesh
@@ -101,11 +104,38 @@ def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
     Raises DataError for unusable shards, shards of different tokenizers, and a split of one that is too small for one
     sample.
     """
+    if split == "train" and config.data.order == "megatron":
+        return _megatron_samples(config)
     corpora = [_corpus(config, prefix, split) for prefix in config.data.prefixes]
     if not config.data.blend:
         return corpora[0]
     check_one_tokenizer([manifest for corpus in corpora for manifest in corpus.manifests])
     return BlendedSamples(corpora, BlendOrder(list(config.data.blend.values())), repeats=split == "train")
+
+
+def _megatron_samples(config: PretrainConfig) -> SampleSet:
+    """The training split in Megatron-LM's order, for the samples of the whole run."""
+    num_samples = BatchPlan.of(config.batch).consumed_after(config.training.steps)
+    weights = list(config.data.blend.values())
+    wanted = samples_wanted(weights, num_samples) if weights else [num_samples]
+    corpora = [
+        MegatronSamples(
+            prefix,
+            split="train",
+            shares=config.data.split,
+            sequence_length=config.data.sequence_length,
+            seed=config.training.seed,
+            num_samples=each,
+            vocabulary_size=config.model.vocabulary_size,
+        )
+        for prefix, each in zip(config.data.prefixes, wanted, strict=True)
+    ]
+    if not weights:
+        return corpora[0]
+    check_one_tokenizer([manifest for corpus in corpora for manifest in corpus.manifests])
+    order = MegatronBlendOrder(weights, num_samples)
+    order.check_supply(config.data.prefixes, [len(corpus) for corpus in corpora])
+    return BlendedSamples(corpora, order, repeats=True)
 
 
 def _corpus(config: PretrainConfig, prefix: str, split: SplitName) -> GptSamples:
