@@ -279,7 +279,7 @@ class PretrainConfig:
             for name, value in at_least_one.items()
             if value is not None and value < 1
         ]
-        found += self.data.problems()
+        found += self.data.problems(self.model.vocabulary_size)
         if self.data.sequence_length > self.model.max_positions:
             found.append(
                 f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megapipe.data.documents import document_starts
 from megapipe.data.errors import DataError
 from megapipe.data.sample_set import SampleSet
 
@@ -19,6 +20,8 @@ class Microbatch(NamedTuple):
     """float32 [b, s], 1 where the prediction counts, else 0."""
     ordinals: np.ndarray
     """int64 [b], the samples' numbers in the order of the run: keys of dropout, never of a rank."""
+    document_starts: np.ndarray | None
+    """int64 [b, s], where each token's document begins in its sample; None where documents are not told apart."""
 
 
 def microbatch_ordinals(
@@ -50,12 +53,14 @@ class MicrobatchSource:
         data_size: int,
         micro_size: int,
         mask_end_of_document: bool = False,
+        isolate_documents: bool = False,
     ) -> None:
         self.samples = samples
         self.data_rank = data_rank
         self.data_size = data_size
         self.micro_size = micro_size
         self.mask_end_of_document = mask_end_of_document
+        self.isolate_documents = isolate_documents
 
     def ordinals(self, consumed: int, microbatch: int, num_microbatches: int) -> np.ndarray:
         """Sample ordinals, int64 [micro_size]; see `microbatch_ordinals`."""
@@ -72,11 +77,18 @@ class MicrobatchSource:
         """One micro-batch of the step that starts after `consumed` samples."""
         ordinals = self.ordinals(consumed, microbatch, num_microbatches)
         windows = self.samples.tokens(ordinals)
-        return Microbatch(windows[:, :-1], windows[:, 1:], self.loss_mask(ordinals), ordinals)
+        starts = self.document_starts(ordinals)
+        return Microbatch(windows[:, :-1], windows[:, 1:], self.loss_mask(ordinals), ordinals, starts)
 
     def step(self, consumed: int, num_microbatches: int) -> list[Microbatch]:
         """All micro-batches of the step that starts after `consumed` samples."""
         return [self.microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
+
+    def document_starts(self, ordinals: np.ndarray) -> np.ndarray | None:
+        """int64 [b, s], see `megapipe.data.documents`; None unless isolate_documents. Reads no tokens."""
+        if not self.isolate_documents:
+            return None
+        return document_starts(self.samples.boundaries(ordinals), self.samples.sequence_length)
 
     def loss_mask(self, ordinals: np.ndarray) -> np.ndarray:
         """float32 [b, s]: 0 for padding and, with mask_end_of_document, for predictions across a document's end.

@@ -1,17 +1,16 @@
 """GPT samples: windows of consecutive tokens, in an order that is a function of the seed."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.data.checked_shards import open_shards, outside_vocabulary, unknown_id
+from megapipe.data.epoch_order import EpochOrder
 from megapipe.data.errors import DataError
 from megapipe.data.splits import SplitName, split_documents
 from megapipe.data.token_stream import TokenStream
-from megapipe.random.permutation import KeyedPermutation
 
 
 class GptSamples:
@@ -47,7 +46,6 @@ class GptSamples:
         num_documents = sum(shard.num_documents for shard in self.shards)
         documents = split_documents(num_documents, shares)[split]
         self.sequence_length = sequence_length
-        self.shuffle = shuffle
         self.vocabulary_size = vocabulary_size
         self._stream = TokenStream(self.shards, documents)
         self.num_predictions = max(0, self._stream.num_tokens - 1)
@@ -62,9 +60,7 @@ class GptSamples:
                 f"tokens, too few for one sample of {sequence_length} + 1: give it a larger share than in {shares!r}, "
                 "shorten sequence_length or add documents"
             )
-
-        # Samples come one at a time, an epoch's permutation is the same for all of them.
-        self._order = lru_cache(maxsize=2)(partial(KeyedPermutation, self._num_samples, seed))
+        self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -72,17 +68,7 @@ class GptSamples:
 
     def windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Window numbers of sample ordinals, int64 of the same shape; len(self) past the end of a sequential order."""
-        ordinals = np.asarray(ordinals, dtype=np.int64)
-        if ordinals.size and ordinals.min() < 0:
-            raise DataError(f"sample ordinal {ordinals.min()} is negative")
-        if not self.shuffle:
-            return np.asarray(np.minimum(ordinals, len(self)))
-        epochs, positions = np.divmod(ordinals, len(self))
-        windows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            windows[here] = self._order(int(epoch))(positions[here])
-        return windows
+        return self._order(ordinals)
 
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Predictions in samples, int64 of the shape of `ordinals`. Reads no tokens.

@@ -35,6 +35,8 @@ def reference_losses(samples: SampleSet, vocabulary_size: int) -> References:
     counts = np.zeros(vocabulary_size, dtype=np.int64)
     for first in range(0, num_samples, BLOCK):
         ordinals = np.arange(first, min(first + BLOCK, num_samples))
-        counts += np.bincount(samples.tokens(ordinals)[:, 1:].ravel(), minlength=vocabulary_size)
+        labels = samples.tokens(ordinals)[:, 1:]
+        real = np.arange(samples.sequence_length) < samples.num_labels(ordinals)[:, None]
+        counts += np.bincount(labels[real], minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return References(math.log(vocabulary_size), float(-(shares * np.log(shares)).sum()), int(counts.sum()))
