@@ -77,8 +77,9 @@ class MicrobatchSource:
         """One micro-batch of the step that starts after `consumed` samples."""
         ordinals = self.ordinals(consumed, microbatch, num_microbatches)
         windows = self.samples.tokens(ordinals)
-        starts = self.document_starts(ordinals)
-        return Microbatch(windows[:, :-1], windows[:, 1:], self.loss_mask(ordinals), ordinals, starts)
+        boundaries = self._boundaries(ordinals)
+        mask, starts = self._loss_mask(ordinals, boundaries), self._document_starts(boundaries)
+        return Microbatch(windows[:, :-1], windows[:, 1:], mask, ordinals, starts)
 
     def step(self, consumed: int, num_microbatches: int) -> list[Microbatch]:
         """All micro-batches of the step that starts after `consumed` samples."""
@@ -86,18 +87,28 @@ class MicrobatchSource:
 
     def document_starts(self, ordinals: np.ndarray) -> np.ndarray | None:
         """int64 [b, s], see `megapipe.data.documents`; None unless isolate_documents. Reads no tokens."""
-        if not self.isolate_documents:
-            return None
-        return document_starts(self.samples.boundaries(ordinals), self.samples.sequence_length)
+        return self._document_starts(self._boundaries(ordinals))
 
     def loss_mask(self, ordinals: np.ndarray) -> np.ndarray:
         """float32 [b, s]: 0 for padding and, with mask_end_of_document, for predictions across a document's end.
 
         Reads no tokens, so that stages without token ids can count what a step will score.
         """
+        return self._loss_mask(ordinals, self._boundaries(ordinals))
+
+    def _boundaries(self, ordinals: np.ndarray) -> list[np.ndarray]:
+        """Where documents begin in every sample, if anything depends on it."""
+        if self.mask_end_of_document or self.isolate_documents:
+            return self.samples.boundaries(ordinals)
+        return []
+
+    def _document_starts(self, boundaries: list[np.ndarray]) -> np.ndarray | None:
+        return document_starts(boundaries, self.samples.sequence_length) if self.isolate_documents else None
+
+    def _loss_mask(self, ordinals: np.ndarray, boundaries: list[np.ndarray]) -> np.ndarray:
         places = np.arange(self.samples.sequence_length)
         mask = (places < self.samples.num_labels(ordinals)[:, None]).astype(np.float32)
         if self.mask_end_of_document:
-            for row, boundaries in zip(mask, self.samples.boundaries(ordinals), strict=True):
-                row[boundaries - 1] = 0
+            for row, begins in zip(mask, boundaries, strict=True):
+                row[begins - 1] = 0
         return mask

@@ -93,6 +93,12 @@ def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
     return _rounded(numbers)
 
 
+def weights_are_rounded(weights: Sequence[float]) -> bool:
+    """Whether the parts of these weights are only nearly in their proportions."""
+    parts, exact = whole_parts(weights), [Fraction(str(weight)) for weight in weights]
+    return any(part * sum(exact) != sum(parts) * weight for part, weight in zip(parts, exact, strict=True))
+
+
 def _rounded(numbers: Sequence[int]) -> tuple[int, ...]:
     total = sum(numbers)
     parts = [max(1, number * LONGEST_PERIOD // total) for number in numbers]

@@ -25,8 +25,8 @@ class PackedSamples:
     have to be left out of the loss, by `boundaries`. Documents of one token predict nothing and are left out.
 
     Shuffled, the samples of an epoch come in a keyed order; which documents share a sample depends on the seed alone.
-    Packing reads the length of every document at the start and keeps 20 bytes a piece; unlike windows over joined
-    documents it takes time and memory proportional to the documents.
+    Packing reads the length of every document at the start and keeps 16 bytes a piece and 16 a sample; unlike
+    windows over joined documents it takes time and memory proportional to the documents.
 
     Raises DataError for unusable shards and a split without any document to learn from.
     """

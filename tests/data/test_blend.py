@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data.blend import BlendedSamples
-from megapipe.data.blend_order import LONGEST_PERIOD, BlendOrder, whole_parts
+from megapipe.data.blend_order import LONGEST_PERIOD, BlendOrder, weights_are_rounded, whole_parts
 from megapipe.data.errors import DataError
 from megapipe.data.samples import GptSamples
 from tests.data.shards import numbered_documents, write_shard
@@ -62,6 +62,9 @@ def test_weights_count_as_the_decimals_they_are_written_as() -> None:
     assert whole_parts([0.1, 0.2, 0.7]) == (1, 2, 7)
     assert whole_parts([3, 3]) == (1, 1)
     assert whole_parts([2.5, 7.5e2]) == (1, 300)
+    assert not weights_are_rounded([0.1, 0.2, 0.7])
+    assert weights_are_rounded([1, 2**20 + 1])
+    assert whole_parts([1, 2**20 + 1]) == (1, 2**20 - 1)
 
 
 @settings(max_examples=60, deadline=None)
