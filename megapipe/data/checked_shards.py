@@ -1,5 +1,6 @@
 """Shards as a run may use them: described by their manifests, of one tokenizer, within the model's vocabulary."""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def open_shards(
 
     Raises DataError for unusable shards, different tokenizers, and one whose vocabulary exceeds `vocabulary_size`.
     """
-    shards = [IndexedDataset(prefix) for prefix in prefixes]
+    shards = [_open(prefix) for prefix in prefixes]
     manifests: list[ShardManifest] = []
     for shard in shards:
         manifest = read_manifest(shard.prefix)
@@ -28,6 +29,18 @@ def open_shards(
             manifests.append(manifest)
     check_one_tokenizer(manifests)
     return shards, manifests
+
+
+def _open(prefix: str | Path) -> IndexedDataset:
+    try:
+        return IndexedDataset(prefix)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise DataError(
+            f"{prefix} cannot be opened beside the run's other shards, since this process may not open more files, "
+            "and a shard takes two: raise the limit with ulimit -n before the start, or merge shards"
+        ) from error
 
 
 def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:

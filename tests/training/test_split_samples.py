@@ -1,5 +1,7 @@
 """From a configuration to samples: blends, and what cannot be blended."""
 
+import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +65,18 @@ def test_a_corpus_beyond_the_models_vocabulary_is_refused(corpora: list[str]) ->
     write_manifest(corpora[1], "sha256:" + "a" * 20, vocabulary_size=5000)
     with pytest.raises(DataError, match="5000 ids, but the model's vocabulary_size is 4000"):
         split_samples(make(dict.fromkeys(corpora, 1.0)), "train")
+
+
+def test_more_corpora_than_open_files_are_refused(corpora: list[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open("/dev/null", os.O_RDONLY)
+    os.close(taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 2, hard))
+    try:
+        with pytest.raises(DataError, match=r"c\d+ cannot be opened .*ulimit -n"):
+            split_samples(make(dict.fromkeys(corpora, 1.0)), "train")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_samples_longer_than_a_corpus_are_refused(corpora: list[str]) -> None:
