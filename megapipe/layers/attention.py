@@ -1,5 +1,6 @@
 """Causal self-attention: grouped-query, sliding window, rotary positions, query and key norms."""
 
+import math
 from typing import Literal
 
 import torch
@@ -34,6 +35,19 @@ def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPa
 @constant_when_compiled
 def _has_amx() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
+def visible_within_documents(document_starts: Tensor, window: int | None) -> Tensor:
+    """Which keys (last axis) each query sees: bool [b, s, s] for document_starts int64 [b, s].
+
+    Those of its own document up to itself, at most `window` in all.
+    """
+    keys = torch.arange(document_starts.shape[1], device=document_starts.device)
+    queries = keys.unsqueeze(1)
+    first = document_starts.unsqueeze(-1)
+    if window is not None:
+        first = torch.maximum(first, queries - (window - 1))
+    return (keys <= queries) & (keys >= first)
 
 
 class Attention(nn.Module):
@@ -73,7 +87,7 @@ class Attention(nn.Module):
         if self._picked_path(x, context) == "unfused":
             mixed = self._unfused(query, key, value, context)
         else:
-            mixed = self._fused(query, key, value)
+            mixed = self._fused(query, key, value, context)
         return self.output(mixed.reshape(batch, length, -1), context.tape)
 
     def _prepare(self, x: Tensor, norm: RMSNorm | None, context: MicrobatchContext) -> Tensor:
@@ -83,6 +97,12 @@ class Attention(nn.Module):
         if self.rotary is None:
             return x
         cosine, sine = self.rotary.tables(x.shape[1], x)
+        if context.document_starts is not None:
+            # The op knows one angle a token of one text: all samples pass as one long one.
+            positions = torch.arange(x.shape[1], device=x.device) - context.document_starts
+            cosine, sine = cosine[positions.flatten()], sine[positions.flatten()]
+            rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
+            return self.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)
         return self.kernels.pick("rotary", x).apply(x.flatten(2, 3), cosine, sine).view(x.shape)
 
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:
@@ -92,18 +112,21 @@ class Attention(nn.Module):
             return "unfused"
         return choose_path(x.device.type, x.dtype, x.shape[1])
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, heads, d]."""
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         length = query.shape[2]
-        windowed = self.window is not None and self.window < length
-        mask = causal_mask(length, self.window, query.dtype, query.device) if windowed else None
+        mask: Tensor | None = None
+        if context.document_starts is not None:
+            mask = visible_within_documents(context.document_starts, self.window).unsqueeze(1)
+        elif self.window is not None and self.window < length:
+            mask = causal_mask(length, self.window, query.dtype, query.device)
         mixed = functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=not windowed,
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=self.heads_per_group > 1,
         )
@@ -114,8 +137,14 @@ class Attention(nn.Module):
         batch, length, groups, heads, width = query.shape
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
         key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, width) for part in (key, value))
-        op = self.kernels.pick("attention_probabilities", rows)
-        weights = op.apply(rows, key, self.scale, self.window)
+        if context.document_starts is None:
+            op = self.kernels.pick("attention_probabilities", rows)
+            weights = op.apply(rows, key, self.scale, self.window)
+        else:
+            hidden = visible_within_documents(context.document_starts, self.window).logical_not_()
+            scores = torch.bmm(rows, key.transpose(1, 2)).mul_(self.scale)
+            by_head = scores.view(batch, groups * heads, length, length)
+            weights = by_head.masked_fill_(hidden.unsqueeze(1), -math.inf).softmax(dim=-1).view(scores.shape)
         if self.dropout.active(context):
             by_head = weights.view(batch, groups * heads, length, length)
             weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)

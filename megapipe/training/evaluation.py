@@ -7,7 +7,7 @@ import time
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.data.samples import GptSamples
+from megapipe.data.sample_set import SampleSet
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
@@ -23,7 +23,7 @@ class Evaluation:
     `batch.global_size`, so that they are the same ones on every layout.
     """
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, replica: Replica, samples: GptSamples) -> None:
+    def __init__(self, config: PretrainConfig, mesh: Mesh, replica: Replica, samples: SampleSet) -> None:
         """A collective call."""
         size = config.batch.global_size
         self._num_batches = math.ceil(min(config.evaluation.samples, len(samples)) / size)

@@ -9,7 +9,8 @@ from typing import cast
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import Precision
-from megapipe.data.samples import GptSamples
+from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
+from megapipe.data.sample_set import SampleSet
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import loss_curve, metrics
@@ -57,7 +58,7 @@ def pretrain_gpt(config: PretrainConfig, environment: LaunchEnvironment) -> int:
         shutdown()
 
 
-def _train(config: PretrainConfig, mesh: Mesh, samples: GptSamples, validation: GptSamples | None) -> int:
+def _train(config: PretrainConfig, mesh: Mesh, samples: SampleSet, validation: SampleSet | None) -> int:
     say = _print if mesh.rank == 0 else _say_nothing
     with Checkpointer(config, mesh, say) as checkpointer:
         config = with_precision(config, mesh, checkpointer.precision, say)
@@ -78,7 +79,7 @@ def _run(
     config: PretrainConfig,
     mesh: Mesh,
     replica: Replica,
-    samples: GptSamples,
+    samples: SampleSet,
     evaluation: Evaluation | None,
     checkpointer: Checkpointer,
     position: Position,
@@ -90,6 +91,12 @@ def _run(
         say(
             "warning: schedule.update eager: each update waits for the norm over all ranks, so that steps take about "
             f"{eager_cost(replica.schedule):.0%} longer than with lazy; lazy costs a second gradient buffer"
+        )
+    weights = list(config.data.blend.values())
+    if weights and config.data.order == "keyed" and weights_are_rounded(weights):
+        say(
+            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; whole numbers that add "
+            "up to no more are kept exactly"
         )
     references = _references(config, samples, say) if mesh.rank == 0 else None
     loader = batch_loader(config, mesh, replica, samples)
@@ -125,7 +132,7 @@ def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     return UtilisationMeter(config, layers, peak, mesh.world_size)
 
 
-def _references(config: PretrainConfig, samples: GptSamples, say: Say) -> References:
+def _references(config: PretrainConfig, samples: SampleSet, say: Say) -> References:
     found = reference_losses(samples, config.model.vocabulary_size)
     say(
         f"losses to beat: ln(vocabulary) {found.uniform:.3f}, unigram entropy {found.unigram:.3f} "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.data.samples import GptSamples
+from megapipe.data.sample_set import SampleSet
 
 MAXIMUM_TOKENS = 2**20
 """Tokens that are counted at most: a second's reading, wherever the corpus lies."""
@@ -26,7 +26,7 @@ class References:
     num_tokens: int
 
 
-def reference_losses(samples: GptSamples, vocabulary_size: int) -> References:
+def reference_losses(samples: SampleSet, vocabulary_size: int) -> References:
     """Count the labels of the first samples of the run, a random part of the split, or all of a small one.
 
     The entropy of the counts is below that of the split by about (distinct ids - 1) / (2 num_tokens) (Miller, 1955).
@@ -35,6 +35,8 @@ def reference_losses(samples: GptSamples, vocabulary_size: int) -> References:
     counts = np.zeros(vocabulary_size, dtype=np.int64)
     for first in range(0, num_samples, BLOCK):
         ordinals = np.arange(first, min(first + BLOCK, num_samples))
-        counts += np.bincount(samples.tokens(ordinals)[:, 1:].ravel(), minlength=vocabulary_size)
+        labels = samples.tokens(ordinals)[:, 1:]
+        real = np.arange(samples.sequence_length) < samples.num_labels(ordinals)[:, None]
+        counts += np.bincount(labels[real], minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return References(math.log(vocabulary_size), float(-(shares * np.log(shares)).sum()), int(counts.sum()))
