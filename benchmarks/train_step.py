@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from train_step_contest.contestants import CAN_COMPILE, Setting, configuration, contestants
+from train_step_contest.contestants import Setting, configuration, contestants
 from train_step_contest.models import MODELS
 from train_step_contest.pipeline import ALONE, PIPELINE, pipeline_seconds
 from train_step_contest.timing import in_turns, one_by_one, paired_ratio, rates, ratio_to_best_peer, show, timed
@@ -29,8 +29,6 @@ def measure(name: str, setting: Setting, chosen: argparse.Namespace) -> dict[str
     print(f"{name}, {setting.precision}, {setting.device.type}", flush=True)
     makers = contestants(setting)
     failures: dict[str, str] = {}
-    if setting.compiled and not CAN_COMPILE:
-        print("  megapipe, compiled: not run, since the configuration has no training.compile")
     if setting.device.type == "cuda":
         seconds, failures = one_by_one(makers, setting.device, chosen.repeats)
     else:

@@ -25,11 +25,10 @@ inline cudaError_t has_clusters(bool* answer) {
   return error;
 }
 
-// As few threads as hold the row with kPacks packs each: a warp at least, then a block, then a cluster of blocks where
-// the GPU has those. What does not fit is walked tile by tile.
-inline Geometry row_geometry(int width, int pack_size, int max_threads, bool clusters) {
-  const int packs = (width + pack_size - 1) / pack_size;
-  const int needed = (packs + kPacks - 1) / kPacks;
+// As few threads as hold the row with `elements` each: a warp at least, then a block, then a cluster of blocks where the
+// GPU has those. What does not fit is walked tile by tile.
+inline Geometry row_geometry(int width, int elements, int max_threads, bool clusters) {
+  const int needed = (width + elements - 1) / elements;
   if (needed <= kWarp) return {kWarp, 4, 1};
   const int rounded = (needed + kWarp - 1) / kWarp * kWarp;
   Geometry geometry{rounded < max_threads ? rounded : max_threads, 1, 1};
@@ -40,14 +39,11 @@ inline Geometry row_geometry(int width, int pack_size, int max_threads, bool clu
   return geometry;
 }
 
-// Launches kernel(problem) on one team for each of problem.rows rows.
-template <typename T, bool kVector, typename Problem>
-cudaError_t launch_rows(void (*kernel)(Problem), const Problem& problem, int max_threads, cudaStream_t stream) {
-  bool clusters = false;
-  const cudaError_t error = has_clusters(&clusters);
-  if (error != cudaSuccess) return error;
-  const Geometry geometry = row_geometry(problem.width, kPackSize<T, kVector>, max_threads, clusters);
-  const int64_t groups = (problem.rows + geometry.rows_per_block - 1) / geometry.rows_per_block;
+// Launches kernel(problem) on `teams` teams.
+template <typename Problem>
+cudaError_t launch_teams(void (*kernel)(Problem), const Problem& problem, const Geometry& geometry, int64_t teams,
+                         cudaStream_t stream) {
+  const int64_t groups = (teams + geometry.rows_per_block - 1) / geometry.rows_per_block;
   if (groups * geometry.blocks_per_row > INT32_MAX) return cudaErrorInvalidValue;
 
   cudaLaunchConfig_t config = {};
@@ -62,6 +58,16 @@ cudaError_t launch_rows(void (*kernel)(Problem), const Problem& problem, int max
   config.attrs = &cluster;
   config.numAttrs = geometry.blocks_per_row > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, problem);
+}
+
+// Launches kernel(problem) on one team for each of problem.rows rows.
+template <typename T, bool kVector, typename Problem>
+cudaError_t launch_rows(void (*kernel)(Problem), const Problem& problem, int max_threads, cudaStream_t stream) {
+  bool clusters = false;
+  const cudaError_t error = has_clusters(&clusters);
+  if (error != cudaSuccess) return error;
+  const Geometry geometry = row_geometry(problem.width, kPacks * kPackSize<T, kVector>, max_threads, clusters);
+  return launch_teams(kernel, problem, geometry, problem.rows, stream);
 }
 
 template <typename Problem>

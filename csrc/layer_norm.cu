@@ -1,6 +1,6 @@
 // C functions of layer normalisation. All return a cudaError_t; arguments are described at their structs.
 #include "norm.cuh"
-#include "weight_gradient.cuh"
+#include "norm_backward.cuh"
 
 using namespace megapipe;
 
@@ -14,24 +14,15 @@ MEGAPIPE_EXPORT int32_t megapipe_layer_norm_forward(const void* x, const void* r
   return dispatch_norm<true>(p, dtype, reinterpret_cast<cudaStream_t>(stream));
 }
 
-MEGAPIPE_EXPORT int32_t megapipe_layer_norm_input_gradient(const void* dy, const void* x, const float* mean,
-                                                           const float* rstd, const void* weight, const void* upstream,
-                                                           void* dx, int64_t rows, int64_t width, int32_t dtype,
-                                                           int64_t stream) {
+// partial: fp32 [2, megapipe_norm_slabs(rows, width), width]. dx, or partial with dweight and dbias, may be null.
+MEGAPIPE_EXPORT int32_t megapipe_layer_norm_backward(const void* dy, const void* x, const float* mean,
+                                                     const float* rstd, const void* weight, const void* upstream,
+                                                     void* dx, float* partial, void* dweight, void* dbias, int64_t rows,
+                                                     int64_t width, int32_t dtype, int64_t stream) {
   if (!valid_rows(rows, width)) return cudaErrorInvalidValue;
-  const NormBackward p{dy, x, weight, upstream, mean, rstd, dx, rows, static_cast<int>(width)};
-  return dispatch_norm<true>(p, dtype, reinterpret_cast<cudaStream_t>(stream));
-}
-
-// partial: fp32 [2, megapipe_norm_slabs(rows, width), width].
-MEGAPIPE_EXPORT int32_t megapipe_layer_norm_weight_gradient(const void* dy, const void* x, const float* mean,
-                                                            const float* rstd, float* partial, void* dweight,
-                                                            void* dbias, int64_t rows, int64_t width, int32_t dtype,
-                                                            int64_t stream) {
-  if (!valid_rows(rows, width)) return cudaErrorInvalidValue;
-  const NormWeightGradient p{dy,   x,    mean,    rstd, partial, dweight, dbias,
-                             rows, static_cast<int>(width), num_slabs(rows, width)};
-  return dispatch_weight_gradient<true>(p, dtype, reinterpret_cast<cudaStream_t>(stream));
+  const NormBackward p{dy,      x,     mean, rstd, weight,                  upstream,
+                       dx,      partial, dweight, dbias, rows, static_cast<int>(width), num_slabs(rows, width)};
+  return dispatch_backward<true>(p, dtype, reinterpret_cast<cudaStream_t>(stream));
 }
 
 // Slabs of rows whose partial weight gradients a norm writes: a function of the shape alone.

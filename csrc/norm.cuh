@@ -1,4 +1,4 @@
-// Layer and root-mean-square normalisation over the last axis: forward, and the gradient of the input.
+// Layer and root-mean-square normalisation over the last axis, forward.
 // kCentered: subtract the mean (layer normalisation, Ba et al. 2016). Without: RMSNorm (Zhang and Sennrich 2019).
 #pragma once
 
@@ -19,18 +19,6 @@ struct NormForward {
   int64_t rows;
   int width;
   float epsilon;
-};
-
-struct NormBackward {
-  const void* dy;        // [rows, width]
-  const void* x;         // [rows, width]: what was normalised
-  const void* weight;    // [width]
-  const void* upstream;  // [rows, width]: gradient that reaches x past the norm, added to dx; or null
-  const float* mean;     // [rows]; null unless centred
-  const float* rstd;     // [rows]
-  void* dx;              // [rows, width]
-  int64_t rows;
-  int width;
 };
 
 template <typename T>
@@ -117,65 +105,6 @@ __global__ void __launch_bounds__(kOneTileThreads, 1) norm_forward(NormForward p
   }
 }
 
-// dx = rstd * (w dy - mean(w dy) - n mean(w dy n)) with n = (x - mean) rstd; without the second term if not centred.
-template <typename T, bool kVector, bool kCentered>
-__global__ void __launch_bounds__(kTwoTileThreads, 1) norm_input_gradient(NormBackward p) {
-  using RowTile = Tile<T, kVector>;
-  using RowPack = typename RowTile::TilePack;
-  const Team team = Team::here();
-  if (team.row >= p.rows) return;
-  const Columns all{0, p.width};
-  const int tiles = RowTile::count(p.width, team);
-  const T* weights = static_cast<const T*>(p.weight);
-  const float mean = kCentered ? p.mean[team.row] : 0.0f;
-  const float rstd = p.rstd[team.row];
-
-  RowTile x, dy;
-  float sums[2] = {0.0f, 0.0f};  // of w dy, and of w dy n
-  for (int tile = 0; tile < tiles; ++tile) {
-    x.load(row_of<T>(p.x, team.row, p.width), all, team, tile);
-    dy.load(row_of<T>(p.dy, team.row, p.width), all, team, tile);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const RowPack weight = RowTile::load_pack(weights, all, team, tile, i);
-#pragma unroll
-      for (int e = 0; e < RowTile::kSize; ++e) {
-        // Zero beyond the row's end, where dy is.
-        const float scaled = widen(dy.packs[i].values[e]) * widen(weight.values[e]);
-        if (kCentered) sums[0] += scaled;
-        sums[1] = fmaf(scaled, (widen(x.packs[i].values[e]) - mean) * rstd, sums[1]);
-      }
-    }
-  }
-  x.stay_packed();
-  dy.stay_packed();
-  team.reduce<Sum>(sums);
-  const float offset = sums[0] / p.width, slope = sums[1] / p.width;
-
-  for (int tile = 0; tile < tiles; ++tile) {
-    if (tiles > 1) {
-      x.load(row_of<T>(p.x, team.row, p.width), all, team, tile);
-      dy.load(row_of<T>(p.dy, team.row, p.width), all, team, tile);
-    }
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const RowPack weight = RowTile::load_pack(weights, all, team, tile, i);
-      RowPack upstream = {}, dx;
-      if (p.upstream != nullptr) {
-        upstream = RowTile::load_pack(row_of<T>(p.upstream, team.row, p.width), all, team, tile, i);
-      }
-#pragma unroll
-      for (int e = 0; e < RowTile::kSize; ++e) {
-        const float normalised = (widen(x.packs[i].values[e]) - mean) * rstd;
-        const float centred = fmaf(widen(dy.packs[i].values[e]), widen(weight.values[e]), -offset);
-        const float gradient = fmaf(-normalised, slope, centred) * rstd;
-        dx.values[e] = narrow<T>(gradient + widen(upstream.values[e]));
-      }
-      RowTile::store_pack(row_of<T>(p.dx, team.row, p.width), p.width, team, tile, i, dx);
-    }
-  }
-}
-
 template <typename T, bool kCentered>
 cudaError_t launch_norm(const NormForward& p, cudaStream_t stream) {
   const bool vectors = takes_vectors<T>(p.width, p.x, p.residual, p.weight, p.bias, p.y, p.sum);
@@ -183,16 +112,9 @@ cudaError_t launch_norm(const NormForward& p, cudaStream_t stream) {
                  : launch_rows<T, false>(norm_forward<T, false, kCentered>, p, kOneTileThreads, stream);
 }
 
-template <typename T, bool kCentered>
-cudaError_t launch_norm(const NormBackward& p, cudaStream_t stream) {
-  const bool vectors = takes_vectors<T>(p.width, p.dy, p.x, p.weight, p.upstream, p.dx);
-  return vectors ? launch_rows<T, true>(norm_input_gradient<T, true, kCentered>, p, kTwoTileThreads, stream)
-                 : launch_rows<T, false>(norm_input_gradient<T, false, kCentered>, p, kTwoTileThreads, stream);
-}
-
 // Runs launch_norm for the dtype; cudaErrorInvalidValue for an unknown one.
-template <bool kCentered, typename Problem>
-cudaError_t dispatch_norm(const Problem& p, int32_t dtype, cudaStream_t stream) {
+template <bool kCentered>
+cudaError_t dispatch_norm(const NormForward& p, int32_t dtype, cudaStream_t stream) {
   if (p.rows == 0 || p.width == 0) return cudaSuccess;
   switch (dtype) {
     case kFloat32:

@@ -1,4 +1,4 @@
-// The part of a row that a team holds in registers: kPacks packs a thread. A row that fits into one tile is read from
+// The part of a row that a team holds in registers: kCount packs a thread. A row that fits into one tile is read from
 // memory once; a longer one is walked tile by tile, and read again in each walk.
 #pragma once
 
@@ -22,21 +22,21 @@ struct Columns {
   __device__ bool contains(int column) const { return column >= first && column < stop; }
 };
 
-template <typename T, bool kVector, int kPackElements = kPackSize<T, kVector>>
+template <typename T, bool kVector, int kPackElements = kPackSize<T, kVector>, int kCount = kPacks>
 struct Tile {
   static constexpr int kSize = kPackElements;
   using TilePack = Pack<T, kSize>;
-  TilePack packs[kPacks];
+  TilePack packs[kCount];
 
   static __device__ int count(int width, const Team& team) {
-    const int span = team.threads * kPacks * kSize;
+    const int span = team.threads * kCount * kSize;
     return (width + span - 1) / span;
   }
 
   // In 16-byte accesses neighbouring threads hold neighbouring packs, else neighbouring elements.
   static __device__ int column(const Team& team, int tile, int pack, int element) {
-    if constexpr (kVector) return ((tile * kPacks + pack) * team.threads + team.thread) * kSize + element;
-    return ((tile * kPacks + pack) * kSize + element) * team.threads + team.thread;
+    if constexpr (kVector) return ((tile * kCount + pack) * team.threads + team.thread) * kSize + element;
+    return ((tile * kCount + pack) * kSize + element) * team.threads + team.thread;
   }
 
   // One pack of a row. Elements outside of `columns` become zero, or arbitrary where their pack reaches into it.
@@ -70,14 +70,14 @@ struct Tile {
 
   __device__ void load(const T* row, Columns columns, const Team& team, int tile) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) packs[p] = load_pack(row, columns, team, tile, p);
+    for (int p = 0; p < kCount; ++p) packs[p] = load_pack(row, columns, team, tile, p);
   }
 
   // Makes the compiler keep the packs as they are: across a reduction it would rather hold every element widened,
   // in twice the registers, and spill.
   __device__ void stay_packed() {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int p = 0; p < kCount; ++p) {
       uint32_t words[sizeof(TilePack) / 4];
       memcpy(words, &packs[p], sizeof(TilePack));
 #pragma unroll
@@ -90,7 +90,7 @@ struct Tile {
   template <typename Visit>
   __device__ void each(const Team& team, int tile, Visit visit) const {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int p = 0; p < kCount; ++p) {
 #pragma unroll
       for (int e = 0; e < kSize; ++e) visit(widen(packs[p].values[e]), column(team, tile, p, e));
     }

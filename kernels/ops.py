@@ -58,7 +58,11 @@ OPS = Registry(
         Op(
             "attention_probabilities",
             ("apply",),
-            (_triton("attention_probabilities"), Backend(REFERENCE, attention_probabilities)),
+            (
+                _triton("attention_probabilities"),
+                _cuda("attention_probabilities"),
+                Backend(REFERENCE, attention_probabilities),
+            ),
         ),
         Op(
             "softmax",

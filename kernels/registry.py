@@ -129,9 +129,14 @@ class Registry:
                     f"op {op!r} has no backend {backend!r}{nearest(backend, names)}; it has {', '.join(names)}"
                 )
 
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Every op, each with its backends in order of preference."""
+        return tuple(self._ops.values())
+
     def with_overrides(self, overrides: Mapping[str, str]) -> "Registry":
         """The same ops with other demands."""
-        return Registry([*self._ops.values()], overrides)
+        return Registry(self.ops, overrides)
 
     def pick(self, op: str, tensor: Tensor) -> ModuleType:
         """The module whose functions run `op` on such a tensor: device type, dtype and length of the last axis decide.

@@ -1,15 +1,15 @@
 """One training step of each contestant: the same size, dtype, micro-batches, gradient clip and AdamW."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from plain_gpt import PlainGpt, Shape
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import PretrainConfig, TrainingConfig
+from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext
@@ -25,9 +25,6 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 
 LEARNING_RATE, CLIP, BETAS, DECAY = 1e-4, 1.0, (0.9, 0.95), 0.1
 OURS = "megapipe"
-COMPILE: dict[str, Any] = {"compile": True}
-CAN_COMPILE = COMPILE.keys() <= {field.name for field in fields(TrainingConfig)}
-"""Whether the configuration can ask for compiled blocks; if not, that contestant is told to be missing."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
     """Name -> what builds its step."""
     behind = ", compiled" if setting.compiled else ""
     found = {OURS: lambda: megapipe_step(connected_mesh(MeshShape({}), setting.device), setting, compiled=False)}
-    if setting.compiled and CAN_COMPILE:
+    if setting.compiled:
         found[f"{OURS}, compiled"] = lambda: megapipe_step(
             connected_mesh(MeshShape({}), setting.device), setting, compiled=True
         )
@@ -78,9 +75,7 @@ def configuration(setting: Setting, pipeline: int, compiled: bool) -> PretrainCo
     config.parallel = replace(
         config.parallel, pipeline=pipeline, device="cuda" if setting.device.type == "cuda" else "cpu"
     )
-    config.training = replace(config.training, precision=setting.precision)
-    if compiled:
-        config.training = replace(config.training, **COMPILE)
+    config.training = replace(config.training, precision=setting.precision, compile=compiled)
     return config
 
 

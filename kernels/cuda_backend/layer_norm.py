@@ -105,8 +105,14 @@ def weight_gradient(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: T
     return dweight, dbias
 
 
+@opaque(
+    "layer_norm_cuda_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? dx=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda dy, x, mean, rstd, weight, dx=None: (result_of(x), result_of(weight), result_of(weight)),
+)
 def backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, by `input_gradient` and `weight_gradient`."""
-    return input_gradient(dy, x, mean, rstd, weight, dx), *weight_gradient(dy, x, mean, rstd, weight)
+    """Gradients of x, weight and bias: the bits of `input_gradient` and `weight_gradient`, in one pass."""
+    through, dweight, dbias = Backward.of("layer_norm", dy, x, (mean, rstd), weight, dx).gradients()
+    return through, dweight, dbias

@@ -18,11 +18,9 @@ _KINDS = {"p": _POINTER, "n": _INTEGER, "f": _REAL, "c": _CODE}
 # Arguments of each function before the stream: pointers, sizes, fp32 numbers and 32-bit codes.
 _SIGNATURES = {
     "layer_norm_forward": "pppp" + "pppp" + "nn" + "f" + "c",
-    "layer_norm_input_gradient": "pppppp" + "p" + "nn" + "c",
-    "layer_norm_weight_gradient": "pppp" + "ppp" + "nn" + "c",
+    "layer_norm_backward": "pppppp" + "pppp" + "nn" + "c",
     "rms_norm_forward": "ppp" + "ppp" + "nn" + "f" + "c",
-    "rms_norm_input_gradient": "ppppp" + "p" + "nn" + "c",
-    "rms_norm_weight_gradient": "ppp" + "pp" + "nn" + "c",
+    "rms_norm_backward": "ppppp" + "ppp" + "nn" + "c",
     "softmax_forward": "ppp" + "nnnn" + "f" + "nnn" + "n" + "c",
     "softmax_input_gradient": "ppp" + "nn" + "f" + "c",
     "adamw": "ppppp" + "n" + "fffffff" + "pp" + "c",

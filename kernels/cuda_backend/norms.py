@@ -1,5 +1,6 @@
 """What both norms share: checked, contiguous operands, and the launches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,16 +68,24 @@ class Backward:
     def input_gradient(self) -> Tensor:
         """Gradient of x, dx included."""
         found = torch.empty_like(self.x)
-        tensors = (self.dy, self.x, *self.statistics, self.weight, self.dx, found)
-        library.current().launch(f"{self.op}_input_gradient", *tensors, *sizes(self.x))
+        self._launch(found, None, [None for _ in self.statistics])
         return found
 
     def weight_gradients(self) -> list[Tensor]:
         """Gradients of weight and, of layer_norm, bias."""
-        loaded = library.current()
-        rows, width, dtype = sizes(self.x)
+        return self._with_weights(None)
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of x, dx included, of weight and, of layer_norm, bias: the bits of both halves, in one pass."""
+        found = torch.empty_like(self.x)
+        return [found, *self._with_weights(found)]
+
+    def _with_weights(self, dx: Tensor | None) -> list[Tensor]:
+        slabs = library.current().norm_slabs(*sizes(self.x)[:2])
         found = [torch.empty_like(self.weight) for _ in self.statistics]
-        partial = self.x.new_empty(len(found), loaded.norm_slabs(rows, width), width, dtype=torch.float32)
-        tensors = (self.dy, self.x, *self.statistics, partial, *found)
-        loaded.launch(f"{self.op}_weight_gradient", *tensors, rows, width, dtype)
+        self._launch(dx, self.x.new_empty(len(found), slabs, self.x.shape[-1], dtype=torch.float32), found)
         return found
+
+    def _launch(self, dx: Tensor | None, partial: Tensor | None, gradients: Sequence[Tensor | None]) -> None:
+        tensors = (self.dy, self.x, *self.statistics, self.weight, self.dx, dx, partial, *gradients)
+        library.current().launch(f"{self.op}_backward", *tensors, *sizes(self.x))

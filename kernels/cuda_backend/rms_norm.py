@@ -98,6 +98,11 @@ def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tupl
     return (_weight_gradient(dy, x, rstd, weight),)
 
 
+@opaque(
+    "rms_norm_cuda_backward(Tensor dy, Tensor x, Tensor rstd, Tensor weight, Tensor? dx=None) -> (Tensor, Tensor)",
+    lambda dy, x, rstd, weight, dx=None: (result_of(x), result_of(weight)),
+)
 def backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight, by `input_gradient` and `weight_gradient`."""
-    return input_gradient(dy, x, rstd, weight, dx), *weight_gradient(dy, x, rstd, weight)
+    """Gradients of x and weight: the bits of `input_gradient` and `weight_gradient`, in one pass."""
+    through, dweight = Backward.of("rms_norm", dy, x, (rstd,), weight, dx).gradients()
+    return through, dweight

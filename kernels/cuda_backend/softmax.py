@@ -1,7 +1,8 @@
 """Softmax of attention scores in CUDA C++: the functions and arguments of `megapipe.kernels.reference.softmax`.
 
-fp32 throughout, rounded once. Any number of keys; up to 64k of them stay on chip between the passes over a row on GPUs
-with clusters (compute capability 9.0 and above), up to 32k (16k in fp32) on others.
+fp32 throughout, rounded once. Any number of keys. Rows stay on chip between the passes over them, in one block up to
+32,768 keys forward and 16,384 backward (half as many in fp32), 8,192 and 4,096 where rows are not aligned to 16 bytes;
+GPUs with clusters (compute capability 9.0 and above) hold eight times as many.
 """
 
 from typing import Any

@@ -49,6 +49,15 @@ def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
     return "the last axis is empty" if width == 0 else None
 
 
+def stays_on_chip(width: int, longest: int, longest_unaligned: int) -> bool:
+    """Whether a program holds a row in registers: up to `longest` elements of rows that are read 16 bytes at a time.
+
+    Triton does so where the width is a multiple of 16. Single elements take registers for each address, and rows above
+    `longest_unaligned` of them would spill.
+    """
+    return width <= (longest if width % 16 == 0 else longest_unaligned)
+
+
 def ceiling_division(number: int, divisor: int) -> int:
     """The least number of groups of `divisor` that hold `number`."""
     return -(-number // divisor)

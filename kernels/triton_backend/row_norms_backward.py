@@ -1,10 +1,10 @@
 """Backward of both norms in Triton: the gradient of x, those of weight and bias, or all.
 
 Rows are cut into groups, a number that depends on the shape alone. A program walks one group; over rows of up to
-`RESIDENT` elements it reads dy and x once, writes the gradient of x and adds up its group's part of the gradients of
-weight and bias in registers. A second kernel adds the parts in a fixed order: no atomics, so the same bits each time,
-and on every GPU the same order. The halves of a split backward are the same kernel with one of the results left out.
-Longer rows take one kernel for each half.
+`RESIDENT` elements (`RESIDENT_UNALIGNED`, where not read 16 bytes at a time) it reads dy and x once, writes the
+gradient of x and adds up its group's part of the gradients of weight and bias in registers. A second kernel adds the
+parts in a fixed order: no atomics, so the same bits each time, and on every GPU the same order. The halves of a split
+backward are the same kernel with one of the results left out. Longer rows take one kernel for each half.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two
+from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two, stays_on_chip
 from megapipe.kernels.triton_backend.row_norms_backward_kernels import (
     add_parts_kernel,
     chunked_input_kernel,
@@ -22,7 +22,7 @@ from megapipe.kernels.triton_backend.row_norms_backward_kernels import (
 )
 from megapipe.kernels.triton_backend.specimens import Specimen, meta
 
-RESIDENT = 8192
+RESIDENT, RESIDENT_UNALIGNED = 8192, 2048
 _TILE, _CHUNK, _ELEMENTS_PER_WARP = 4096, 4096, 512
 _MOST_GROUPS, _LEAST_TILES = 256, 4
 _COLUMNS, _PARTS, _WEIGHT_CHUNK = 64, 64, 2048
@@ -75,7 +75,7 @@ class Partition:
 
 def input_launch(operands: Operands, dx: Tensor) -> Launch:
     """Writes the gradient of x."""
-    if operands.x.shape[-1] <= RESIDENT:
+    if _is_resident(operands):
         return whole_launch(operands, dx, None)
     partition = Partition.of(operands.x)
     arguments = vars(operands) | {"dx": dx, "width": partition.width}
@@ -89,7 +89,7 @@ def weight_launch(operands: Operands, parts: Tensor) -> Launch:
 
     parts: fp32 [1 or 2, groups, h].
     """
-    if operands.x.shape[-1] <= RESIDENT:
+    if _is_resident(operands):
         return whole_launch(operands, None, parts)
     partition = Partition.of(operands.x)
     arguments = {
@@ -108,7 +108,7 @@ def weight_launch(operands: Operands, parts: Tensor) -> Launch:
 
 
 def whole_launch(operands: Operands, dx: Tensor | None, parts: Tensor | None) -> Launch:
-    """Writes what is given, for rows of up to `RESIDENT` elements."""
+    """Writes what is given, for rows that stay on chip."""
     partition = Partition.of(operands.x)
     arguments = {
         **vars(operands),
@@ -128,6 +128,10 @@ def whole_launch(operands: Operands, dx: Tensor | None, parts: Tensor | None) ->
     }
     warps = partition.rows * partition.block // _ELEMENTS_PER_WARP
     return Launch(resident_kernel, (partition.num_groups,), arguments, constants, warps)
+
+
+def _is_resident(operands: Operands) -> bool:
+    return stays_on_chip(operands.x.shape[-1], RESIDENT, RESIDENT_UNALIGNED)
 
 
 def _named(parts: Tensor | None) -> dict[str, Tensor | None]:
@@ -165,7 +169,7 @@ def weight_gradients_of(operands: Operands) -> tuple[Tensor, ...]:
 
 def whole_backward_of(operands: Operands) -> tuple[Tensor, ...]:
     """The gradients of x, weight and bias, in one pass where rows stay in registers."""
-    if operands.x.shape[-1] > RESIDENT:
+    if not _is_resident(operands):
         return input_gradient_of(operands), *weight_gradients_of(operands)
     dx, parts = torch.empty_like(operands.x), _empty_parts(operands)
     whole_launch(operands, dx, parts).run()
@@ -193,6 +197,7 @@ def specimens() -> list[Specimen]:
         _whole(4096, center=True, beside=False),
         _whole(4096, center=False, beside=True),
         _whole(RESIDENT, center=True, beside=True),
+        _whole(RESIDENT_UNALIGNED - 1, center=True, beside=True),
         Specimen("layer norm, dx alone, bf16 4096", input_launch(typical, typical.x), loads=4, stores=1),
         Specimen("layer norm, weights alone, bf16 4096", weight_launch(typical, parts), loads=2, stores=2),
         Specimen("layer norm, dx alone, bf16 16384", input_launch(long, long.x), loads=4, stores=1),
@@ -210,4 +215,6 @@ def _whole(width: int, center: bool, beside: bool) -> Specimen:
     operands = _operands(width, center, beside)
     launch = whole_launch(operands, operands.x, meta(1 + center, 256, width))
     name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
+    if width % 16:
+        return Specimen(name, launch, loads=0, stores=0)
     return Specimen(name, launch, loads=3 + beside, stores=2 + center)

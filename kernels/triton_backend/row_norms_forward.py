@@ -1,7 +1,8 @@
 """Forward of both norms in Triton, with an optional addition of a residual before.
 
-Rows up to `RESIDENT` elements stay in registers between the statistics and the result, so that each element is read
-once. Longer rows are read in chunks, first from memory and then from the cache.
+Rows up to `RESIDENT` elements (`RESIDENT_UNALIGNED`, where they are not read 16 bytes at a time) stay in registers
+between the statistics and the result, so that each element is read once. Longer rows are read in chunks, first from
+memory and then from the cache.
 """
 
 import torch
@@ -9,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two
+from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two, stays_on_chip
 from megapipe.kernels.triton_backend.specimens import Specimen, meta
 
-RESIDENT = 16384
+RESIDENT, RESIDENT_UNALIGNED = 16384, 8192
 _TILE, _CHUNK, _ELEMENTS_PER_WARP = 4096, 4096, 512
 
 
@@ -145,7 +146,7 @@ def forward_launch(
         "epsilon": epsilon,
     }
     constants: dict[str, int] = {"CENTER": mean is not None, "ADD": residual is not None}
-    if width > RESIDENT:
+    if not stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
         constants["BLOCK"] = _CHUNK
         return Launch(_chunked_kernel, (num_rows,), arguments, constants, _CHUNK // _ELEMENTS_PER_WARP)
     block = power_of_two(width)
@@ -170,6 +171,7 @@ _SHAPES = [
     (4096, False, True),
     (RESIDENT, True, True),
     (2 * RESIDENT, True, True),
+    (RESIDENT_UNALIGNED - 1, True, True),
 ]
 
 
@@ -187,4 +189,6 @@ def _specimen(width: int, center: bool, add: bool) -> Specimen:
         1e-5,
     )
     name = f"{'add and ' if add else ''}{'layer' if center else 'rms'} norm, forward, bf16 {width}"
+    if width % 16:
+        return Specimen(name, launch, loads=0, stores=0)
     return Specimen(name, launch, loads=2 + center + add, stores=1 + add)

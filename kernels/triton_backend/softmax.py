@@ -1,6 +1,7 @@
 """Softmax of masked attention scores in Triton: the functions and arguments of `megapipe.kernels.reference.softmax`.
 
-Any number of keys. Hidden scores are not read. Rows of up to `RESIDENT` keys are read once.
+Any number of keys. Hidden scores are not read. Rows of up to `RESIDENT` keys are read once, of up to
+`RESIDENT_UNALIGNED` where they are not read 16 bytes at a time.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.softmax import check
-from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two
+from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two, stays_on_chip
 from megapipe.kernels.triton_backend.launch import refusal as refusal
 from megapipe.kernels.triton_backend.softmax_kernels import (
     chunked_gradient_kernel,
@@ -20,7 +21,7 @@ from megapipe.kernels.triton_backend.softmax_kernels import (
 )
 from megapipe.kernels.triton_backend.specimens import Specimen, meta
 
-RESIDENT = 16384
+RESIDENT, RESIDENT_UNALIGNED = 16384, 8192
 _TILE, _CHUNK, _ELEMENTS_PER_WARP = 4096, 4096, 512
 
 
@@ -105,7 +106,7 @@ def gradient_launch(dy: Tensor, y: Tensor, dx: Tensor, scale: float) -> Launch:
 def _over_rows(resident: Any, chunked: Any, x: Tensor, arguments: dict[str, Any], constants: dict[str, int]) -> Launch:
     width = x.shape[-1]
     num_rows = x.shape[:-1].numel()
-    if width > RESIDENT:
+    if not stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
         chunks = constants | {"BLOCK": _CHUNK}
         return Launch(chunked, (num_rows,), arguments, chunks, _CHUNK // _ELEMENTS_PER_WARP)
     block = power_of_two(max(width, 1))
@@ -122,11 +123,14 @@ def _over_rows(resident: Any, chunked: Any, x: Tensor, arguments: dict[str, Any]
 def specimens() -> list[Specimen]:
     """Every mask at lengths that take several rows a program, one row, the longest resident row, and chunks."""
     found = []
-    for keys, causal, masked in [(512, False, True), (2048, True, False), (RESIDENT, True, True), (65536, True, True)]:
+    shapes = [(512, False, True), (2048, True, False), (RESIDENT, True, True), (65536, True, True)]
+    for keys, causal, masked in [*shapes, (RESIDENT_UNALIGNED - 1, True, True)]:
         scores = meta(1, 16, keys, keys, dtype=torch.bfloat16)
         mask = meta(1, 1, 1, keys, dtype=torch.bool) if masked else None
         launch = forward_launch(scores, mask, scores, 0.125, causal, None)
         name = f"softmax, {'causal ' if causal else ''}{'masked ' if masked else ''}forward, bf16 {keys}"
-        found.append(Specimen(name, launch, loads=1 + masked, stores=1))
-        found.append(Specimen(f"softmax, backward, bf16 {keys}", gradient_launch(scores, scores, scores, 0.125), 2, 1))
+        aligned = keys % 16 == 0
+        found.append(Specimen(name, launch, loads=(1 + masked) * aligned, stores=int(aligned)))
+        backward = gradient_launch(scores, scores, scores, 0.125)
+        found.append(Specimen(f"softmax, backward, bf16 {keys}", backward, 2 * aligned, int(aligned)))
     return found

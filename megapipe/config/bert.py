@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import DataConfig, PretrainConfig
+from megapipe.config.run import PretrainConfig
 
 SHARED_DATA_FIELDS = ("prefix", "split", "sequence_length")
 SPECIAL_TOKENS = 3

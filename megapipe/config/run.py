@@ -3,21 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
-
-
-@dataclass(kw_only=True)
-class DataConfig:
-    """Where tokens come from and how they are cut into samples."""
-
-    prefix: str = ""
-    """Path of a shard without .bin/.idx, as tools/preprocess.py wrote it, relative to the working folder."""
-    split: str = "949,50,1"
-    """Shares of the documents for training, validation and test."""
-    sequence_length: int = 1024
-    """Tokens per sample."""
-    mask_end_of_document: bool = False
-    """Leave the prediction that follows an end-of-document token out of the loss."""
 
 
 @dataclass(kw_only=True)
@@ -292,10 +279,7 @@ class PretrainConfig:
             for name, value in at_least_one.items()
             if value is not None and value < 1
         ]
-        if not self.data.prefix:
-            found.append(
-                "data.prefix is empty; give the path of a shard without .bin/.idx, as tools/preprocess.py wrote it"
-            )
+        found += self.data.problems(self.model.vocabulary_size)
         if self.data.sequence_length > self.model.max_positions:
             found.append(
                 f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "

@@ -6,6 +6,7 @@ from math import prod
 from typing import Literal
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.run import OptimizerConfig
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
 Precision = Literal["fp32", "bf16"]
@@ -20,7 +21,7 @@ class StateBytes:
     """Bytes of parameters and what belongs to them on one rank.
 
     weights: compute-dtype copies, all versions. master: fp32 weights under bf16; under fp32 the newest copy is the
-    master and this is 0. gradients: fp32 accumulators. moments: AdamW's two, fp32.
+    master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps, fp32.
     """
 
     weights: int
@@ -34,6 +35,13 @@ class StateBytes:
         return self.weights + self.master + self.gradients + self.moments
 
 
+def num_moments(optimizer: OptimizerConfig) -> int:
+    """Numbers that the optimizer keeps between steps for every parameter."""
+    if optimizer.name == "adamw":
+        return 2
+    return 1 if optimizer.momentum else 0
+
+
 def state_bytes(
     specs: Iterable[ParameterSpec],
     precision: Precision,
@@ -42,10 +50,12 @@ def state_bytes(
     alignment: int = 1,
     num_versions: int = 1,
     num_gradients: int = 1,
+    moments: int = 2,
 ) -> StateBytes:
     """State of the distinct parameters `specs` on one tensor rank, vocabulary padding included.
 
-    num_versions: live weight versions. num_gradients: accumulators (one per use of a tied weight).
+    num_versions: live weight versions. num_gradients: accumulators (one per use of a tied weight). moments: those of
+    each parameter, which `num_moments` tells of an optimizer; the default is AdamW's.
     Not counted: the gaps that align segments in the flat buffers, under 64 elements a parameter.
     """
     elements = sum(prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
@@ -53,7 +63,7 @@ def state_bytes(
         weights=elements * num_versions * ELEMENT_BYTES[precision],
         master=0 if precision == "fp32" else elements * FULL_BYTES,
         gradients=elements * num_gradients * FULL_BYTES,
-        moments=elements * 2 * FULL_BYTES,
+        moments=elements * moments * FULL_BYTES,
     )
 
 

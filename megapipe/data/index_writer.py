@@ -5,20 +5,33 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.data.durable import flush_folder, flush_to_disk, write_whole
+from megapipe.data.durable import flush_folder, write_whole
 from megapipe.data.errors import DataError
+from megapipe.data.hashed_file import HashedFile
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.shard_format import CODE_OF_DTYPE, bin_path, idx_path, pack_header
 
 LONGEST_SEQUENCE = 2**31 - 1
 _CHUNK = 1 << 20
+_KINDS = ("bin", "lengths", "boundaries")
+
+
+class WriterPosition(NamedTuple):
+    """How far a shard was written, for a writer that continues after a crash."""
+
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+    checksums: tuple[str, str, str]
+    """Of the partial files so far: tokens, lengths, boundaries."""
 
 
 class ShardWriter:
@@ -28,19 +41,34 @@ class ShardWriter:
             writer.add_document([tokens])
             writer.commit()
 
-    Leaving the block without a commit removes what was written. A crash leaves at most `.partial` files, which nothing
-    reads and the next writer of the same prefix replaces.
+    Leaving the block without a commit removes what was written, unless `keep` was called. A crash leaves at most
+    `.partial` files, which nothing reads and the next writer of the same prefix replaces; one that is given the
+    `resume` position of an earlier writer continues there instead, and raises DataError when the files are not what
+    that writer left. A writer that is not `durable` does not wait for the disk.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype, resume: WriterPosition | None = None, durable: bool = True
+    ) -> None:
         if dtype not in CODE_OF_DTYPE:
             raise DataError(f"a shard cannot hold {dtype}; it can hold {', '.join(map(str, CODE_OF_DTYPE))}")
         self.prefix = str(prefix)
         self.dtype = dtype
+        self._durable = durable
+        self._kept = False
         self.num_sequences = self.num_documents = self.num_tokens = 0
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         # Lengths and boundaries go to disk too: a list of them for 10^9 documents would not fit in memory.
-        self._tokens, self._lengths, self._boundaries = (self._open(kind) for kind in ("bin", "lengths", "boundaries"))
+        if resume is None:
+            files = [HashedFile.create(self._partial(kind)) for kind in _KINDS]
+        else:
+            self.num_sequences, self.num_documents, self.num_tokens, checksums = resume
+            sizes = (self.num_tokens * dtype.itemsize, self.num_sequences * 4, self.num_documents * 8)
+            files = [
+                HashedFile.resume(self._partial(kind), size, checksum)
+                for kind, size, checksum in zip(_KINDS, sizes, checksums, strict=True)
+            ]
+        self._tokens, self._lengths, self._boundaries = files
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -57,54 +85,89 @@ class ShardWriter:
         """
         for sequence in sequences:
             if len(sequence):
-                self._add_sequence(np.asarray(sequence, dtype=np.int64))
+                self._add_sequence(sequence if isinstance(sequence, np.ndarray) else np.array(sequence, np.int64))
         self.num_documents += 1
         self._boundaries.write(np.int64(self.num_sequences).tobytes())
 
-    def append_shard(self, prefix: str | Path) -> None:
-        """Appends every document of another shard of the same dtype, without looking at its tokens."""
+    def append_shard(self, prefix: str | Path, keep: np.ndarray | None = None) -> None:
+        """Appends the documents of another shard of the same dtype, without looking at its tokens.
+
+        `keep`, bool [num_documents], chooses them; None takes all.
+        """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(f"{prefix} holds {other.dtype}, {self.prefix} holds {self.dtype}: they cannot be joined")
-        with bin_path(prefix).open("rb") as tokens:
-            shutil.copyfileobj(tokens, self._tokens, _CHUNK)
-        for lengths in _chunks(other.sequence_lengths):
-            self._lengths.write(lengths.tobytes())
-        for boundaries in _chunks(other.document_indices[1:]):
-            self._boundaries.write((boundaries + self.num_sequences).tobytes())
-        self.num_sequences += other.num_sequences
-        self.num_documents += other.num_documents
-        self.num_tokens += other.num_tokens
+        for begin, end in _runs(keep, other.num_documents):
+            self._append_documents(other, begin, end)
 
-    def commit(self, manifest: ShardManifest | None = None) -> None:
+    def _append_documents(self, other: IndexedDataset, begin: int, end: int) -> None:
+        tokens = other.tokens[other.document_start(begin) : other.document_start(end)]
+        first, last = int(other.document_indices[begin]), int(other.document_indices[end])
+        for chunk in _chunks(tokens):
+            self._tokens.write(chunk.tobytes())
+        for chunk in _chunks(other.sequence_lengths[first:last]):
+            self._lengths.write(chunk.tobytes())
+        for chunk in _chunks(other.document_indices[begin + 1 : end + 1]):
+            self._boundaries.write((chunk + (self.num_sequences - first)).tobytes())
+        self.num_sequences += last - first
+        self.num_documents += end - begin
+        self.num_tokens += len(tokens)
+
+    def position(self) -> WriterPosition:
+        """Brings everything so far to the disk, and says where a later writer may continue."""
+        files = (self._tokens, self._lengths, self._boundaries)
+        for file in files:
+            file.flush_to_disk()
+        tokens, lengths, boundaries = (file.checksum() for file in files)
+        counts = (self.num_sequences, self.num_documents, self.num_tokens)
+        return WriterPosition(*counts, (tokens, lengths, boundaries))
+
+    def keep(self) -> None:
+        """From now on, leaving without a commit keeps the partial files for a writer that continues."""
+        self._kept = True
+
+    def discard(self) -> None:
+        """Removes the partial files even if they were to be kept."""
+        self._kept = False
+        self.close()
+
+    def commit(self, manifest: ShardManifest | None = None) -> ShardManifest | None:
         """Publishes the shard, and its manifest beside it, in place of an older shard of that prefix.
 
         The .idx is removed first and appears last, so that at every moment there is the old shard, none, or the new.
+        Returns the manifest with the checksums of both files filled in.
         """
         for file in (self._tokens, self._lengths, self._boundaries):
-            flush_to_disk(file)
-        with self._open("idx") as index:
+            self._flush(file)
+        index = HashedFile.create(self._partial("idx"))
+        try:
             self._write_index(index)
-            flush_to_disk(index)
+            self._flush(index)
+        finally:
+            index.close()
         folder = bin_path(self.prefix).parent
         for old in (idx_path(self.prefix), manifest_path(self.prefix)):
             old.unlink(missing_ok=True)
-        flush_folder(folder)
+        self._flush_folder(folder)
         os.replace(self._partial("bin"), bin_path(self.prefix))
-        flush_folder(folder)
+        self._flush_folder(folder)
         if manifest is not None:
+            manifest = replace(manifest, bin_checksum=self._tokens.checksum(), idx_checksum=index.checksum())
             write_whole(manifest_path(self.prefix), manifest.to_json().encode())
         os.replace(self._partial("idx"), idx_path(self.prefix))
-        flush_folder(folder)
+        self._flush_folder(folder)
+        self._kept = False
         self.close()
+        return manifest
 
     def close(self) -> None:
-        """Closes and removes the partial files. Idempotent."""
+        """Closes the partial files, and removes them if they are not to be kept. Idempotent."""
         for file in (self._tokens, self._lengths, self._boundaries):
             with suppress(OSError):  # what a full disk did not take is not needed any more
                 file.close()
-        for kind in ("bin", "lengths", "boundaries", "idx"):
-            self._partial(kind).unlink(missing_ok=True)
+        if not self._kept:
+            for kind in (*_KINDS, "idx"):
+                self._partial(kind).unlink(missing_ok=True)
 
     def _add_sequence(self, tokens: np.ndarray) -> None:
         limits = np.iinfo(self.dtype)
@@ -116,12 +179,12 @@ class ShardWriter:
             )
         if len(tokens) > LONGEST_SEQUENCE:
             raise DataError(f"a sequence of {len(tokens)} tokens; the format allows {LONGEST_SEQUENCE}: cut the text")
-        self._tokens.write(tokens.astype(self.dtype).tobytes())
+        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._lengths.write(np.int32(len(tokens)).tobytes())
         self.num_sequences += 1
         self.num_tokens += len(tokens)
 
-    def _write_index(self, index: BinaryIO) -> None:
+    def _write_index(self, index: HashedFile) -> None:
         index.write(pack_header(self.dtype, self.num_sequences, self.num_documents))
         with self._partial("lengths").open("rb") as lengths:
             shutil.copyfileobj(lengths, index, _CHUNK)
@@ -138,8 +201,24 @@ class ShardWriter:
     def _partial(self, kind: str) -> Path:
         return Path(f"{self.prefix}.{kind}.partial")
 
-    def _open(self, kind: str) -> BinaryIO:
-        return self._partial(kind).open("wb", buffering=_CHUNK)
+    def _flush(self, file: HashedFile) -> None:
+        if self._durable:
+            file.flush_to_disk()
+        else:
+            file.flush()
+
+    def _flush_folder(self, folder: Path) -> None:
+        if self._durable:
+            flush_folder(folder)
+
+
+def _runs(keep: np.ndarray | None, count: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) of the runs of kept documents."""
+    if keep is None:
+        yield 0, count
+        return
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], keep, [False])).astype(np.int8)))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:

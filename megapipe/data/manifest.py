@@ -3,9 +3,12 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megapipe.data.errors import DataError
+from megapipe.data.hashed_file import checksum_of_file
 from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.shard_format import bin_path, idx_path
 
 FORMAT_VERSION = 1
 
@@ -28,6 +31,21 @@ class ShardManifest:
     """Token type of the .bin file, for example uint16."""
     num_documents: int
     num_tokens: int
+    num_sequences: int | None = None
+    """Sentences where documents were split, else non-empty documents. This and what follows: None where unknown."""
+    special_tokens: dict[str, int] | None = None
+    """Names and ids of the tokenizer's special tokens, for example [MASK]."""
+    sentences: str | None = None
+    """What split documents into sentences, one sequence each; None where a document is one sequence."""
+    num_skipped: int | None = None
+    """Documents left out because they could not be read."""
+    num_duplicates: int | None = None
+    """Documents left out because an equal one came before; None where duplicates were kept."""
+    sources: dict[str, Any] | None = None
+    """Number, bytes and one checksum of the input files, and up to LISTED_SOURCES of them by name."""
+    bin_checksum: str | None = None
+    """`xxh128:<hex>` of the .bin file, as xxh128sum computes it."""
+    idx_checksum: str | None = None
 
     def to_json(self) -> str:
         return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
@@ -47,6 +65,15 @@ class ShardManifest:
                 f"the shard was tokenized with {self.tokenizer} ({self.tokenizer_fingerprint[:19]}...), not with "
                 f"{tokenizer} ({fingerprint[:19]}...): name the shard's tokenizer or preprocess again with this one"
             )
+
+    def check_checksums(self, prefix: str | Path) -> None:
+        """Reads both files. Raises DataError when one is not what was written."""
+        for path, written in ((bin_path(prefix), self.bin_checksum), (idx_path(prefix), self.idx_checksum)):
+            if written is not None and (found := checksum_of_file(path)) != written:
+                raise DataError(
+                    f"{path} is damaged: its checksum is {found}, but {written} was written; copy it again or "
+                    "preprocess again"
+                )
 
     def check_shard(self, dataset: IndexedDataset) -> None:
         """Raises DataError when the manifest lies beside a shard that it does not describe."""

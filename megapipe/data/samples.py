@@ -1,18 +1,16 @@
 """GPT samples: windows of consecutive tokens, in an order that is a function of the seed."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.data.checked_shards import open_shards, outside_vocabulary, unknown_id
+from megapipe.data.epoch_order import EpochOrder
 from megapipe.data.errors import DataError
-from megapipe.data.indexed_dataset import IndexedDataset
-from megapipe.data.manifest import ShardManifest, read_manifest
 from megapipe.data.splits import SplitName, split_documents
 from megapipe.data.token_stream import TokenStream
-from megapipe.random.permutation import KeyedPermutation
 
 
 class GptSamples:
@@ -44,11 +42,10 @@ class GptSamples:
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
         paths = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
-        self.shards = _open_shards(paths, vocabulary_size)
+        self.shards, self.manifests = open_shards(paths, vocabulary_size)
         num_documents = sum(shard.num_documents for shard in self.shards)
         documents = split_documents(num_documents, shares)[split]
         self.sequence_length = sequence_length
-        self.shuffle = shuffle
         self.vocabulary_size = vocabulary_size
         self._stream = TokenStream(self.shards, documents)
         self.num_predictions = max(0, self._stream.num_tokens - 1)
@@ -58,13 +55,12 @@ class GptSamples:
             self._num_samples = -(-self.num_predictions // sequence_length)
         if self._num_samples == 0:
             raise DataError(
-                f"the {split} split has {len(documents)} of {num_documents} documents and {self._stream.num_tokens} "
+                f"the {split} split of {paths[0]} has {len(documents)} of {num_documents} documents and "
+                f"{self._stream.num_tokens} "
                 f"tokens, too few for one sample of {sequence_length} + 1: give it a larger share than in {shares!r}, "
                 "shorten sequence_length or add documents"
             )
-
-        # Samples come one at a time, an epoch's permutation is the same for all of them.
-        self._order = lru_cache(maxsize=2)(partial(KeyedPermutation, self._num_samples, seed))
+        self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -72,17 +68,7 @@ class GptSamples:
 
     def windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Window numbers of sample ordinals, int64 of the same shape; len(self) past the end of a sequential order."""
-        ordinals = np.asarray(ordinals, dtype=np.int64)
-        if ordinals.size and ordinals.min() < 0:
-            raise DataError(f"sample ordinal {ordinals.min()} is negative")
-        if not self.shuffle:
-            return np.asarray(np.minimum(ordinals, len(self)))
-        epochs, positions = np.divmod(ordinals, len(self))
-        windows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            windows[here] = self._order(int(epoch))(positions[here])
-        return windows
+        return self._order(ordinals)
 
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Predictions in samples, int64 of the shape of `ordinals`. Reads no tokens.
@@ -101,7 +87,7 @@ class GptSamples:
         for row, start, count in zip(tokens, starts.flat, self._num_labels(starts).flat, strict=True):
             if count:
                 row[: count + 1] = self._stream.read(int(start), int(count) + 1)
-                self._check_ids(row, int(start))
+                self._check_ids(row[: count + 1], int(start))
         return tokens.reshape(*starts.shape, -1)
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
@@ -122,28 +108,6 @@ class GptSamples:
         return np.clip(self.num_predictions - starts, 0, self.sequence_length)
 
     def _check_ids(self, tokens: np.ndarray, start: int) -> None:
-        if self.vocabulary_size is None:
-            return
-        if tokens.max() < self.vocabulary_size and tokens.min() >= 0:
-            return
-        place = int(np.argmax((tokens >= self.vocabulary_size) | (tokens < 0)))
-        shard, position = self._stream.locate(start + place)
-        raise DataError(
-            f"token {position} of {shard.prefix}.bin is {tokens[place]}, outside the model's vocabulary of "
-            f"{self.vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
-        )
-
-
-def _open_shards(prefixes: Sequence[str | Path], vocabulary_size: int | None) -> list[IndexedDataset]:
-    shards = [IndexedDataset(prefix) for prefix in prefixes]
-    manifests: list[ShardManifest] = []
-    for shard in shards:
-        manifest = read_manifest(shard.prefix)
-        if manifest is not None:
-            manifest.check_shard(shard)
-            if vocabulary_size is not None:
-                manifest.check_vocabulary(vocabulary_size)
-            manifests.append(manifest)
-    for manifest in manifests[1:]:
-        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
-    return shards
+        place = unknown_id(tokens, self.vocabulary_size)
+        if place is not None:
+            raise outside_vocabulary(*self._stream.locate(start + place), self.vocabulary_size)

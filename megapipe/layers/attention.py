@@ -1,5 +1,6 @@
 """Causal self-attention: grouped-query, sliding window, rotary positions, query and key norms."""
 
+import math
 from typing import Literal
 
 import torch
@@ -34,6 +35,19 @@ def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPa
 @constant_when_compiled
 def _has_amx() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
+def visible_within_documents(document_starts: Tensor, window: int | None) -> Tensor:
+    """Which keys (last axis) each query sees: bool [b, s, s] for document_starts int64 [b, s].
+
+    Those of its own document up to itself, at most `window` in all.
+    """
+    keys = torch.arange(document_starts.shape[1], device=document_starts.device)
+    queries = keys.unsqueeze(1)
+    first = document_starts.unsqueeze(-1)
+    if window is not None:
+        first = torch.maximum(first, queries - (window - 1))
+    return (keys <= queries) & (keys >= first)
 
 
 class Attention(nn.Module):
@@ -83,6 +97,12 @@ class Attention(nn.Module):
         if self.rotary is None:
             return x
         cosine, sine = self.rotary.tables(x.shape[1], x)
+        if context.document_starts is not None:
+            # The op knows one angle a token of one text: all samples pass as one long one.
+            positions = torch.arange(x.shape[1], device=x.device) - context.document_starts
+            cosine, sine = cosine[positions.flatten()], sine[positions.flatten()]
+            rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
+            return self.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)
         return self.kernels.pick("rotary", x).apply(x.flatten(2, 3), cosine, sine).view(x.shape)
 
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:
@@ -109,6 +129,8 @@ class Attention(nn.Module):
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
         """What the queries [b, heads, s, d] see, in a form that broadcasts to [b, heads, s, s]; None: all before."""
+        if context.document_starts is not None:
+            return visible_within_documents(context.document_starts, self.window).unsqueeze(1)
         length = query.shape[2]
         if self.window is None or self.window >= length:
             return None
@@ -116,8 +138,15 @@ class Attention(nn.Module):
 
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
         """Attention weights [n, rows, s] of query [n, rows, d] and key [n, s, d]; n = b x kv groups."""
-        op = self.kernels.pick("attention_probabilities", query)
-        return op.apply(query, key, self.scale, self.window)
+        if context.document_starts is None:
+            op = self.kernels.pick("attention_probabilities", query)
+            weights: Tensor = op.apply(query, key, self.scale, self.window)
+            return weights
+        hidden = visible_within_documents(context.document_starts, self.window).logical_not_()
+        batch, length, _ = hidden.shape
+        scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale)
+        by_head = scores.view(batch, -1, length, length)
+        return by_head.masked_fill_(hidden.unsqueeze(1), -math.inf).softmax(dim=-1).view(scores.shape)
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, kv groups, heads, d]. All query heads of a kv group share one product with its keys."""

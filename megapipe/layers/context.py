@@ -13,6 +13,8 @@ class MicrobatchContext:
 
     tokens: int64 [b, s], for the embedding. labels: int64 [b, s], for the loss. loss_mask: [b, s], weight of each
     token's loss, None for 1. ordinals: int64 [b], number of each sample in the run, for dropout.
+    document_starts: int64 [b, s], place in its sample where each token's document begins: attention sees that document
+    alone and positions count from there; None for samples that are one text.
     seed: of the run, below 2**64. training: dropout is active. tape: collects a split backward; None runs it fused.
     """
 
@@ -23,6 +25,7 @@ class MicrobatchContext:
     seed: int = 0
     training: bool = True
     tape: SplitTape | None = None
+    document_starts: Tensor | None = None
 
 
 @dataclass

@@ -42,7 +42,7 @@ class BertEmbedding(nn.Module):
         tape = context.tape
         hidden = self.word(context.tokens, tape)
         if self.position is not None:
-            hidden = hidden + self.position(context.tokens.shape[1], tape)
+            hidden = hidden + self.position(context.tokens.shape[1], None, tape)
         hidden = hidden + self.token_type(context.token_types, tape)
         if self.norm is not None:
             hidden = self.norm(hidden, tape)

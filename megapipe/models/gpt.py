@@ -32,7 +32,7 @@ class Embedding(nn.Module):
             raise ValueError("the embedding's stage needs tokens in its context")
         hidden = self.word(context.tokens, context.tape)
         if self.position is not None:
-            hidden = hidden + self.position(context.tokens.shape[1], context.tape)
+            hidden = hidden + self.position(context.tokens.shape[1], context.document_starts, context.tape)
         return (self.dropout(hidden, context),)
 
 

@@ -21,8 +21,11 @@ import numpy.typing as npt
 UnsignedArray = npt.NDArray[np.uint64]
 
 LARGEST_TABLE = 4096
+FEW = 8
+"""Positions up to which Python's integers are faster than numpy's arrays."""
 LARGEST_SIZE = 2**62
 _ROUNDS = 8
+_MASK = 2**64 - 1
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -40,6 +43,7 @@ class KeyedPermutation:
             raise ValueError(f"a permutation needs between 1 and 2**62 elements, not {size}")
         self.size = size
         self._round_keys = _expand_key(key)
+        self._few_round_keys: list[int] = self._round_keys.tolist()
         self._rows = math.isqrt(size - 1) + 1
         self._columns = -(-size // self._rows)
         self._table = self._sorted_table() if size <= LARGEST_TABLE else None
@@ -57,12 +61,15 @@ class KeyedPermutation:
             raise IndexError(f"positions {requested.min()} to {requested.max()} reach outside [0, {self.size})")
         if self._table is not None:
             return self._table[requested]
-        images = self._network(requested.astype(np.uint64).reshape(-1))
-        outside = np.flatnonzero(images >= self.size)
+        if requested.size <= FEW:
+            images = np.array([self._image(position) for position in requested.reshape(-1).tolist()], dtype=np.int64)
+            return images.reshape(requested.shape)
+        words = self._network(requested.astype(np.uint64).reshape(-1))
+        outside = np.flatnonzero(words >= self.size)
         while outside.size:
-            images[outside] = self._network(images[outside])
-            outside = outside[images[outside] >= self.size]
-        return images.astype(np.int64).reshape(requested.shape)
+            words[outside] = self._network(words[outside])
+            outside = outside[words[outside] >= self.size]
+        return words.astype(np.int64).reshape(requested.shape)
 
     def _network(self, values: UnsignedArray) -> UnsignedArray:
         """One pass over Z_rows x Z_columns; [m] -> [m], each value below rows * columns."""
@@ -72,6 +79,18 @@ class KeyedPermutation:
             left = (left + _mix(right + self._round_keys[index]) % rows) % rows
             right = (right + _mix(left + self._round_keys[index + 1]) % columns) % columns
         return left * columns + right
+
+    def _image(self, position: int) -> int:
+        """As `_network`, walking included, for one position in Python's integers."""
+        rows, columns = self._rows, self._columns
+        while True:
+            left, right = divmod(position, columns)
+            for index in range(0, _ROUNDS, 2):
+                left = (left + _mixed(right + self._few_round_keys[index]) % rows) % rows
+                right = (right + _mixed(left + self._few_round_keys[index + 1]) % columns) % columns
+            position = left * columns + right
+            if position < self.size:
+                return position
 
     def _sorted_table(self) -> npt.NDArray[np.int64]:
         counters = np.arange(self.size, dtype=np.uint64) * _GOLDEN_GAMMA
@@ -91,3 +110,11 @@ def _mix(words: UnsignedArray) -> UnsignedArray:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+def _mixed(word: int) -> int:
+    """`_mix` of one word, taken modulo 2**64."""
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)

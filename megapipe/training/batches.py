@@ -1,9 +1,19 @@
 """From the data room's arrays to what the engine hands to layers: one context per micro-batch, loaded ahead."""
 
+import numpy as np
 import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.data.batches import Microbatch, MicrobatchSource
+from megapipe.data.blend import BlendedSamples
+from megapipe.data.blend_order import BlendOrder
+from megapipe.data.checked_shards import check_one_tokenizer
+from megapipe.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleRule
+from megapipe.data.manifest import ShardManifest
+from megapipe.data.megatron_blend import MegatronBlendOrder, samples_wanted
+from megapipe.data.megatron_order import MegatronSamples
+from megapipe.data.packed_samples import PackedSamples
+from megapipe.data.sample_set import SampleSet
 from megapipe.data.samples import GptSamples
 from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
@@ -11,6 +21,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.loader import Loader
 from megapipe.training.replica import Replica
+from megapipe.training.transfer import tensor_on
 
 
 class BatchLoader(Loader):
@@ -44,30 +55,94 @@ class BatchLoader(Loader):
             microbatch = self._source.microbatch(consumed, index, num_microbatches)
             count = float(microbatch.loss_mask.sum()) if self._is_last else None
             return self._context(microbatch), count
-        ordinals = torch.from_numpy(self._source.ordinals(consumed, index, num_microbatches))
-        return MicrobatchContext(ordinals=ordinals, seed=self._seed, training=self._training), None
+        ordinals = self._source.ordinals(consumed, index, num_microbatches)
+        return self._context_without_tokens(ordinals, self._source.document_starts(ordinals)), None
 
     def _context(self, microbatch: Microbatch) -> MicrobatchContext:
-        def on_device(array: object) -> torch.Tensor:
-            return torch.as_tensor(array).contiguous().to(self._device, non_blocking=True)
+        context = self._context_without_tokens(microbatch.ordinals, microbatch.document_starts)
+        if self._is_first:
+            context.tokens = tensor_on(microbatch.tokens, self._device)
+        if self._is_last:
+            context.labels = tensor_on(microbatch.labels, self._device)
+            context.loss_mask = tensor_on(microbatch.loss_mask, self._device)
+        return context
 
+    def _context_without_tokens(self, ordinals: np.ndarray, document_starts: np.ndarray | None) -> MicrobatchContext:
+        """What every stage knows."""
         return MicrobatchContext(
-            tokens=on_device(microbatch.tokens) if self._is_first else None,
-            labels=on_device(microbatch.labels) if self._is_last else None,
-            loss_mask=on_device(microbatch.loss_mask) if self._is_last else None,
-            ordinals=torch.from_numpy(microbatch.ordinals),
+            ordinals=torch.from_numpy(ordinals),
             seed=self._seed,
             training=self._training,
+            document_starts=None if document_starts is None else tensor_on(document_starts, self._device),
         )
 
 
-def split_samples(config: PretrainConfig, split: SplitName) -> GptSamples:
+def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
     """A split's samples: the training split in its shuffled order, the others front to back.
 
-    Raises DataError for unusable shards or a split too small for one sample.
+    Raises DataError for unusable shards, shards of different tokenizers, and a split of one that is too small for one
+    sample.
     """
-    return GptSamples(
-        config.data.prefix,
+    training = split == "train"
+    if training and config.data.order == "megatron":
+        samples, manifests = _megatron_samples(config)
+    else:
+        samples, manifests = _keyed_samples(config, split)
+    if not (training and config.data.fim_tokens):
+        return samples
+    prefix, suffix, middle = config.data.fim_tokens
+    rule = FillInTheMiddleRule(
+        rate=config.data.fim_rate,
+        suffix_first=config.data.fim_suffix_first,
+        prefix=prefix,
+        suffix=suffix,
+        middle=middle,
+        end_of_document=manifests[0].end_of_document if manifests else None,
+    )
+    return FillInTheMiddle(samples, rule, config.training.seed)
+
+
+def _keyed_samples(config: PretrainConfig, split: SplitName) -> tuple[SampleSet, list[ShardManifest]]:
+    """A split's samples in the project's own order."""
+    corpora = [_corpus(config, prefix, split) for prefix in config.data.prefixes]
+    manifests = [manifest for corpus in corpora for manifest in corpus.manifests]
+    check_one_tokenizer(manifests)
+    if not config.data.blend:
+        return corpora[0], manifests
+    order = BlendOrder(list(config.data.blend.values()))
+    return BlendedSamples(corpora, order, repeats=split == "train"), manifests
+
+
+def _megatron_samples(config: PretrainConfig) -> tuple[SampleSet, list[ShardManifest]]:
+    """The training split in Megatron-LM's order, for the samples of the whole run."""
+    num_samples = BatchPlan.of(config.batch).consumed_after(config.training.steps)
+    weights = list(config.data.blend.values())
+    wanted = samples_wanted(weights, num_samples) if weights else [num_samples]
+    corpora = [
+        MegatronSamples(
+            prefix,
+            split="train",
+            shares=config.data.split,
+            sequence_length=config.data.sequence_length,
+            seed=config.training.seed,
+            num_samples=each,
+            vocabulary_size=config.model.vocabulary_size,
+        )
+        for prefix, each in zip(config.data.prefixes, wanted, strict=True)
+    ]
+    manifests = [manifest for corpus in corpora for manifest in corpus.manifests]
+    check_one_tokenizer(manifests)
+    if not weights:
+        return corpora[0], manifests
+    order = MegatronBlendOrder(weights, num_samples)
+    order.check_supply(config.data.prefixes, [len(corpus) for corpus in corpora])
+    return BlendedSamples(corpora, order, repeats=True), manifests
+
+
+def _corpus(config: PretrainConfig, prefix: str, split: SplitName) -> GptSamples | PackedSamples:
+    kind = PackedSamples if config.data.pack == "best_fit" else GptSamples
+    return kind(
+        prefix,
         split=split,
         shares=config.data.split,
         sequence_length=config.data.sequence_length,
@@ -81,7 +156,7 @@ def batch_loader(
     config: PretrainConfig,
     mesh: Mesh,
     replica: Replica,
-    samples: GptSamples,
+    samples: SampleSet,
     plan: BatchPlan | None = None,
     *,
     training: bool = True,
@@ -92,7 +167,9 @@ def batch_loader(
         data_rank=mesh.coordinate("data"),
         data_size=mesh.size("data"),
         micro_size=config.batch.micro_size,
-        mask_end_of_document=config.data.mask_end_of_document,
+        # Which documents share a packed sample is chance: nothing is to be learnt from one about the next.
+        mask_end_of_document=config.data.mask_end_of_document or config.data.pack == "best_fit",
+        isolate_documents=config.data.isolate_documents,
     )
     return BatchLoader(
         source,

@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> None:
     config = request.on_layout(
         trained, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
     )
-    tokenizer = request.find_tokenizer(arguments.tokenizer, config.data.prefix)
+    tokenizer = request.find_tokenizer(arguments.tokenizer, config.data.prefixes[0])
     tokens = request.encoded(prompts, tokenizer, config.model)
     limits = Limits(
         max_new_tokens=arguments.max_new_tokens,

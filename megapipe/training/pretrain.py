@@ -8,6 +8,7 @@ from typing import cast
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import Precision
+from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import loss_curve, metrics
@@ -89,6 +90,12 @@ def _run(
         say(
             "warning: schedule.update eager: each update waits for the norm over all ranks, so that steps take about "
             f"{eager_cost(replica.schedule):.0%} longer than with lazy; lazy costs a second gradient buffer"
+        )
+    weights = list(config.data.blend.values())
+    if weights and config.data.order == "keyed" and weights_are_rounded(weights):
+        say(
+            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; whole numbers that add "
+            "up to no more are kept exactly"
         )
     references = _references(config, samples, say) if mesh.rank == 0 else None
     loader = open_loader(config, mesh, replica, samples)

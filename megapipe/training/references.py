@@ -53,4 +53,7 @@ def reference_losses(samples: Samples, vocabulary_size: int) -> References:
 
 
 def _labels(samples: Samples, ordinals: np.ndarray) -> np.ndarray:
-    return samples.text(ordinals) if isinstance(samples, BertSamples) else samples.tokens(ordinals)[:, 1:].ravel()
+    if isinstance(samples, BertSamples):
+        return samples.text(ordinals)
+    labels = samples.tokens(ordinals)[:, 1:]
+    return labels[np.arange(samples.sequence_length) < samples.num_labels(ordinals)[:, None]]

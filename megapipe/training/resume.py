@@ -26,6 +26,8 @@ FIXED = (
     ("training", "seed"),
     ("data", "sequence_length"),
     ("data", "split"),
+    ("data", "pack"),
+    ("data", "order"),
     ("batch", "global_size"),
     *(("data", name) for name in BertDataConfig.own_fields() if name != "tokenizer"),
 )
@@ -180,14 +182,23 @@ class Checkpointer:
         manifest = read_manifest(path)
         self._check_model(path, manifest, replica)
         config = asdict(self._config)
-        for group, name in FIXED:
-            if name not in config[group]:
-                continue
-            here = config[group][name]
-            stored = manifest.run.config.get(group, {}).get(name, here)
+        # Megatron-LM's order depends on the length of the run.
+        fixed = (*FIXED, ("training", "steps")) if self._config.data.order == "megatron" else FIXED
+        differing = [
+            (f"{group}.{name}", config[group][name], manifest.run.config.get(group, {}).get(name, config[group][name]))
+            for group, name in fixed
+            if name in config[group]
+        ]
+        # Shards may lie elsewhere now, but in other proportions they give other samples.
+        weights, stored_blend = (
+            list(self._config.data.blend.values()),
+            manifest.run.config.get("data", {}).get("blend", {}),
+        )
+        differing.append(("the list of data.blend's weights", weights, list(stored_blend.values())))
+        for name, here, stored in differing:
             if stored != here:
                 raise CheckpointError(
-                    f"{group}.{name} is {here!r} but {path} was saved by a run with {stored!r}; set it back to go on "
+                    f"{name} is {here!r} but {path} was saved by a run with {stored!r}; set it back to go on "
                     "with that run, or start another one from its weights with init_from in a new training.directory"
                 )
 

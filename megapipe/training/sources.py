@@ -3,7 +3,7 @@
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.bert_samples import BertSamples
-from megapipe.data.samples import GptSamples
+from megapipe.data.sample_set import SampleSet
 from megapipe.data.splits import SplitName
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
@@ -12,7 +12,7 @@ from megapipe.training.bert_batches import BertLoader, bert_samples
 from megapipe.training.loader import Loader
 from megapipe.training.replica import Replica
 
-Samples = GptSamples | BertSamples
+Samples = SampleSet | BertSamples
 
 
 def open_samples(config: PretrainConfig, split: SplitName) -> Samples:

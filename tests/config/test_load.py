@@ -36,6 +36,15 @@ def test_hyphens_are_underscores_in_flags_only() -> None:
     assert parse(["--model.num-heads", "4", "--data.prefix", "some-shard"]).data.prefix == "some-shard"
 
 
+def test_a_blend_is_written_in_a_file_or_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data:\n  blend: {data/web: 7, data/code: 2.5}\n  fim_tokens: [1, 2, 3]\n")
+    data = parse(["--config", str(tmp_path / "run.yaml")]).data
+    assert data.blend == {"data/web": 7, "data/code": 2.5}
+    assert data.fim_tokens == [1, 2, 3]
+    assert data.prefixes == ("data/web", "data/code")
+    assert parse(["--data.blend", '{"a": 1, "b": 3e-1}']).data.blend == {"a": 1, "b": 0.3}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

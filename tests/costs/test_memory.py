@@ -1,10 +1,15 @@
+from collections.abc import Callable
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.run import OptimizerConfig
 from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes, boundary_bytes, state_bytes
+from megapipe.costs.memory import activation_bytes, boundary_bytes, num_moments, state_bytes
+from megapipe.optim.optimizer import make_optimizer
 
 
 @given(st.integers(1, 4), st.integers(1, 128), st.sampled_from([4, 8, 16]), st.sampled_from([1, 2, 4]))
@@ -96,6 +101,28 @@ def test_state_per_parameter(precision: str, versions: int, per_parameter: int) 
     state = state_bytes(specs, precision, num_versions=versions)  # type: ignore[arg-type]
     assert state.total == per_parameter * sum(spec.num_elements for spec in specs)
     assert state.total == state.weights + state.master + state.gradients + state.moments
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "torchs"),
+    [
+        (OptimizerConfig(), torch.optim.AdamW),
+        (OptimizerConfig(name="sgd", momentum=0.9), lambda leaves: torch.optim.SGD(leaves, momentum=0.9)),
+        (OptimizerConfig(name="sgd"), torch.optim.SGD),
+    ],
+)
+def test_moments_are_those_that_the_optimizer_keeps(
+    optimizer: OptimizerConfig, torchs: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+) -> None:
+    word = gpt_layers(llama_like())[0].parameters["word.weight"]
+    weight = torch.ones(word.shape, requires_grad=True)
+    stepped = torchs([weight])
+    weight.sum().backward()
+    stepped.step()
+    kept = [value for value in stepped.state[weight].values() if value is not None and value.shape == weight.shape]
+    state = state_bytes([word], "fp32", moments=num_moments(optimizer))
+    assert state.moments == sum(value.nbytes for value in kept)
+    assert len(make_optimizer(optimizer).moment_names) == num_moments(optimizer)
 
 
 def test_state_of_a_tied_table_counts_padding_and_one_accumulator_per_use() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from megapipe.data.errors import DataError
 from megapipe.data.index_writer import ShardWriter
@@ -38,9 +39,26 @@ def open_samples(prefix: Path | list[Path], vocabulary_size: int = 257) -> GptSa
 
 def test_round_trip_and_absence(tmp_path: Path) -> None:
     prefix = write_described(tmp_path / "shard")
-    assert read_manifest(prefix) == MANIFEST
+    written = read_manifest(prefix)
+    assert written == replace(MANIFEST, bin_checksum=checksum(f"{prefix}.bin"), idx_checksum=checksum(f"{prefix}.idx"))
     write_shard(prefix, [[[1]]])  # a new shard without a manifest does not keep the old one's
     assert read_manifest(prefix) is None
+
+
+def checksum(path: str) -> str:
+    return f"xxh128:{xxhash.xxh3_128_hexdigest(Path(path).read_bytes())}"
+
+
+@pytest.mark.parametrize("kind", ["bin", "idx"])
+def test_a_flipped_bit_is_found(tmp_path: Path, kind: str) -> None:
+    prefix = write_described(tmp_path / "shard")
+    written = read_manifest(prefix)
+    assert written is not None
+    written.check_checksums(prefix)
+    path = Path(f"{prefix}.{kind}")
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    with pytest.raises(DataError, match=rf"shard\.{kind} is damaged: its checksum is"):
+        written.check_checksums(prefix)
 
 
 def test_a_vocabulary_too_small_is_refused_before_training(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.manifest import read_manifest
 from megapipe.data.samples import GptSamples
 from megapipe.data.shard_format import DTYPE_OF_CODE
 from megapipe.data.splits import SPLIT_NAMES, split_documents
+from tests.data.preprocess_runs import preprocess, write_json_lines
 from tests.data.shards import joined, numbered_documents, write_shard
 
 if sys.version_info >= (3, 14):
@@ -93,3 +95,27 @@ def test_splits_have_megatrons_bounds(num_documents: int, shares: list[int]) -> 
             assert ours[name] == range(begin, end)
         else:
             assert len(ours[name]) == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own numpy use
+def test_sentences_have_the_layout_of_its_own_tool(tmp_path: Path) -> None:
+    documents = ["One sentence. Another one! A third?", "", "Only this.", "\n\n"]
+    write_json_lines(tmp_path / "in.jsonl", [{"text": text} for text in documents])
+    arguments = ["--input", tmp_path / "in.jsonl", "--split-sentences", "--append-eod"]
+    assert preprocess(*arguments, "--output-prefix", tmp_path / "out") == 0
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for document in ([b"One sentence. ", b"Another one! ", b"A third?"], [], [b"Only this."], [b"\n\n"]):
+        ids = [list(sentence) for sentence in document]
+        if not ids:
+            builder.end_document()
+            continue
+        ids[-1].append(256)
+        builder.add_document(torch.tensor(joined(ids)), [len(sentence) for sentence in ids])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for kind in ("bin", "idx"):
+        assert (tmp_path / f"out_text_sentence.{kind}").read_bytes() == (tmp_path / f"theirs.{kind}").read_bytes()
+    manifest = read_manifest(tmp_path / "out_text_sentence")
+    assert manifest is not None
+    assert (manifest.num_documents, manifest.num_sequences) == (4, 5)
+    assert manifest.sentences is not None
+    assert manifest.sentences.startswith("sentencex ")

@@ -29,7 +29,7 @@ def test_byte_ranges_give_every_line_once(
     path = tmp_path / "lines.jsonl"
     path.write_bytes(content.encode())
     parts = cut_into_parts([InputFile(path, path.stat().st_size)], part_bytes)
-    documents = [document for part in parts for piece in part.pieces for document in read_documents(piece)]
+    documents = [document for part in parts for piece in part.pieces for document in read_documents(piece, ["text"])]
     expected = [(number, line) for number, line in enumerate(content.encode().split(b"\n"), 1) if line.strip()]
     assert [document.content.rstrip(b"\n") for document in documents] == [line for _, line in expected]
     assert [document.place() for document in documents] == [f"{path}, line {number}" for number, _ in expected]
@@ -160,7 +160,7 @@ def test_a_skipped_line_is_left_out_of_every_field(tmp_path: Path) -> None:
         (["--input", "a.txt", "--tokenizer", "a.txt"], "a.txt is not a tokenizer.json"),
         (["--input", "a.txt", "--json-keys", "body"], "a.txt is read as plain text and has the one field 'text'"),
         (["--input", "latin.txt"], "latin.txt: not UTF-8"),
-        (["--input", "packed.jsonl.gz"], ".gz files are not read"),
+        (["--input", "packed.jsonl.xz"], ".xz files are not read"),
         (["--input", ".", "--include", "*.rs"], "'.' gives no files that pass --include"),
     ],
 )
@@ -176,7 +176,7 @@ def test_unusable_input_is_refused(
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "packed.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "packed.jsonl.xz").write_bytes(b"\x1f\x8b")
     assert preprocess(*arguments, "--output-prefix", "out/shard") == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("shard*"))
@@ -195,6 +195,8 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_shard(tmp_path: Path, capsys
     assert "File too large" in finished.stderr
     assert texts_of(tmp_path / "out_text_document") == ["old"]
     assert not list(tmp_path.glob("*.part*"))
+    subprocess.run(arguments, check=True, capture_output=True, timeout=60)
+    assert texts_of(tmp_path / "out_text_document") == ["new" * 100_000]
 
 
 def test_help_imports_no_torch() -> None:

@@ -25,8 +25,8 @@ def test_what_a_killed_run_left_is_not_trusted(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_an_interrupted_run_leaves_neither_files_nor_workers(tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 400)
+def test_an_interrupted_run_stops_its_workers_and_can_be_repeated(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 200)
     arguments = [
         "--input",
         str(tmp_path / "in.jsonl"),
@@ -36,11 +36,14 @@ def test_an_interrupted_run_leaves_neither_files_nor_workers(tmp_path: Path) -> 
         str(tmp_path / "out"),
     ]
     process = subprocess.Popen([*TOOL, *arguments, "--workers", "2"], stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: list(tmp_path.glob("out.parts/*")) != [])
+    wait_until(lambda: list(tmp_path.glob("out.parts/0*")) != [])
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
     assert process.returncode == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert not list(tmp_path.glob("*.idx"))
+    assert preprocess(*arguments) == 0
+    assert texts_of(tmp_path / "out_text_document") == ["x" * 100_000] * 200
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def die(number: int) -> int:

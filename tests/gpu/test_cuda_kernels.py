@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megapipe.kernels import cuda_backend
-from megapipe.kernels.cuda_backend import adamw, layer_norm, library, rms_norm, softmax
+from megapipe.kernels.cuda_backend import adamw, attention_probabilities, layer_norm, library, rms_norm, softmax
 from megapipe.kernels.reference.adamw import Coefficients
 from tests.kernels import adamw_checks, norm_checks, softmax_checks
 from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw
@@ -84,6 +84,11 @@ class TestSoftmax:
         softmax_checks.check_special_values(softmax, 4096, "cuda")
         softmax_checks.check_empty(softmax, "cuda")
         softmax_checks.check_autograd(softmax, "cuda")
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_attention_probabilities(self, window: int | None, dtype: torch.dtype) -> None:
+        softmax_checks.check_attention_probabilities(attention_probabilities, dtype, window, "cuda")
 
 
 class TestAdamW:

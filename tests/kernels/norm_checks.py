@@ -151,3 +151,17 @@ def check_autograd(norm: Norm, device: str) -> None:
     dx, *gradients = norm.module.backward(dy, total, *statistics, parameters[0], dtotal)
     for one, other in zip(found, [dx, dx, *gradients], strict=True):
         assert_same_bits(one, other)
+
+
+def check_operator(norm: Norm, backend: str, name: str, device: str) -> None:
+    """Schema, fake results, registered gradients and tracing, as `torch.library.opcheck` sees them."""
+    x, dy = (draw(4, 24, seed=seed, dtype=torch.float32, device=device) for seed in range(2))
+    parameters = norm.parameters(24, torch.float32, device)
+    _, *statistics = norm.module.forward(x, *parameters, EPSILON)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, dy, *parameters)]
+    arguments = {
+        "": (leaves[0], *leaves[2:], EPSILON),
+        "_add": (*leaves, EPSILON),
+        "_weight_gradient": (dy, x, *statistics, parameters[0]),
+    }.get(name, (dy, x, *statistics, parameters[0], dy))
+    torch.library.opcheck(getattr(torch.ops.megapipe, f"{norm.op}_{backend}{name}").default, arguments)

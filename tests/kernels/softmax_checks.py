@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megapipe.kernels.reference import softmax
+from megapipe.kernels.reference import attention_probabilities, softmax
 from tests.kernels.cases import Layout, as_is, assert_as_exact_as_torch, assert_same_bits, draw
 
 SCALE = 0.125
@@ -114,3 +114,19 @@ def check_autograd(module: ModuleType, device: str) -> None:
     y = module.forward(scores, None, SCALE, True, 3)
     (found,) = torch.autograd.grad(y, scores, dy)
     assert_same_bits(found, module.input_gradient(dy, y.detach(), SCALE))
+
+
+def check_attention_probabilities(module: ModuleType, dtype: torch.dtype, window: int | None, device: str) -> None:
+    """Against the reference, which does the product and the masks in one step: weights and both gradients."""
+    query, key = draw(2, 3 * 6, 4, dtype=dtype, device=device), draw(2, 6, 4, seed=1, dtype=dtype, device=device)
+    exact = attention_probabilities.apply(query.double(), key.double(), 0.3, window)
+    found = module.apply(query, key, 0.3, window)
+    assert_as_exact_as_torch(found, attention_probabilities.apply(query, key, 0.3, window), exact)
+    leaves = [tensor.float().requires_grad_() for tensor in (query, key)]
+    dy = draw(*found.shape, seed=2, dtype=torch.float32, device=device)
+    ours, theirs = (
+        torch.autograd.grad(entry.apply(*leaves, 0.3, window), leaves, dy)
+        for entry in (module, attention_probabilities)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

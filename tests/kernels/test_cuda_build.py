@@ -55,7 +55,7 @@ def test_machine_code(source: Path, architecture: int, tmp_path: Path) -> None:
     assert vectors
     for name, code in vectors.items():
         assert re.search(r"LDG\.E\S*\.128", code), name
-        assert re.search(r"STG\.E\S*\.128", code) or "partial_sums" in name, name
+        assert re.search(r"STG\.E\S*\.128", code), name
 
 
 @needs_nvcc
@@ -65,7 +65,7 @@ def test_a_whole_build_loads_and_reports_errors(tmp_path: Path) -> None:
     output = tmp_path / "built.so"
     build.build(SOURCES, output)
     library = Library(output)
-    assert library.norm_slabs(4096, 1024) == 128
+    assert library.norm_slabs(4096, 1024) == 512
     with pytest.raises(CudaError, match="softmax_input_gradient failed: invalid argument"):
         library.launch_plain("softmax_input_gradient", 0, 0, 0, -1, 1, 1.0, 0, stream=0)
 
@@ -112,3 +112,28 @@ def test_a_demand_that_cannot_be_met_is_an_error(monkeypatch: pytest.MonkeyPatch
         environment(monkeypatch, "1", None, True)()
     with pytest.raises(build.BuildError, match="MEGAPIPE_CUDA is 'yes'; 1 builds"):
         environment(monkeypatch, "yes", "nvcc", True)()
+
+
+def constant(name: str) -> int:
+    """What a header of csrc/ calls by this name."""
+    text = "".join(header.read_text() for header in SOURCES[0].parent.glob("*.cuh"))
+    (value,) = re.findall(rf"constexpr int {name}\b[^;]*?= (?:kVector \? )?(\d+)", text)
+    return int(value)
+
+
+@pytest.mark.parametrize(
+    ("row", "threads", "packs"),
+    [
+        ("norms, forward", "kOneTileThreads", "kPacks"),
+        ("norms, backward", "kTwoTileThreads", "kBackwardPacks"),
+        ("softmax, forward", "kOneTileThreads", "kPacks"),
+        ("softmax, backward", "kTwoTileThreads", "kPacks"),
+    ],
+)
+def test_the_guide_tells_what_stays_on_chip(row: str, threads: str, packs: str) -> None:
+    fp32 = constant(threads) * constant(packs) * constant("kAccessBytes") // 4
+    blocks = constant("kMaxClusterBlocks")
+    guide = (SOURCES[0].parents[1] / "docs" / "kernels.md").read_text()
+    (cells,) = re.findall(rf"\| {row} \|(.*)\|", guide)
+    found = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", cells.replace("fp32", ""))]
+    assert found[1:] == [2 * fp32, fp32, 2 * fp32 * blocks, fp32 * blocks]

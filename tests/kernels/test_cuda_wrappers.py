@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels import cuda_backend
-from megapipe.kernels.cuda_backend import adamw, layer_norm, library, rms_norm, softmax
+from megapipe.kernels.cuda_backend import adamw, attention_probabilities, layer_norm, library, rms_norm, softmax
 from megapipe.kernels.ops import OPS
 from tests.kernels import adamw_checks, norm_checks, softmax_checks
-from tests.kernels.cases import DTYPES, LAYOUTS, draw
+from tests.kernels.cases import DTYPES, LAYOUTS, assert_same_bits, draw, misaligned
 from tests.kernels.emulated import build, needs_compiler, set_clusters
 from tests.kernels.norm_checks import Norm
 
@@ -20,7 +20,7 @@ pytestmark = needs_compiler
 NORMS = [Norm("layer_norm", layer_norm), Norm("rms_norm", rms_norm)]
 SHAPES = [(7, 33), (1, 1), (3, 2, 256), (37, 96), (2, 1000)]
 LONG = [
-    (NORMS[0], (1, 8200), torch.float32),
+    (NORMS[0], (9, 4104), torch.float32),
     (NORMS[1], (1, 33_000), torch.float16),
     (NORMS[0], (1, 9001), torch.bfloat16),
     (NORMS[1], (1, 9001), torch.float32),
@@ -54,6 +54,24 @@ def test_norms_of_long_rows(
 ) -> None:
     set_clusters(emulation, clusters)
     norm_checks.check_against_double(norm, shape, dtype, "cpu")
+
+
+def test_gradients_of_parameters_are_the_same_on_every_path(emulation: library.Library) -> None:
+    """Rows that stay on chip, and rows that do not: those that no 16-byte access can read, and without clusters."""
+    set_clusters(emulation, False)
+    x, dy, dx = (draw(11, 4800, seed=seed, dtype=torch.float16) for seed in range(3))
+    parameters = NORMS[0].parameters(4800, torch.float16, "cpu")
+    _, *statistics = layer_norm.forward(x, *parameters, 1e-5)
+    resident = layer_norm.weight_gradient(dy, x, *statistics, parameters[0])
+    _, *walked = layer_norm.backward(dy, x, *statistics, parameters[0], misaligned(dx))
+    for one, other in zip(resident, walked, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["", "_add", "_input_gradient", "_weight_gradient", "_backward"])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.op)
+def test_operators_keep_torchs_rules(norm: Norm, name: str) -> None:
+    norm_checks.check_operator(norm, "cuda", name, "cpu")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,6 +139,12 @@ def test_rules_of_softmax() -> None:
     softmax_checks.check_special_values(softmax, 24, "cpu")
     softmax_checks.check_empty(softmax, "cpu")
     softmax_checks.check_autograd(softmax, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_probabilities(dtype: torch.dtype, window: int | None) -> None:
+    softmax_checks.check_attention_probabilities(attention_probabilities, dtype, window, "cpu")
 
 
 @pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)

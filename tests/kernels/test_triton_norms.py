@@ -60,17 +60,7 @@ def test_autograd(norm: Norm) -> None:
 
 @pytest.mark.parametrize("name", ["", "_add", "_input_gradient", "_weight_gradient", "_backward"])
 def test_operators_keep_torchs_rules(norm: Norm, name: str) -> None:
-    """Schema, fake results, registered gradients and tracing, as `torch.library.opcheck` sees them."""
-    x, dy = draw(4, 24, dtype=torch.float32, device=DEVICE), draw(4, 24, seed=1, dtype=torch.float32, device=DEVICE)
-    parameters = norm.parameters(24, torch.float32, DEVICE)
-    _, *statistics = norm.module.forward(x, *parameters, 1e-5)
-    leaves = [tensor.clone().requires_grad_() for tensor in (x, dy, *parameters)]
-    arguments = {
-        "": (leaves[0], *leaves[2:], 1e-5),
-        "_add": (*leaves, 1e-5),
-        "_weight_gradient": (dy, x, *statistics, parameters[0]),
-    }.get(name, (dy, x, *statistics, parameters[0], dy))
-    torch.library.opcheck(getattr(torch.ops.megapipe, f"{norm.op}_triton{name}").default, arguments)
+    norm_checks.check_operator(norm, "triton", name, DEVICE)
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])

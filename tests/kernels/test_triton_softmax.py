@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from tests.kernels import softmax_checks
-from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, Layout, assert_as_exact_as_torch, draw
+from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, Layout, draw
 from tests.kernels.softmax_checks import LONG, MASKS, SCALE, SHAPES, mask_of
 
 pytest.importorskip("triton")
 
-from megapipe.kernels.reference import attention_probabilities as reference
 from megapipe.kernels.triton_backend import attention_probabilities, softmax
 
 
@@ -75,16 +74,4 @@ def test_operators_keep_torchs_rules() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_probabilities(dtype: torch.dtype, window: int | None) -> None:
-    """Against the reference, which does the product and the masks in one step."""
-    query, key = draw(2, 3 * 6, 4, dtype=dtype, device=DEVICE), draw(2, 6, 4, seed=1, dtype=dtype, device=DEVICE)
-    exact = reference.apply(query.double(), key.double(), 0.3, window)
-    found = attention_probabilities.apply(query, key, 0.3, window)
-    assert_as_exact_as_torch(found, reference.apply(query, key, 0.3, window), exact)
-    leaves = [tensor.float().requires_grad_() for tensor in (query, key)]
-    dy = draw(*found.shape, seed=2, dtype=torch.float32, device=DEVICE)
-    ours, theirs = (
-        torch.autograd.grad(module.apply(*leaves, 0.3, window), leaves, dy)
-        for module in (attention_probabilities, reference)
-    )
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    softmax_checks.check_attention_probabilities(attention_probabilities, dtype, window, DEVICE)

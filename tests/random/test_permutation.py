@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megapipe.random.permutation import LARGEST_SIZE, LARGEST_TABLE, KeyedPermutation
+from megapipe.random.permutation import FEW, LARGEST_SIZE, LARGEST_TABLE, KeyedPermutation
 
 MASK = 2**64 - 1
 TEN_TRILLION = 10**13
@@ -59,6 +59,18 @@ def test_large_sizes_equal_exact_integer_arithmetic(size: int, seed: int, data: 
     expected = permuted_in_exact_integers(position, size, seed, 3)
     assert permutation[position] == expected
     assert permutation([[position, 0]])[0, 0] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(LARGEST_TABLE + 1, LARGEST_SIZE), seed=st.integers(0, 2**63), data=st.data())
+def test_few_positions_at_a_time_give_what_many_do(size: int, seed: int, data: st.DataObject) -> None:
+    permutation = KeyedPermutation(size, seed, 3)
+    positions = data.draw(st.lists(st.integers(0, size - 1), min_size=FEW + 1, max_size=4 * FEW))
+    together = permutation(positions).tolist()
+    assert [permutation[position] for position in positions] == together
+    pairs = permutation(np.array(positions[:FEW]).reshape(2, -1))
+    assert pairs.dtype == np.int64
+    assert pairs.ravel().tolist() == together[:FEW]
 
 
 def test_ten_trillion_elements_stay_distinct_and_in_range() -> None:

@@ -12,12 +12,13 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import triton_backend
 from megapipe.kernels.cuda_backend import adamw as cuda_adamw
+from megapipe.kernels.cuda_backend import attention_probabilities as cuda_attention_probabilities
 from megapipe.kernels.cuda_backend import layer_norm as cuda_layer_norm
 from megapipe.kernels.cuda_backend import library as cuda_library
 from megapipe.kernels.cuda_backend import rms_norm as cuda_rms_norm
 from megapipe.kernels.cuda_backend.library import Library
 from megapipe.kernels.ops import NORM, OPS
-from megapipe.kernels.reference import adamw, layer_norm, rms_norm
+from megapipe.kernels.reference import adamw, attention_probabilities, layer_norm, rms_norm
 from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import replica
@@ -81,9 +82,14 @@ def on_emulated_gpu(library: Path) -> Registry:
     emulated_ops = [
         Op("layer_norm", NORM, (Backend("cuda", cuda_layer_norm), Backend(REFERENCE, layer_norm))),
         Op("rms_norm", NORM, (Backend("cuda", cuda_rms_norm), Backend(REFERENCE, rms_norm))),
+        Op(
+            "attention_probabilities",
+            ("apply",),
+            (Backend("cuda", cuda_attention_probabilities), Backend(REFERENCE, attention_probabilities)),
+        ),
         Op("adamw", ("step",), (Backend("cuda", cuda_adamw), Backend(REFERENCE, adamw))),
     ]
-    return Registry([*OPS._ops.values(), *emulated_ops])
+    return Registry([*OPS.ops, *emulated_ops])
 
 
 def check_runs(found: RankRun, expected: RankRun) -> None:
@@ -151,9 +157,7 @@ def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
         Backend("cuda", layer_norm, lambda device: "was not built"),
         Backend(REFERENCE, layer_norm),
     )
-    kernels = Registry(
-        [*OPS._ops.values(), Op("layer_norm", NORM, backends)], {"bias_gelu": REFERENCE, "gelu": REFERENCE}
-    )
+    kernels = Registry([*OPS.ops, Op("layer_norm", NORM, backends)], {"bias_gelu": REFERENCE, "gelu": REFERENCE})
     lines = told(
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels), {"bias_gelu": REFERENCE, "gelu": REFERENCE}
     )

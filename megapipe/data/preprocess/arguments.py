@@ -11,10 +11,12 @@ from megapipe.data.tokenizers.training import TRAINERS
 TRAIN_TOKENIZER = "train-tokenizer"
 
 DESCRIPTION = """\
-Turns text and JSON lines into .bin/.idx shards that megapipe and Megatron-LM train on.
+Turns text, JSON lines, Parquet, Arrow and datasets into .bin/.idx shards that megapipe and Megatron-LM train on.
 
-A name that ends in .jsonl, .ndjson or .json holds one JSON object per line, each one document; any other file is one
-document. The output is <prefix>_<key>_document.bin, .idx and .manifest.json, the same bytes for any number of workers.
+A name that ends in .jsonl, .ndjson or .json holds one JSON object per line, each one document; a row of a .parquet or
+.arrow file or of a dataset is one; any other file is one. JSON lines and text may end in .gz or .zst besides.
+The output is <prefix>_<key>_document.bin, .idx and .manifest.json, the same bytes for any number of workers. A run
+that was interrupted or killed continues where it stopped when the same command is given again.
 
 `preprocess.py train-tokenizer --help` explains how to learn a vocabulary first.
 """
@@ -25,12 +27,15 @@ examples:
       --tokenizer tokenizer.json --append-eod --workers 8
   tools/preprocess.py --input src docs --include '*.py' '*.md' --exclude tests --output-prefix data/code \\
       --tokenizer bytes --append-eod
+  tools/preprocess.py --input dataset:wikitext:wikitext-103-raw-v1@train --output-prefix data/wiki \\
+      --tokenizer bert-uncased:vocab.txt --split-sentences
 """
 
 TRAINING_DESCRIPTION = """\
-Learns a tokenizer's vocabulary from text and JSON lines. The same input gives the same tokenizer.
+Learns a tokenizer's vocabulary from any input that preprocessing reads. The same input gives the same tokenizer.
 
-sentencepiece-bpe and sentencepiece-unigram write a .model, byte-level-bpe a tokenizer.json of Hugging Face.
+sentencepiece-bpe and sentencepiece-unigram write a .model; byte-level-bpe (GPT-2's kind) and wordpiece-uncased and
+wordpiece-cased (BERT's) write a tokenizer.json of Hugging Face.
 """
 TRAINING_EXAMPLES = """\
 example:
@@ -57,11 +62,28 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokenizer",
         required=True,
         metavar="NAME",
-        help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (merges.txt beside it), "
-        "or of a folder with one of them",
+        help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (merges.txt beside it), a "
+        ".tiktoken file (cl100k_base:PATH where its name does not say), bert-uncased:PATH or bert-cased:PATH of a "
+        "vocab.txt, or a folder with one of them",
     )
     parser.add_argument(
         "--end-of-document", metavar="TOKEN", help="token that ends documents, if not known from files"
+    )
+    parser.add_argument(
+        "--tokenizer-core",
+        choices=["auto", "library"],
+        default="auto",
+        help="auto takes a faster core for byte-level BPE if it gives the library's ids on a sample (auto)",
+    )
+    parser.add_argument(
+        "--join-keys", metavar="TEXT", help="one document of all --json-keys with TEXT between them, not one of each"
+    )
+    parser.add_argument(
+        "--split-sentences", action="store_true", help="one sequence per sentence, <prefix>_<key>_sentence, for BERT"
+    )
+    parser.add_argument("--language", default="en", metavar="CODE", help="of the sentences, as in en, de, fr (en)")
+    parser.add_argument(
+        "--drop-duplicates", action="store_true", help="leave out documents that equal an earlier one in all fields"
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with that token; GPT needs it")
     parser.add_argument(
@@ -84,6 +106,9 @@ def build_training_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocabulary-size", type=positive, required=True, metavar="N", help="number of tokens, exactly"
     )
+    parser.add_argument(
+        "--special-tokens", nargs="+", default=[], metavar="TOKEN", help="further tokens that stand for no text"
+    )
     parser.add_argument("--output", required=True, metavar="FILE", help="where to write it")
     parser.add_argument(
         "--sample-bytes",
@@ -102,14 +127,19 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders, glob patterns, or python-stdlib: the sources of Python's standard library",
+        help="files, folders, glob patterns, dataset:NAME[:CONFIGURATION][@SPLIT] (NAME may be a folder), or "
+        "python-stdlib: the sources of Python's standard library",
     )
     parser.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="names to keep in folders: '*.py'")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to leave out")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of JSON lines (text)")
     parser.add_argument(
-        "--on-error", choices=["stop", "skip"], default="stop", help="at a document that cannot be read (stop)"
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="fields of JSON lines, columns of tables (text)",
     )
+    parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at what cannot be read (stop)")
 
 
 def positive(text: str) -> int:

@@ -3,18 +3,20 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
 from megapipe.data.preprocess.arguments import TRAIN_TOKENIZER, build_parser, build_training_parser, with_hyphens
-from megapipe.data.preprocess.inputs import find_inputs
+from megapipe.data.preprocess.inputs import InputFile, find_inputs
 from megapipe.data.preprocess.progress import Progress
-from megapipe.data.preprocess.run import output_prefix, preprocess
+from megapipe.data.preprocess.run import preprocess
 from megapipe.data.preprocess.sampled_texts import SampledTexts
 from megapipe.data.preprocess.tokenize_part import TokenizeSettings
 from megapipe.data.tokenizers import open_tokenizer
-from megapipe.data.tokenizers.training import TRAINERS
+from megapipe.data.tokenizers.fast_core import CHECKED_BYTES, is_byte_level_bpe, why_no_fast_core
+from megapipe.data.tokenizers.training import RESERVED_TOKENS, TRAINERS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except OSError as error:
         # Writing to a full disk fails without a file name.
-        print(f"error: {error.filename or 'writing the output'}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     return 0
 
@@ -45,16 +47,46 @@ def run(arguments: argparse.Namespace) -> None:
         end_of_document=arguments.end_of_document,
         append_end_of_document=arguments.append_eod,
         json_keys=tuple(dict.fromkeys(arguments.json_keys)),
+        join_keys=arguments.join_keys,
+        split_sentences=arguments.split_sentences,
+        language=arguments.language,
+        drop_duplicates=arguments.drop_duplicates,
         on_error=arguments.on_error,
     )
+    if arguments.tokenizer_core == "auto":
+        settings = with_fast_core(settings, files)
     progress = Progress(total_bytes=sum(file.size for file in files))
-    manifests = preprocess(files, arguments.output_prefix, settings, workers=arguments.workers, on_part=progress.show)
+    manifests = preprocess(
+        files,
+        arguments.output_prefix,
+        settings,
+        workers=arguments.workers,
+        on_start=progress.start,
+        on_part=progress.show,
+    )
     progress.finish()
-    for key, manifest in zip(settings.json_keys, manifests, strict=True):
-        print(
-            f"{output_prefix(arguments.output_prefix, key)}: {manifest.num_documents:,} documents, "
-            f"{manifest.num_tokens:,} tokens ({manifest.dtype}), vocabulary {manifest.vocabulary_size:,}"
+    for name, manifest in zip(settings.output_names(), manifests, strict=True):
+        duplicates = (
+            f", {manifest.num_duplicates:,} duplicates left out" if manifest.num_duplicates is not None else ""
         )
+        sentences = f"{manifest.num_sequences:,} sentences, " if manifest.sentences is not None else ""
+        print(
+            f"{arguments.output_prefix}_{name}: {manifest.num_documents:,} documents, {sentences}"
+            f"{manifest.num_tokens:,} tokens ({manifest.dtype}), vocabulary {manifest.vocabulary_size:,}{duplicates}"
+        )
+
+
+def with_fast_core(settings: TokenizeSettings, files: Sequence[InputFile]) -> TokenizeSettings:
+    """The settings with the fast core if it can be used; says so if byte-level BPE has to do without."""
+    tokenizer = settings.open()
+    if not is_byte_level_bpe(tokenizer):
+        return settings
+    texts = SampledTexts(files, settings.json_keys, None, CHECKED_BYTES)
+    reason = why_no_fast_core(tokenizer, texts)
+    if reason is not None:
+        print(f"encoding with the tokenizers library, not with the fast core: {reason}", file=sys.stderr)
+        return settings
+    return replace(settings, fast_core=True)
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> None:
@@ -64,10 +96,20 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
         raise DataError(f"a {arguments.type} tokenizer is a {suffix} file: name it {output.with_suffix(suffix)}")
     files = find_inputs(arguments.input, arguments.include, arguments.exclude)
     texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes)
-    content = train(texts, arguments.vocabulary_size)
+    check_special_tokens(arguments.special_tokens)
+    content = train(texts, arguments.vocabulary_size, arguments.special_tokens)
     write_whole(output, content)
     tokenizer = open_tokenizer(str(output))
     print(
         f"{output}: {arguments.type}, vocabulary {tokenizer.vocabulary_size:,}, end of document "
         f"{tokenizer.end_of_document}, learned from {texts.num_texts:,} texts of {texts.num_bytes / 1e6:,.1f} MB"
     )
+
+
+def check_special_tokens(names: Sequence[str]) -> None:
+    for name in names:
+        if not name.strip() or names.count(name) > 1 or name in RESERVED_TOKENS:
+            raise DataError(
+                f"--special-tokens {name!r}: a special token is named once, is not blank and is none of "
+                f"{', '.join(RESERVED_TOKENS)}, which are there anyway"
+            )

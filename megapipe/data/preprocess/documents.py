@@ -1,28 +1,48 @@
 """Documents of a piece of input: raw bytes first, so that one broken document does not end the reading."""
 
 import codecs
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol, cast
 
 from megapipe.data.errors import DataError
+from megapipe.data.preprocess.hub_datasets import dataset_batches
 from megapipe.data.preprocess.parts import Piece
+from megapipe.data.preprocess.tables import arrow_batches, parquet_batches, rows_of
 
 TEXT_KEY = "text"
 """The field that the content of a text file counts as."""
 
 
+class Document(Protocol):
+    """A document of any format, before its text is looked at."""
+
+    def texts(self, keys: Sequence[str]) -> list[str]:
+        """One text per key. Raises DataError that names file and line or row."""
+
+    def place(self) -> str:
+        """File, and line or row where there are any."""
+
+
 @dataclass(frozen=True)
 class RawDocument:
+    """A line of a file of JSON lines, or a whole text file."""
+
     path: Path
     offset: int | None
-    """First byte of the line in a file of JSON lines, None for a whole file."""
+    """First byte of the line in a file of JSON lines that can be read from any byte."""
     content: bytes
+    line: int | None = None
+    """Number of the line, where it is known."""
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """One text per key. Raises DataError that names file and line."""
-        if self.offset is None:
+        if self.offset is None and self.line is None:
             if list(keys) != [TEXT_KEY]:
                 raise DataError(
                     f"{self.path} is read as plain text and has the one field {TEXT_KEY!r}, not {', '.join(keys)}; "
@@ -41,6 +61,8 @@ class RawDocument:
 
     def place(self) -> str:
         """File, and line number where there are lines. Counts the lines before it: for messages only."""
+        if self.line is not None:
+            return f"{self.path}, line {self.line}"
         if self.offset is None:
             return str(self.path)
         return f"{self.path}, line {_line_number(self.path, self.offset)}"
@@ -74,12 +96,38 @@ class RawDocument:
         return value
 
 
-def read_documents(piece: Piece) -> Iterator[RawDocument]:
-    """The documents that begin in the piece, in order. Blank lines are not documents."""
-    with piece.path.open("rb") as file:
-        if not piece.is_json_lines:
+def read_documents(piece: Piece, keys: Sequence[str]) -> Iterator[Document]:
+    """The documents of the piece, in order. Blank lines are not documents; of tables only the `keys` are read.
+
+    Raises DataError for a file that cannot be opened, is damaged or cut off, after the documents before the damage.
+    """
+    if piece.format in ("parquet", "arrow", "dataset"):
+        batches = {
+            "parquet": lambda: parquet_batches(piece.path, piece.begin, piece.end, keys),
+            "arrow": lambda: arrow_batches(piece.path, piece.begin, piece.end, keys),
+            "dataset": lambda: dataset_batches(str(piece.path), piece.begin, piece.end),
+        }[piece.format]()
+        yield from rows_of(piece.path, piece.first_row, batches, keys)
+        return
+    try:
+        with _open(piece) as file:
+            yield from _read_lines_or_text(piece, file)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{piece.path} cannot be read ({reason}); repair it or leave it out with --exclude") from error
+
+
+def _read_lines_or_text(piece: Piece, file: BinaryIO) -> Iterator[Document]:
+    if piece.format == "text":
+        try:
             yield RawDocument(piece.path, None, file.read())
-            return
+        except _BROKEN_COMPRESSION as error:
+            if not piece.is_compressed:
+                raise
+            raise _broken_compression(piece.path, None, error) from error
+    elif piece.is_compressed:
+        yield from _numbered_lines(piece.path, file)
+    else:
         position = piece.begin
         if piece.begin:
             # A line belongs to the piece in which it begins: skip the rest of the one before.
@@ -92,6 +140,44 @@ def read_documents(piece: Piece) -> Iterator[RawDocument]:
             if line.strip():
                 yield RawDocument(piece.path, position, line)
             position += len(line)
+
+
+def _numbered_lines(path: Path, file: BinaryIO) -> Iterator[Document]:
+    number = 0
+    while True:
+        try:
+            line = file.readline()
+        except _BROKEN_COMPRESSION as error:
+            raise _broken_compression(path, number, error) from error
+        if not line:
+            return
+        number += 1
+        if line.strip():
+            yield RawDocument(path, None, line, number)
+
+
+_BROKEN_COMPRESSION = (EOFError, OSError, zlib.error)
+"""gzip: cut off, not gzip or wrong checksum, damaged. Arrow, which reads .zst, raises OSError for all of them."""
+
+
+def _broken_compression(path: Path, line: int | None, error: Exception) -> DataError:
+    after = "" if line is None else f" after line {line}"
+    return DataError(
+        f"{path}: the compressed data is damaged or cut off{after} ({error}); copy the file again, leave it out with "
+        "--exclude or keep what comes before with --on-error skip"
+    )
+
+
+def _open(piece: Piece) -> BinaryIO:
+    suffix = piece.path.suffix.lower()
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.open(piece.path, "rb"))
+    if suffix == ".zst":
+        import pyarrow
+
+        # This reader tells of a file that is cut off; the zstandard library takes it for the end.
+        return io.BufferedReader(pyarrow.input_stream(str(piece.path), compression="zstd"), 1 << 16)
+    return piece.path.open("rb")
 
 
 def _line_number(path: Path, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Which files to read: from paths, folders and patterns to one sorted list."""
+"""Which files to read: from paths, folders, patterns and names of datasets to one ordered list."""
 
 import glob
 import os
@@ -6,12 +6,23 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megapipe.data.errors import DataError
+from megapipe.data.preprocess.hub_datasets import DATASET_PREFIX, dataset_bytes, is_saved_dataset
 
-JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
-UNREADABLE_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".bin", ".idx")
+Format = Literal["text", "json_lines", "parquet", "arrow", "dataset"]
+
+FORMAT_OF_SUFFIX: dict[str, Format] = {
+    ".jsonl": "json_lines",
+    ".ndjson": "json_lines",
+    ".json": "json_lines",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+UNREADABLE_SUFFIXES = (".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".bin", ".idx")
 
 PYTHON_SOURCES = "python-stdlib"
 """Input name that stands for the sources of the running Python's standard library, a corpus on every machine."""
@@ -20,22 +31,32 @@ PYTHON_SOURCES_EXCLUDED = ("site-packages", "dist-packages", "test*", "idlelib",
 
 class InputFile(NamedTuple):
     path: Path
+    """The file, or for a dataset its whole name, `dataset:...`."""
     size: int
-    """Bytes."""
+    """Bytes, as they lie on disk."""
 
     @property
-    def is_json_lines(self) -> bool:
-        """One JSON object per line, as Megatron-LM also expects of .json; any other file is one document."""
-        return self.path.suffix.lower() in JSON_LINES_SUFFIXES
+    def format(self) -> Format:
+        """By the name without .gz or .zst. .json holds lines, as Megatron-LM expects; unknown names are text."""
+        if str(self.path).startswith(DATASET_PREFIX):
+            return "dataset"
+        name = self.path.with_suffix("") if self.is_compressed else self.path
+        return FORMAT_OF_SUFFIX.get(name.suffix.lower(), "text")
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.path.suffix.lower() in COMPRESSED_SUFFIXES
 
 
 def find_inputs(inputs: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[InputFile]:
     """Files of the inputs in the order given; those of one folder or pattern sorted by their path inside it.
 
-    An input is a file, a folder (all files in it, hidden ones left out), a glob pattern (** crosses folders) or
-    `python-stdlib`. In folders and patterns, `include` keeps the files whose name or inner path matches one of its
-    patterns, `exclude` drops those of which a folder, the name or the inner path matches. A file named twice is read
-    once. Raises DataError for an input without files and for a format that is not read.
+    An input is a file, a folder (all files in it, hidden ones left out), a glob pattern (** crosses folders),
+    `python-stdlib`, a dataset `dataset:NAME[:CONFIGURATION][@SPLIT]`, or the folder of a dataset saved to disk. In
+    folders and patterns, `include` keeps the files whose name or inner path matches one of its patterns, `exclude`
+    drops those of which a folder, the name or the inner path matches. A file named twice is read once.
+
+    Raises DataError for an input without files and for a format that is not read.
     """
     found: dict[Path, None] = {}
     for spec in inputs:
@@ -43,20 +64,31 @@ def find_inputs(inputs: Sequence[str], include: Sequence[str] = (), exclude: Seq
         if not files:
             raise DataError(f"input {spec!r} gives no files{_hint(spec, include, exclude)}")
         found.update(dict.fromkeys(files))
-    for path in found:
-        if path.suffix.lower() in UNREADABLE_SUFFIXES:
-            raise DataError(
-                f"{path}: {path.suffix} files are not read; convert to text or JSON lines, or --exclude it"
-            )
-    return [InputFile(path, path.stat().st_size) for path in found]
+    return [InputFile(path, _size(path)) for path in found]
+
+
+def _size(path: Path) -> int:
+    file = InputFile(path, 0)
+    if file.format == "dataset":
+        return dataset_bytes(str(path))
+    if path.suffix.lower() in UNREADABLE_SUFFIXES:
+        raise DataError(
+            f"{path}: {path.suffix} files are not read; convert to text, JSON lines (plain, .gz or .zst), Parquet or "
+            "Arrow, or --exclude it"
+        )
+    if file.is_compressed and file.format in ("parquet", "arrow"):
+        raise DataError(f"{path}: decompress it first; {file.format} files are compressed inside, not as a whole")
+    return path.stat().st_size
 
 
 def _files_of(spec: str, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
     if spec == PYTHON_SOURCES:
         library = Path(sysconfig.get_path("stdlib"))
         yield from _files_in_folder(library, include or ["*.py"], [*PYTHON_SOURCES_EXCLUDED, *exclude])
-    elif os.path.isfile(spec):
+    elif spec.startswith(DATASET_PREFIX) or os.path.isfile(spec):
         yield Path(spec)
+    elif is_saved_dataset(spec):
+        yield Path(f"{DATASET_PREFIX}{spec}")
     elif os.path.isdir(spec):
         yield from _files_in_folder(Path(spec), include, exclude)
     else:
@@ -88,4 +120,4 @@ def _hint(spec: str, include: Sequence[str], exclude: Sequence[str]) -> str:
         return " that pass --include and --exclude"
     if os.path.isdir(spec):
         return ": the folder is empty"
-    return f": give a file, a folder, a pattern or {PYTHON_SOURCES}"
+    return f": give a file, a folder, a pattern, {PYTHON_SOURCES} or {DATASET_PREFIX}NAME"

@@ -5,18 +5,27 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.data.preprocess.inputs import InputFile
+from megapipe.data.preprocess.hub_datasets import dataset_ranges
+from megapipe.data.preprocess.inputs import Format, InputFile
+from megapipe.data.preprocess.tables import arrow_ranges, parquet_ranges
 
 PART_BYTES = 4 * 2**20
 
 
 class Piece(NamedTuple):
-    """The documents of a file that begin in bytes [begin, end)."""
+    """The documents [begin, end) of a file, counted in what its format can be cut by."""
 
     path: Path
     begin: int
+    """Byte of JSON lines (a line belongs to the piece in which it begins) or of an Arrow message; number of a Parquet
+    row group; row of a dataset."""
     end: int
-    is_json_lines: bool
+    size: int
+    """Bytes of input."""
+    format: Format
+    is_compressed: bool = False
+    first_row: int = 0
+    """Of a table: number of the first row, for messages."""
 
 
 class Part(NamedTuple):
@@ -25,17 +34,18 @@ class Part(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of input."""
-        return sum(piece.end - piece.begin for piece in self.pieces)
+        return sum(piece.size for piece in self.pieces)
 
 
 def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> Iterator[Part]:
-    """Parts of about `part_bytes`, documents in order: JSON lines cut by byte range, other files kept whole."""
+    """Parts of about `part_bytes`, documents in order. Text files and compressed files are kept whole, since neither
+    can be read from its middle; tables are cut between row groups or record batches."""
     pieces: list[Piece] = []
     size = 0
     for file in files:
         for piece in _cut_file(file, part_bytes):
             pieces.append(piece)
-            size += piece.end - piece.begin
+            size += piece.size
             if size >= part_bytes:
                 yield Part(tuple(pieces))
                 pieces, size = [], 0
@@ -44,8 +54,18 @@ def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> 
 
 
 def _cut_file(file: InputFile, part_bytes: int) -> Iterator[Piece]:
-    if not file.is_json_lines:
-        yield Piece(file.path, 0, file.size, False)
-        return
-    for begin in range(0, file.size, part_bytes):
-        yield Piece(file.path, begin, min(begin + part_bytes, file.size), True)
+    if file.format == "parquet":
+        for group, (size, first_row) in enumerate(parquet_ranges(file.path)):
+            yield Piece(file.path, group, group + 1, size, "parquet", first_row=first_row)
+    elif file.format == "arrow":
+        for begin, end, first_row in arrow_ranges(file.path):
+            yield Piece(file.path, begin, end, end - begin, "arrow", first_row=first_row)
+    elif file.format == "dataset":
+        for begin, end, size in dataset_ranges(str(file.path), part_bytes):
+            yield Piece(file.path, begin, end, size, "dataset", first_row=begin)
+    elif file.format == "text" or file.is_compressed:
+        yield Piece(file.path, 0, file.size, file.size, file.format, file.is_compressed)
+    else:
+        for begin in range(0, file.size, part_bytes):
+            end = min(begin + part_bytes, file.size)
+            yield Piece(file.path, begin, end, end - begin, file.format)

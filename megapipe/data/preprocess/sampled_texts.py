@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.documents import read_documents
+from megapipe.data.preprocess.documents import Document, read_documents
 from megapipe.data.preprocess.inputs import InputFile
 from megapipe.data.preprocess.parts import cut_into_parts
 
@@ -18,14 +18,15 @@ class SampledTexts:
     """Iterates over the texts of documents, each kept with probability sample_bytes / size of the input.
 
     Which ones is the same in every run. Raises DataError for a document that cannot be read, unless `on_error` is
-    "skip"; then it is left out. After the iteration num_texts and num_bytes tell what was read.
+    "skip"; then it is left out, with a word on stderr. None leaves it out silently, where others will complain. After
+    the iteration num_texts and num_bytes tell what was read.
     """
 
     def __init__(
         self,
         files: Sequence[InputFile],
         json_keys: Sequence[str],
-        on_error: Literal["stop", "skip"],
+        on_error: Literal["stop", "skip"] | None,
         sample_bytes: int = SAMPLE_BYTES,
     ) -> None:
         self._files = files
@@ -39,16 +40,25 @@ class SampledTexts:
         chance = np.random.Generator(np.random.Philox(0))
         for part in cut_into_parts(self._files):
             for piece in part.pieces:
-                for document in read_documents(piece):
-                    if chance.random() >= self._share:
-                        continue
-                    try:
-                        texts = document.texts(self._keys)
-                    except DataError as error:
-                        if self._on_error == "stop":
-                            raise
-                        print(f"skipped: {error}", file=sys.stderr)
-                        continue
-                    self.num_texts += len(texts)
-                    self.num_bytes += sum(len(text.encode()) for text in texts)
-                    yield from texts
+                try:
+                    for document in read_documents(piece, self._keys):
+                        if chance.random() < self._share:
+                            yield from self._texts(document)
+                except DataError as error:
+                    self._leave_out(error)
+
+    def _texts(self, document: Document) -> list[str]:
+        try:
+            texts = document.texts(self._keys)
+        except DataError as error:
+            self._leave_out(error)
+            return []
+        self.num_texts += len(texts)
+        self.num_bytes += sum(len(text.encode()) for text in texts)
+        return texts
+
+    def _leave_out(self, error: DataError) -> None:
+        if self._on_error == "stop":
+            raise error
+        if self._on_error == "skip":
+            print(f"skipped: {error}", file=sys.stderr)

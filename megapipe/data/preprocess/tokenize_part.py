@@ -1,15 +1,20 @@
-"""One part of the input to one shard per field: what a worker does."""
+"""One part of the input to one shard per output: what a worker does."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from megapipe.data.errors import DataError
 from megapipe.data.index_writer import ShardWriter
-from megapipe.data.preprocess.documents import RawDocument, read_documents
+from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.parts import Part
+from megapipe.data.preprocess.seen_documents import digest_of
+from megapipe.data.preprocess.sentences import split_sentences
 from megapipe.data.shard_format import token_dtype
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
+from megapipe.data.tokenizers.fast_core import use_fast_core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +28,19 @@ class TokenizeSettings:
     append_end_of_document: bool = False
     """End every non-empty document with that token."""
     json_keys: tuple[str, ...] = ("text",)
-    """Fields of JSON lines; each becomes a shard of its own."""
+    """Fields of JSON lines and columns of tables; each becomes a shard of its own."""
+    join_keys: str | None = None
+    """Text between the fields, where they become one document of one shard; None keeps them apart."""
+    split_sentences: bool = False
+    """One sequence per sentence instead of one per document."""
+    language: str = "en"
+    """Of the sentences, ISO 639-1."""
+    drop_duplicates: bool = False
+    """Leave out documents whose fields all equal those of an earlier one."""
     on_error: Literal["stop", "skip"] = "stop"
     """What a document that cannot be read does: end the run, or be left out of every shard and counted."""
+    fast_core: bool = False
+    """Encode with the fast core, which was found to give the same ids."""
 
     def open(self) -> Tokenizer:
         """Raises DataError for an unknown tokenizer, and when it has no token to append."""
@@ -34,53 +49,73 @@ class TokenizeSettings:
             raise DataError(
                 f"{self.tokenizer} does not say which token ends a document: name it with --end-of-document"
             )
+        if self.fast_core:
+            use_fast_core(tokenizer)
         return tokenizer
+
+    def output_names(self) -> list[str]:
+        """Of the shards, behind the prefix, as Megatron-LM names them."""
+        level = "sentence" if self.split_sentences else "document"
+        keys = self.json_keys if self.join_keys is None else ["_".join(self.json_keys)]
+        return [f"{key}_{level}" for key in keys]
 
 
 class TokenizedPart(NamedTuple):
     prefixes: tuple[str, ...]
-    """One shard per field, in the order of the fields."""
+    """One shard per output."""
     input_bytes: int
     skipped: tuple[str, ...]
     """Why each left-out document was left out."""
+    digests: bytes
+    """One per document, where duplicates are to be found; else empty."""
 
 
 def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> TokenizedPart:
-    """Writes the shards `<prefix>_<number of the field>`. Raises DataError for a broken document not skipped."""
+    """Writes the shards `<prefix>_<number of the output>`. Raises DataError for a broken document not skipped."""
     tokenizer = _opened(settings)
     dtype = token_dtype(tokenizer.vocabulary_size)
-    writers = [ShardWriter(f"{prefix}_{index}", dtype) for index in range(len(settings.json_keys))]
-    skipped = []
+    # Not durable: what a killed run leaves is thrown away.
+    writers = [ShardWriter(f"{prefix}_{n}", dtype, durable=False) for n in range(len(settings.output_names()))]
+    skipped: list[str] = []
+    digests = bytearray()
     try:
         for piece in part.pieces:
-            for document in read_documents(piece):
-                try:
-                    tokenized = _tokenize(document, tokenizer, settings)
-                except DataError as error:
-                    if settings.on_error == "stop":
-                        raise
-                    skipped.append(str(error))
-                    continue
-                for writer, tokens in zip(writers, tokenized, strict=True):
-                    writer.add_document([tokens])
+            try:
+                for document in read_documents(piece, settings.json_keys):
+                    try:
+                        texts = document.texts(settings.json_keys)
+                    except DataError as error:
+                        if settings.on_error == "stop":
+                            raise
+                        skipped.append(str(error))
+                        continue
+                    if settings.drop_duplicates:
+                        digests += digest_of(texts)
+                    if settings.join_keys is not None:
+                        texts = [settings.join_keys.join(texts)]
+                    for writer, text in zip(writers, texts, strict=True):
+                        writer.add_document(_sequences(text, tokenizer, settings))
+            except DataError as error:  # the rest of a file that is cut off or cannot be opened
+                if settings.on_error == "stop":
+                    raise
+                skipped.append(str(error))
         for writer in writers:
             writer.commit()
     finally:
         for writer in writers:
             writer.close()
-    return TokenizedPart(tuple(writer.prefix for writer in writers), part.size, tuple(skipped))
+    prefixes = tuple(writer.prefix for writer in writers)
+    return TokenizedPart(prefixes, part.size, tuple(skipped), bytes(digests))
 
 
-def _tokenize(document: RawDocument, tokenizer: Tokenizer, settings: TokenizeSettings) -> list[list[int]]:
-    """Token ids of each field."""
-    tokenized = []
-    for text in document.texts(settings.json_keys):
-        tokens = tokenizer.encode(text)
-        # As in Megatron-LM, an empty document stays empty.
-        if tokens and settings.append_end_of_document and tokenizer.end_of_document is not None:
-            tokens.append(tokenizer.end_of_document)
-        tokenized.append(tokens)
-    return tokenized
+def _sequences(text: str, tokenizer: Tokenizer, settings: TokenizeSettings) -> list[np.ndarray]:
+    """Token ids of a document: one sequence, or one per sentence, none of them empty."""
+    texts = split_sentences(text, settings.language) if settings.split_sentences else [text]
+    sequences = [ids for ids in map(tokenizer.encode_array, texts) if len(ids)]
+    # As in Megatron-LM, an empty document stays empty.
+    if sequences and settings.append_end_of_document and tokenizer.end_of_document is not None:
+        sequences[-1] = np.append(sequences[-1].astype(np.int64, copy=False), tokenizer.end_of_document)
+    return sequences
 
 
 @lru_cache(maxsize=1)

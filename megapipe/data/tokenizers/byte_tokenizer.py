@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+
 _END_OF_DOCUMENT = 256
 
 
@@ -13,8 +15,14 @@ class ByteTokenizer:
     vocabulary_size = 257
     end_of_document: int | None = _END_OF_DOCUMENT
 
+    def __init__(self) -> None:
+        self.special_tokens: dict[str, int] = {}
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token != _END_OF_DOCUMENT).decode("utf-8", errors="replace")

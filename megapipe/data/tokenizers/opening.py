@@ -4,20 +4,25 @@ from pathlib import Path
 
 from megapipe.data.errors import DataError
 from megapipe.data.tokenizers.byte_tokenizer import ByteTokenizer
-from megapipe.data.tokenizers.hugging_face import open_gpt2_files, open_tokenizer_json
+from megapipe.data.tokenizers.hugging_face import open_bert_vocabulary, open_gpt2_files, open_tokenizer_json
 from megapipe.data.tokenizers.protocol import Tokenizer
 from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megapipe.data.tokenizers.tiktoken_files import ENCODINGS, TiktokenTokenizer, encoding_of
 
-_FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LOWERCASE_OF_KIND = {"bert-uncased": True, "bert-cased": False}
 
 
 def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
     """Opens what `spec` names:
 
     - `bytes`
-    - a tokenizer.json of Hugging Face (any name that ends in .json)
+    - a tokenizer.json of Hugging Face (any other name that ends in .json)
     - a SentencePiece model (any name that ends in .model)
-    - GPT-2's vocab.json or merges.txt, the other one beside it
+    - GPT-2's vocab.json or merges.txt, the other one beside it (gpt2-vocab.json and gpt2-merges.txt alike)
+    - BERT's WordPiece vocabulary, `bert-uncased:PATH` or `bert-cased:PATH`; the path alone (.txt) where a
+      tokenizer_config.json beside it says which
+    - a .tiktoken file by its published name, cl100k_base.tiktoken, or with it in front, `cl100k_base:PATH`
     - a folder that holds one of these by its usual name, as Hugging Face models do
 
     `end_of_document` names the token that ends documents where the tokenizer leaves it open. Raises DataError.
@@ -26,16 +31,27 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
         if end_of_document is not None:
             raise DataError(f"the byte tokenizer has its own end of document (256), it cannot be {end_of_document!r}")
         return ByteTokenizer()
-    path = Path(spec)
+    kind, _, name = spec.partition(":")
+    if kind not in _LOWERCASE_OF_KIND and kind not in ENCODINGS:
+        kind, name = "", spec
+    path = Path(name)
     if path.is_dir():
         path = next((path / name for name in _FILES_IN_FOLDERS if (path / name).is_file()), path)
     if not path.is_file():
         raise DataError(
-            f"no tokenizer {spec!r}: write bytes, or the path of a tokenizer.json, a SentencePiece .model, "
-            f"a vocab.json with merges.txt, or a folder with one of {', '.join(_FILES_IN_FOLDERS)}"
+            f"no tokenizer {spec!r}: write bytes, or the path of a tokenizer.json, a SentencePiece .model, a "
+            "vocab.json with merges.txt, a .tiktoken file, bert-uncased: or bert-cased: and a "
+            "vocab.txt, or a folder with one of "
+            f"{', '.join(_FILES_IN_FOLDERS)}"
         )
-    if path.name in ("vocab.json", "merges.txt"):
-        return open_gpt2_files(path.with_name("vocab.json"), path.with_name("merges.txt"), end_of_document)
+    if kind in ENCODINGS or path.suffix == ".tiktoken":
+        return TiktokenTokenizer(path, spec, kind or encoding_of(path), end_of_document)
+    if path.name.endswith(("vocab.json", "merges.txt")):
+        stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
+        pair = path.with_name(f"{stem}vocab.json"), path.with_name(f"{stem}merges.txt")
+        return open_gpt2_files(*pair, end_of_document)
+    if kind in _LOWERCASE_OF_KIND or path.name.endswith("vocab.txt"):
+        return open_bert_vocabulary(path, spec if kind else str(path), _LOWERCASE_OF_KIND.get(kind), end_of_document)
     if path.suffix == ".model":
         return SentencePieceTokenizer(path, end_of_document)
     return open_tokenizer_json(path, end_of_document)

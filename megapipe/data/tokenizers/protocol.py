@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back. Neither direction adds or interprets a beginning or end of its own."""
@@ -16,8 +18,14 @@ class Tokenizer(Protocol):
     end_of_document: int | None
     """Id that marks the end of a document, None when the vocabulary has no such token."""
 
+    special_tokens: dict[str, int]
+    """Names and ids of the tokens that stand for no text, for example [MASK]."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, which must hold no lone surrogates."""
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same ids, an integer array [number of tokens]; where there is a fast core, from that."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; the end of document leaves no trace, bytes that are not UTF-8 become U+FFFD."""
@@ -26,8 +34,8 @@ class Tokenizer(Protocol):
         """`sha256:<hex>` of the definition. Equal fingerprints give equal ids."""
 
 
-def fingerprint_of_files(*paths: Path) -> str:
-    digest = hashlib.sha256()
+def fingerprint_of_files(*paths: Path, extra: str = "") -> str:
+    digest = hashlib.sha256(extra.encode())
     for path in paths:
         digest.update(path.read_bytes())
     return f"sha256:{digest.hexdigest()}"

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megapipe.data.errors import DataError
 from megapipe.data.tokenizers.protocol import fingerprint_of_files
 
@@ -31,10 +33,18 @@ class SentencePieceTokenizer:
         self.spec = str(path)
         self.vocabulary_size: int = self._processor.get_piece_size()
         self.end_of_document = self._find_end(end)
+        self.special_tokens: dict[str, int] = {
+            self._processor.id_to_piece(token): token
+            for token in range(self.vocabulary_size)
+            if self._processor.is_control(token) or self._processor.is_unknown(token)
+        }
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
         return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode([int(token) for token in ids if token != self.end_of_document])

@@ -1,18 +1,25 @@
-"""Learns a vocabulary from texts: SentencePiece (BPE, unigram) and byte-level BPE."""
+"""Learns a vocabulary from texts: SentencePiece (BPE, unigram), byte-level BPE and WordPiece."""
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megapipe.data.errors import DataError
+from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS, word_piece
+
+if TYPE_CHECKING:
+    import tokenizers
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """Name of the end of a document in what is trained here as byte-level BPE (SentencePiece models: </s>)."""
+RESERVED_TOKENS = (END_OF_DOCUMENT, *BERT_SPECIAL_TOKENS, "<unk>", "</s>")
 
 
-def train_sentence_piece(texts: Iterable[str], vocabulary_size: int, model_type: Literal["bpe", "unigram"]) -> bytes:
+def train_sentence_piece(
+    texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str], model_type: Literal["bpe", "unigram"]
+) -> bytes:
     """A SentencePiece .model of exactly `vocabulary_size` pieces that gives every text back whole.
 
     The settings that matter: nothing is normalised, trimmed or prefixed; line ends are pieces of their own; runs of
@@ -34,6 +41,7 @@ def train_sentence_piece(texts: Iterable[str], vocabulary_size: int, model_type:
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],
+            control_symbols=list(special_tokens),
             max_sentence_length=2**30,
             bos_id=-1,
             pad_id=-1,
@@ -45,8 +53,9 @@ def train_sentence_piece(texts: Iterable[str], vocabulary_size: int, model_type:
     return model.getvalue()
 
 
-def train_byte_level_bpe(texts: Iterable[str], vocabulary_size: int) -> bytes:
-    """A tokenizer.json of exactly `vocabulary_size` tokens, split as GPT-2's; id 0 is END_OF_DOCUMENT.
+def train_byte_level_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str]) -> bytes:
+    """A tokenizer.json of exactly `vocabulary_size` tokens, split as GPT-2's; id 0 is END_OF_DOCUMENT, then come the
+    special tokens.
 
     Raises DataError when the texts are too few for the vocabulary.
     """
@@ -57,24 +66,63 @@ def train_byte_level_bpe(texts: Iterable[str], vocabulary_size: int) -> bytes:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[END_OF_DOCUMENT, *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return _checked(tokenizer, vocabulary_size, "all bytes")
+
+
+def train_word_piece(
+    texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str], lowercase: bool
+) -> bytes:
+    """BERT's WordPiece as a tokenizer.json of exactly `vocabulary_size` tokens, BERT's special tokens first.
+
+    Without `lowercase`, case and accents are kept. Raises DataError when the texts are too few for the vocabulary.
+    """
+    names = [*BERT_SPECIAL_TOKENS, *special_tokens]
+    # The library numbers continuing characters as its hash table gives them, another way in every run, and decides
+    # ties by number. Where they are given to it first, it does not.
+    alphabet = _train_word_piece(texts, 0, names, lowercase)
+    characters = sorted(token for token in alphabet if len(token) == 3 and token.startswith("##"))
+    vocabulary = _train_word_piece(texts, vocabulary_size, [*names, *characters], lowercase)
+    tokenizer = word_piece(vocabulary, names, lowercase)
+    return _checked(tokenizer, vocabulary_size, "the single characters of the input")
+
+
+def _train_word_piece(
+    texts: Iterable[str], vocabulary_size: int, first_tokens: Sequence[str], lowercase: bool
+) -> dict[str, int]:
+    from tokenizers import trainers
+
+    tokenizer = word_piece({}, [], lowercase)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary_size, special_tokens=list(first_tokens), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return vocabulary
+
+
+def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: str) -> bytes:
     learned = tokenizer.get_vocab_size()
     if learned < vocabulary_size:
         raise _too_few_texts(vocabulary_size, learned)
     if learned > vocabulary_size:
-        raise DataError(f"a vocabulary of {vocabulary_size} does not hold all bytes, which take {learned}; raise it")
+        raise DataError(f"a vocabulary of {vocabulary_size} does not hold {smallest}, which take {learned}; raise it")
     content: str = tokenizer.to_str(pretty=True)
     return content.encode()
 
 
-TRAINERS: dict[str, tuple[str, Callable[[Iterable[str], int], bytes]]] = {
+Trainer = Callable[[Iterable[str], int, Sequence[str]], bytes]
+
+TRAINERS: dict[str, tuple[str, Trainer]] = {
     "sentencepiece-bpe": (".model", partial(train_sentence_piece, model_type="bpe")),
     "sentencepiece-unigram": (".model", partial(train_sentence_piece, model_type="unigram")),
     "byte-level-bpe": (".json", train_byte_level_bpe),
+    "wordpiece-uncased": (".json", partial(train_word_piece, lowercase=True)),
+    "wordpiece-cased": (".json", partial(train_word_piece, lowercase=False)),
 }
 """Kinds of tokenizers that can be trained: the suffix of the file, and the function that gives its content."""
 

@@ -1,0 +1,245 @@
+"""Start-up and cost per sample of the data order beside megatron-core's indices; loading beside torch's DataLoader.
+
+1. Corpora of 10^6, 10^9 and 10^13 tokens (sparse files: all zeros, so nothing is read from a disk): time until the
+   first sample can be drawn, time per sample of the order alone and with token ids. megatron-core builds its
+   document, sample and shuffle index for one epoch; where they would not fit in memory their size is computed.
+2. A blend of 1,000 corpora: time to build the order, time per sample.
+3. Loading micro-batches from a real file in the page cache: tokens per second.
+
+    python benchmarks/sample_order.py --folder /tmp --tokens 1000000 1000000000 10000000000000
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megapipe.data.batches import MicrobatchSource
+from megapipe.data.blend_order import BlendOrder
+from megapipe.data.prefetch import Prefetcher
+from megapipe.data.samples import GptSamples
+from megapipe.data.shard_format import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, bin_path, idx_path
+
+with warnings.catch_warnings():  # about optional packages of no concern here
+    warnings.simplefilter("ignore")
+    from megatron.core.datasets import helpers_cpp
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+
+LENGTH = 2048
+LARGEST_BUILT = 10**10
+"""Tokens up to which megatron-core's indices are built here."""
+
+
+def sparse_shard(prefix: Path, num_tokens: int) -> Path:
+    """A shard of uint8 zeros in documents of equal length, at most a million of them."""
+    num_documents = min(num_tokens // 1000, 10**6)
+    length = num_tokens // num_documents
+    with bin_path(prefix).open("wb") as file:
+        file.truncate(length * num_documents)
+    with idx_path(prefix).open("wb") as file:
+        code = CODE_OF_DTYPE[np.dtype("<u1")]
+        file.write(HEADER.pack(MAGIC, VERSION, code, num_documents, num_documents + 1))
+        np.full(num_documents, length, dtype="<i4").tofile(file)
+        (np.arange(num_documents, dtype="<i8") * length).tofile(file)
+        np.arange(num_documents + 1, dtype="<i8").tofile(file)
+    return prefix
+
+
+def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Time of one call, and its result."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def best_of(repeats: int, work: Callable[[], Any]) -> float:
+    """The shortest of several calls: what the machine can do when others leave it alone."""
+    return min(seconds_of(work)[0] for _ in range(repeats))
+
+
+def open_samples(prefix: Path) -> GptSamples:
+    """The training split, to its first sample."""
+    samples = GptSamples(prefix, split="train", shares="100", sequence_length=LENGTH, seed=1)
+    samples.tokens(0)
+    return samples
+
+
+def open_megatron(prefix: Path, num_tokens: int) -> Any:
+    """megatron-core's GPTDataset for one epoch, to its first sample, with nothing cached."""
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=LENGTH,
+        blend=([str(prefix)], None),
+        split="100,0,0",
+        tokenizer=SimpleNamespace(unique_identifiers={"name": "none"}, eod=250, pad=251, vocab_size=256),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=tempfile.mkdtemp(dir=prefix.parent),
+    )
+    low_level = GPTDataset.build_low_level_dataset(str(prefix), config)
+    documents = np.arange(low_level.sequence_lengths.shape[0], dtype=np.int32)
+    dataset = GPTDataset(low_level, str(prefix), documents, (num_tokens - 1) // LENGTH, Split.train, config)
+    dataset[0]
+    return dataset
+
+
+def index_bytes(num_documents: int, num_samples: int) -> int:
+    """Bytes of megatron-core's three indices for one epoch."""
+    wide = 8 if num_documents > 2**31 else 4
+    return 4 * num_documents + 2 * wide * (num_samples + 1) + (4 if num_samples < 2**32 - 2 else 8) * num_samples
+
+
+def compare_orders(folder: Path, num_tokens: int) -> dict[str, Any]:
+    """Both orders over a corpus of that size."""
+    prefix = sparse_shard(folder / f"corpus{num_tokens}", num_tokens)
+    start, samples = seconds_of(lambda: open_samples(prefix))
+    ordinals = np.random.default_rng(0).integers(0, len(samples), size=2000)
+    row: dict[str, Any] = {
+        "tokens": num_tokens,
+        "start_ms": 1e3 * start,
+        "order_us": 1e6 * best_of(5, lambda: samples.windows(ordinals)) / len(ordinals),
+        "sample_us": 1e6 * best_of(5, lambda: [samples.tokens(one) for one in ordinals]) / len(ordinals),
+        "megatron_index_bytes": index_bytes(min(num_tokens // 1000, 10**6), len(samples)),
+    }
+    if num_tokens <= LARGEST_BUILT:
+        start, dataset = seconds_of(lambda: open_megatron(prefix, num_tokens))
+        found = ordinals[ordinals < len(dataset)].tolist()
+        row["megatron_start_ms"] = 1e3 * start
+        row["megatron_sample_us"] = 1e6 * best_of(5, lambda: [dataset[one] for one in found]) / len(found)
+    return row
+
+
+def compare_blends(num_corpora: int, num_samples: int) -> dict[str, Any]:
+    """A blend of many corpora of log-normal weights, `num_samples` of it."""
+    weights = np.random.default_rng(0).lognormal(0, 1.5, size=num_corpora)
+    build, order = seconds_of(lambda: BlendOrder(weights.tolist()))
+    ordinals = np.random.default_rng(1).integers(0, 10**13, size=100_000)
+    single = ordinals[:1000].tolist()
+    corpora, within = np.zeros(num_samples, dtype=np.int16), np.zeros(num_samples, dtype=np.int64)
+    shares = (weights / weights.sum()).tolist()
+    theirs, _ = seconds_of(
+        lambda: helpers_cpp.build_blending_indices(corpora, within, shares, num_corpora, num_samples, False)
+    )
+    return {
+        "corpora": num_corpora,
+        "build_s": build,
+        "period": order.period,
+        "ns_per_sample_in_batches": 1e9 * best_of(5, lambda: order.assign(ordinals)) / len(ordinals),
+        "us_per_single_sample": 1e6 * best_of(5, lambda: [order.assign(one) for one in single]) / len(single),
+        "megatron_build_s": theirs,
+        "megatron_samples": num_samples,
+        "megatron_ns_per_sample": 1e9 * theirs / num_samples,
+    }
+
+
+class _Windows(Dataset[Any]):
+    """The same samples as torch's DataLoader takes them."""
+
+    def __init__(self, samples: GptSamples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        window = torch.from_numpy(self._samples.tokens(index))
+        return window[:-1], window[1:]
+
+
+def compare_loaders(folder: Path, num_bytes: int, micro_size: int) -> dict[str, float]:
+    """Million tokens a second from a file of random uint16 ids in the page cache."""
+    prefix = folder / "real"
+    num_tokens = num_bytes // 2
+    np.random.default_rng(0).integers(0, 50_000, size=num_tokens, dtype=np.uint16).tofile(bin_path(prefix))
+    with idx_path(prefix).open("wb") as file:
+        num_documents, length = num_tokens // 1000, 1000
+        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[np.dtype("<u2")], num_documents, num_documents + 1))
+        np.full(num_documents, length, dtype="<i4").tofile(file)
+        (np.arange(num_documents, dtype="<i8") * length * 2).tofile(file)
+        np.arange(num_documents + 1, dtype="<i8").tofile(file)
+    os.truncate(bin_path(prefix), num_documents * length * 2)
+    samples = GptSamples(prefix, split="train", shares="100", sequence_length=LENGTH, seed=1, vocabulary_size=50_000)
+    count = min(len(samples) // micro_size, 1500)
+    tokens = count * micro_size * LENGTH / 1e6
+    found: dict[str, float] = {}
+
+    def ours(isolate: bool) -> None:
+        source = MicrobatchSource(
+            samples,
+            data_rank=0,
+            data_size=1,
+            micro_size=micro_size,
+            mask_end_of_document=isolate,
+            isolate_documents=isolate,
+        )
+        requests = range(0, count * micro_size, micro_size)
+        with Prefetcher(lambda consumed: source.microbatch(consumed, 0, 1), requests) as loaded:
+            for batch in loaded:
+                torch.from_numpy(batch.tokens)
+
+    def theirs(workers: int) -> None:
+        loader = DataLoader(_Windows(samples), batch_size=micro_size, num_workers=workers, shuffle=True)
+        for index, _ in enumerate(loader):
+            if index == count - 1:
+                break
+
+    ours(False)
+    found["megapipe"] = tokens / best_of(3, lambda: ours(False))
+    found["megapipe, documents kept apart"] = tokens / best_of(3, lambda: ours(True))
+    for workers in (0, 1, 2):
+        found[f"torch DataLoader, {workers} workers"] = tokens / best_of(2, lambda workers=workers: theirs(workers))
+    return found
+
+
+def main() -> int:
+    """Measure all and print; the last line is one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=None, help="where sparse and real files go (default: a temporary folder)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[10**6, 10**9, 10**13])
+    parser.add_argument("--corpora", type=int, default=1000)
+    parser.add_argument("--blend-samples", type=int, default=1_000_000, help="samples of megatron-core's blend index")
+    parser.add_argument("--loader-bytes", type=int, default=200_000_000)
+    parser.add_argument("--micro-size", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        orders = [compare_orders(Path(name), num_tokens) for num_tokens in arguments.tokens]
+        blend = compare_blends(arguments.corpora, arguments.blend_samples)
+        loaders = compare_loaders(Path(name), arguments.loader_bytes, arguments.micro_size)
+    for row in orders:
+        theirs = f"needs {row['megatron_index_bytes'] / 1e6:,.1f} MB of indices"
+        if "megatron_start_ms" in row:
+            theirs += f", start {row['megatron_start_ms']:.1f} ms, {row['megatron_sample_us']:.1f} us a sample"
+        print(
+            f"{row['tokens']:.0e} tokens: start {row['start_ms']:.1f} ms, order {row['order_us']:.2f} us, sample "
+            f"{row['sample_us']:.1f} us | megatron-core {theirs}"
+        )
+    print(
+        f"blend of {blend['corpora']}: order in {blend['build_s']:.2f} s for any number of samples, "
+        f"{blend['ns_per_sample_in_batches']:.0f} ns a sample in batches, "
+        f"{blend['us_per_single_sample']:.1f} us singly "
+        f"| megatron-core {blend['megatron_build_s']:.2f} s for {blend['megatron_samples']:,} samples "
+        f"({blend['megatron_ns_per_sample']:.0f} ns each)"
+    )
+    for loader, rate in loaders.items():
+        print(f"{loader}: {rate:,.1f} million tokens/s")
+    print(json.dumps({"benchmark": "sample_order", "orders": orders, "blend": blend, "loaders": loaders}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The command line of tools/data.py."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megapipe.data.errors import DataError
+
+EXAMPLES = """\
+examples:
+  tools/data.py inspect data/corpus_text_document --samples 3
+  tools/data.py verify data/corpus_text_document
+  tools/data.py merge data/a_text_document data/b_text_document --output-prefix data/all_text_document
+  tools/data.py split data/all_text_document --shares 98,1,1 --output-prefix data/held_out
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command. Exit status: 0, 1 for unusable shards, 2 for a wrong command line, 130 for Ctrl-C."""
+    arguments = build_parser().parse_args(list(argv))
+    try:
+        _run(arguments)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; no shard was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="data.py",
+        description="Looks into, checks, joins and splits .bin/.idx shards.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    inspect = commands.add_parser("inspect", help="counts, lengths of documents, decoded samples")
+    inspect.add_argument("prefix", help="path of the shard without .bin or .idx")
+    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to decode (3)")
+    inspect.add_argument("--tokenizer", metavar="NAME", help="to decode with, if not the manifest's")
+    inspect.add_argument("--histogram", metavar="FILE", help="draw the lengths of documents: .png, .svg or .pdf")
+
+    verify = commands.add_parser("verify", help="read every byte and check it against header, index and manifest")
+    verify.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
+
+    merge = commands.add_parser("merge", help="one shard of several, documents in the order given")
+    merge.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
+    merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
+
+    split = commands.add_parser("split", help="several shards of one, cut between documents")
+    split.add_argument("prefix", help="path of the shard without .bin or .idx")
+    split.add_argument("--shares", required=True, metavar="A,B,...", help="sizes of the outputs, in any unit")
+    split.add_argument("--output-prefix", required=True, metavar="PREFIX", help="outputs are PREFIX_0, PREFIX_1, ...")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    # Late, so that --help does not wait for numpy.
+    from megapipe.data import shard_tools
+
+    if arguments.command == "inspect":
+        shard_tools.inspect(arguments.prefix, arguments.samples, arguments.tokenizer, arguments.histogram)
+    elif arguments.command == "verify":
+        for prefix in arguments.prefix:
+            print(f"{prefix}: {shard_tools.verify(prefix)}")
+    elif arguments.command == "merge":
+        print(f"{arguments.output_prefix}: {shard_tools.merge(arguments.prefix, arguments.output_prefix)}")
+    else:
+        for line in shard_tools.split(arguments.prefix, arguments.shares, arguments.output_prefix):
+            print(line)

@@ -1,0 +1,249 @@
+"""Every input format gives the documents that its own library reads, for any number of workers."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapipe.data.manifest import read_manifest
+from megapipe.data.preprocess.documents import read_documents
+from megapipe.data.preprocess.inputs import InputFile, find_inputs
+from megapipe.data.preprocess.parts import cut_into_parts
+from tests.data.preprocess_runs import preprocess, texts_of
+
+TITLES = [f"title {number}" for number in range(2500)]
+TEXTS = [f"{number} naïve 東京 " + "words " * (number % 50) for number in range(2500)]
+TABLE = pa.table({"id": list(range(2500)), "text": TEXTS, "title": pa.array(TITLES, pa.large_string())})
+
+
+def json_lines() -> bytes:
+    lines = (json.dumps({"text": text, "title": title}) for text, title in zip(TEXTS, TITLES, strict=True))
+    return "\n".join(lines).encode()
+
+
+def write_gzip(folder: Path) -> str:
+    half = len(json_lines()) // 2  # two members, as `cat a.gz b.gz` gives
+    (folder / "in.jsonl.gz").write_bytes(gzip.compress(json_lines()[:half]) + gzip.compress(json_lines()[half:]))
+    return "in.jsonl.gz"
+
+
+def write_zstandard(folder: Path) -> str:
+    with pa.output_stream(folder / "in.jsonl.zst", compression="zstd") as file:
+        file.write(json_lines())
+    return "in.jsonl.zst"
+
+
+def write_parquet(folder: Path) -> str:
+    pyarrow.parquet.write_table(TABLE, folder / "in.parquet", row_group_size=400)
+    return "in.parquet"
+
+
+def write_arrow_file(folder: Path) -> str:
+    with pa.ipc.new_file(folder / "in.arrow", TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=300)
+    return "in.arrow"
+
+
+def write_arrow_stream(folder: Path) -> str:
+    with pa.ipc.new_stream(folder / "in.arrow", TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=300)
+    return "in.arrow"
+
+
+def save_dataset(folder: Path) -> str:
+    datasets.Dataset.from_dict(TABLE.to_pydict()).save_to_disk(str(folder / "saved"))
+    return "saved"
+
+
+def save_splits(folder: Path) -> str:
+    other = datasets.Dataset.from_dict({"text": ["no"], "title": ["no"]})
+    datasets.DatasetDict({"test": other, "extra": datasets.Dataset.from_dict(TABLE.to_pydict())}).save_to_disk(
+        str(folder / "saved")
+    )
+    return f"dataset:{folder / 'saved'}@extra"
+
+
+def save_chosen_rows(folder: Path) -> str:
+    """Rows in reverse, turned back by an index mapping, as filter and shuffle leave one."""
+    backwards = datasets.Dataset.from_dict(TABLE.take(list(range(2499, -1, -1))).to_pydict()).select(
+        list(range(2499, -1, -1))
+    )
+    backwards.save_to_disk(str(folder / "saved"))
+    return "saved"
+
+
+def write_folder_of_data_files(folder: Path) -> str:
+    (folder / "hub").mkdir()
+    pyarrow.parquet.write_table(TABLE, folder / "hub" / "train.parquet")
+    return f"dataset:{folder / 'hub'}"
+
+
+FORMATS: list[Callable[[Path], str]] = [
+    write_gzip,
+    write_zstandard,
+    write_parquet,
+    write_arrow_file,
+    write_arrow_stream,
+    save_dataset,
+    save_splits,
+    save_chosen_rows,
+    write_folder_of_data_files,
+]
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_documents_come_in_order_from_small_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = find_inputs([write(tmp_path)])
+    parts = list(cut_into_parts(files, part_bytes=20_000))
+    assert len(parts) > 1 or files[0].is_compressed or files[0].path.name == "hub"
+    documents = [d for part in parts for piece in part.pieces for d in read_documents(piece, ["title", "text"])]
+    assert [document.texts(["title", "text"]) for document in documents] == [
+        list(pair) for pair in zip(TITLES, TEXTS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("write", [write_zstandard, write_parquet, write_arrow_stream, save_dataset])
+def test_shards_of_every_format_are_those_of_json_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.jsonl").write_bytes(json_lines())
+    keys = ["--json-keys", "text", "title", "--append-eod"]
+    assert preprocess("--input", "plain.jsonl", *keys, "--output-prefix", "plain") == 0
+    assert preprocess("--input", write(tmp_path), *keys, "--output-prefix", "other") == 0
+    for key in ("text", "title"):
+        for kind in ("bin", "idx"):
+            plain, other = (Path(f"{name}_{key}_document.{kind}").read_bytes() for name in ("plain", "other"))
+            assert plain == other
+    manifest = read_manifest("other_text_document")
+    assert manifest is not None
+    assert manifest.sources is not None
+    assert manifest.sources["num_files"] == 1
+
+
+def test_fields_joined_into_one_document(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"title": "T", "text": "x"}\n{"title": "", "text": "y"}\n')
+    arguments = ["--json-keys", "title", "text", "--join-keys", ": ", "--output-prefix", tmp_path / "out"]
+    assert preprocess("--input", tmp_path / "in.jsonl", *arguments) == 0
+    assert texts_of(tmp_path / "out_title_text_document") == ["T: x", ": y"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), max_size=9), rows=st.integers(1, 4)
+)
+def test_any_texts_come_back_from_tables(tmp_path: Path, texts: list[str], rows: int) -> None:
+    table = pa.table({"text": pa.array(texts, pa.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet", row_group_size=rows)
+    with pa.ipc.new_file(tmp_path / "in.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    for name in ("in.parquet", "in.arrow"):
+        parts = cut_into_parts([InputFile(tmp_path / name, 1)], 1)
+        found = [d.texts(["text"])[0] for p in parts for piece in p.pieces for d in read_documents(piece, ["text"])]
+        assert found == texts
+
+
+def test_compressed_text_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    assert preprocess("--input", tmp_path / "a.txt.gz", "--output-prefix", tmp_path / "out") == 0
+    assert texts_of(tmp_path / "out_text_document") == ["one\ntwo\n"]
+
+
+def test_a_null_and_broken_utf_8_in_a_table_are_named_and_can_be_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offsets, content = np.array([0, 1, 3, 4, 4], np.int32), b"a\xff\xfeb"
+    buffers = [pa.py_buffer(b"\x07"), pa.py_buffer(offsets.tobytes()), pa.py_buffer(content)]
+    table = pa.table({"text": pa.Array.from_buffers(pa.string(), 4, buffers)})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    arguments = ["--input", tmp_path / "in.parquet", "--output-prefix", tmp_path / "out"]
+    assert preprocess(*arguments) == 1
+    assert "in.parquet, row 1: field 'text' is not UTF-8" in capsys.readouterr().err
+    assert preprocess(*arguments, "--on-error", "skip") == 0
+    assert "in.parquet, row 3: field 'text' holds a NoneType" in capsys.readouterr().err
+    assert texts_of(tmp_path / "out_text_document") == ["a", "b"]
+
+
+def test_a_missing_column_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for write, name in ((write_parquet, "in.parquet"), (write_arrow_file, "in.arrow"), (save_dataset, "saved")):
+        write(tmp_path)
+        arguments = ["--json-keys", "body", "--output-prefix", tmp_path / "out"]
+        assert preprocess("--input", tmp_path / name, *arguments) == 1
+        assert "no column 'body'; it has 'id', 'text', 'title'" in capsys.readouterr().err
+
+
+def test_an_unnamed_split_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_splits(tmp_path)
+    assert preprocess("--input", tmp_path / "saved", "--output-prefix", tmp_path / "out") == 1
+    assert "has the splits test, extra: name one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("write", [write_gzip, write_zstandard])
+def test_a_compressed_file_that_is_cut_off_gives_what_came_before(
+    tmp_path: Path, write: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / write(tmp_path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    (tmp_path / "z.jsonl").write_text('{"text": "after"}\n')
+    arguments = ["--input", path, tmp_path / "z.jsonl", "--output-prefix", tmp_path / "out"]
+    assert preprocess(*arguments) == 1
+    assert f"{path}: the compressed data is damaged or cut off after line" in capsys.readouterr().err
+    assert preprocess(*arguments, "--on-error", "skip") == 0
+    *before, last = texts_of(tmp_path / "out_text_document")
+    assert last == "after"
+    assert before == TEXTS[: len(before)]
+    assert len(before) > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("in.jsonl.gz", "the compressed data is damaged"),
+        ("in.jsonl.zst", "the compressed data is damaged"),
+        ("in.parquet", "cannot be read as Parquet"),
+        ("in.arrow", "cannot be read as Arrow"),
+    ],
+)
+def test_a_file_of_another_format_is_refused(
+    tmp_path: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(b'{"text": "plain"}\n' * 20)
+    assert preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out") == 1
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_that_cannot_be_read_is_named_and_can_be_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("good")
+    # Memory that is not mapped: reading gives an input/output error, as a broken disk does.
+    (tmp_path / "b.txt").symlink_to("/proc/self/mem")
+    arguments = ["--input", tmp_path / "a.txt", tmp_path / "b.txt", "--output-prefix", tmp_path / "out"]
+    assert preprocess(*arguments) == 1
+    assert "b.txt cannot be read (Input/output error)" in capsys.readouterr().err
+    assert preprocess(*arguments, "--on-error", "skip") == 0
+    assert "b.txt cannot be read" in capsys.readouterr().err
+    assert texts_of(tmp_path / "out_text_document") == ["good"]
+
+
+def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert preprocess("--input", f"dataset:{tmp_path / 'empty'}", "--output-prefix", tmp_path / "out") == 1
+    assert "cannot be opened as a dataset; check the folder" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""A run that is stopped anywhere and goes on at another data-parallel size reads what an undisturbed one reads."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.data.batches import MicrobatchSource
+from megapipe.data.blend import BlendedSamples
+from megapipe.data.blend_order import BlendOrder
+from megapipe.data.sample_set import SampleSet
+from megapipe.data.samples import GptSamples
+from tests.data.shards import numbered_documents, write_shard
+
+layouts = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))  # data size, micro size, micro-batches
+Row = tuple[int, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", params=["one corpus", "blend"])
+def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    """Epochs of 17, 23 and 5 samples, so that runs of a few steps end in the middle of one."""
+    folder = tmp_path_factory.mktemp("resume")
+    corpora = [
+        GptSamples(
+            write_shard(folder / f"corpus{first}", numbered_documents(lengths, first)),
+            split="train",
+            shares="1",
+            sequence_length=4,
+            seed=11,
+        )
+        for first, lengths in ((0, [30, 39]), (1000, [93]), (2000, [7, 9, 6]))
+    ]
+    if request.param == "one corpus":
+        return corpora[0]
+    return BlendedSamples(corpora, BlendOrder([0.5, 0.3, 0.2]), repeats=True)
+
+
+def read(samples: SampleSet, consumed: int, layout: tuple[int, int, int]) -> list[Row]:
+    """Ordinal and token ids of what all ranks read in one step."""
+    data_size, micro_size, num_microbatches = layout
+    rows: list[Row] = []
+    for rank in range(data_size):
+        source = MicrobatchSource(samples, data_rank=rank, data_size=data_size, micro_size=micro_size)
+        for batch in source.step(consumed, num_microbatches):
+            windows = [(*tokens, labels[-1]) for tokens, labels in zip(batch.tokens, batch.labels, strict=True)]
+            rows += zip(batch.ordinals.tolist(), (tuple(map(int, window)) for window in windows), strict=True)
+    return rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(layouts, min_size=1, max_size=8), start=st.integers(0, 100))
+def test_the_union_is_the_undisturbed_runs(samples: SampleSet, steps: list, start: int) -> None:
+    consumed, seen = start, []
+    for layout in steps:
+        seen += read(samples, consumed, layout)
+        consumed += layout[0] * layout[1] * layout[2]
+    undisturbed = read(samples, start, (1, 1, consumed - start))
+    assert sorted(seen) == sorted(undisturbed)
+    assert len({ordinal for ordinal, _ in seen}) == consumed - start
+
+
+def test_epochs_of_the_corpora_are_whole(samples: SampleSet) -> None:
+    """Of each corpus every window comes once before one comes again."""
+    rows = [tokens for _, tokens in read(samples, 0, (2, 1, 200))]
+    for first, per_epoch in ((0, 17), (1000, 23), (2000, 5)):
+        mine = [tokens for tokens in rows if tokens[0] // 1000 == first // 1000]
+        for begin in range(0, len(mine) - per_epoch, per_epoch):
+            assert len(set(mine[begin : begin + per_epoch])) == per_epoch

@@ -1,0 +1,130 @@
+"""tools/data.py: shards are looked into, checked, joined and cut without losing a token."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.manifest import read_manifest
+from megapipe.data.shard_command import main
+from tests.data.preprocess_runs import ROOT, preprocess, write_json_lines
+from tests.data.shards import write_shard
+
+documents_strategy = st.lists(
+    st.lists(st.lists(st.integers(0, 127), min_size=1, max_size=5), max_size=3), min_size=2, max_size=8
+)
+fresh_files = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def write_text(folder: Path, name: str, texts: list[str], *more: str) -> str:
+    write_json_lines(folder / f"{name}.jsonl", [{"text": text} for text in texts])
+    arguments = ["--input", folder / f"{name}.jsonl", "--append-eod", *more]
+    assert preprocess(*arguments, "--output-prefix", folder / name) == 0
+    return str(folder / f"{name}_text_document")
+
+
+@fresh_files
+@given(documents=documents_strategy, cut=st.integers(1, 7), shares=st.sampled_from(["1,1", "0.5,0.5", "30,30"]))
+def test_merging_what_was_split_gives_the_same_bytes(tmp_path: Path, documents: list, cut: int, shares: str) -> None:
+    whole = write_shard(tmp_path / "whole", documents)
+    cut = min(cut, len(documents) - 1)
+    parts = [write_shard(tmp_path / "a", documents[:cut]), write_shard(tmp_path / "b", documents[cut:])]
+    assert main(["merge", *map(str, parts), "--output-prefix", str(tmp_path / "merged")]) == 0
+    assert main(["split", str(whole), "--shares", shares, "--output-prefix", str(tmp_path / "half")]) == 0
+    halves = [str(tmp_path / "half_0"), str(tmp_path / "half_1")]
+    assert IndexedDataset(halves[0]).num_documents == round(len(documents) / 2)
+    assert main(["merge", *halves, "--output-prefix", str(tmp_path / "again")]) == 0
+    for kind in ("bin", "idx"):
+        expected = (tmp_path / f"whole.{kind}").read_bytes()
+        assert (tmp_path / f"merged.{kind}").read_bytes() == expected
+        assert (tmp_path / f"again.{kind}").read_bytes() == expected
+
+
+def test_manifests_are_carried_over(tmp_path: Path) -> None:
+    one, two = write_text(tmp_path, "one", ["a", "bc"]), write_text(tmp_path, "two", ["", "def"])
+    merged, parts = str(tmp_path / "merged"), str(tmp_path / "part")
+    assert main(["merge", one, two, "--output-prefix", merged]) == 0
+    assert main(["split", merged, "--shares", "3,1", "--output-prefix", parts]) == 0
+    assert main(["verify", one, two, merged, f"{parts}_0", f"{parts}_1"]) == 0
+    manifest = read_manifest(f"{parts}_1")
+    assert manifest is not None
+    assert (manifest.tokenizer, manifest.num_documents, manifest.num_tokens) == ("bytes", 1, 4)
+
+
+def test_inspect_shows_counts_lengths_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_text(tmp_path, "in", ["x" * length for length in range(1, 100)])
+    capsys.readouterr()
+    assert main(["inspect", prefix, "--samples", "2", "--histogram", str(tmp_path / "lengths.png")]) == 0
+    shown = capsys.readouterr().out
+    assert "99 documents, 99 sequences, 5,049 tokens (uint16, 10,098 bytes)" in shown
+    assert "mean 51.0; percentiles 0% 2, 1% 3, 10% 12, 50% 51, 90% 90, 99% 99, 100% 100" in shown
+    assert f"document 0 (2 tokens): {'x'!r}" in shown
+    assert f"document 49 (51 tokens): {'x' * 50!r}" in shown
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    write_shard(tmp_path / "plain", [[[65, 66]]])
+    assert main(["inspect", str(tmp_path / "plain")]) == 0
+    assert "document 0 (2 tokens): [65, 66]" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "plain"), "--tokenizer", "bytes"]) == 0
+    assert "document 0 (2 tokens): 'AB'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "position", "value", "message"),
+    [
+        ("bin", 0, 0x42, "bin is damaged: its checksum"),
+        ("bin", 1, 0x7F, "holds token 32609 at position 0, but the vocabulary has 257 ids"),
+        ("bin", 7, 0, "document 0 does not end with 256"),
+        ("idx", 34, 3, "sequence 1 does not follow the last"),
+        ("idx", 37, 0x80, "sequence 0 has a negative length"),
+        ("idx", 34 + 2 * 12 + 8, 9, "document 1 ends before it begins"),
+    ],
+)
+def test_verify_finds_every_damage(
+    tmp_path: Path, kind: str, position: int, value: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_text(tmp_path, "in", ["abc", "de"])
+    assert main(["verify", prefix]) == 0
+    assert "checksums right" in capsys.readouterr().out
+    path = Path(f"{prefix}.{kind}")
+    content = bytearray(path.read_bytes())
+    content[position] = value
+    path.write_bytes(content)
+    assert main(["verify", prefix]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_text(tmp_path, "one", ["a"])
+    write_json_lines(tmp_path / "two.jsonl", [{"text": "b"}])
+    assert preprocess("--input", tmp_path / "two.jsonl", "--output-prefix", tmp_path / "two") == 0
+    two, wide = str(tmp_path / "two_text_document"), str(write_shard(tmp_path / "wide", [[[1]]], "<i4"))
+    for arguments, message in (
+        ([one, two], "differ in end_of_document_appended"),
+        ([one, wide], "holds int32"),
+        ([one, str(tmp_path / "no")], "no.idx does not exist"),
+    ):
+        assert main(["merge", *arguments, "--output-prefix", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out.idx").exists()
+    assert main(["merge", one, one, "--output-prefix", one]) == 1
+    assert "is one of the shards to merge" in capsys.readouterr().err
+    for shares, message in (("1,x", "not a list of numbers"), ("1,-1", "above 0"), ("1,1", "too few for --shares")):
+        assert main(["split", one, "--shares", shares, "--output-prefix", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
+    assert IndexedDataset(one).tokens.tolist() == [97, 256]
+
+
+def test_the_tool_runs_and_its_help_is_quick(tmp_path: Path) -> None:
+    prefix = write_text(tmp_path, "in", ["abc"])
+    command = [sys.executable, str(ROOT / "tools" / "data.py")]
+    finished = subprocess.run([*command, "verify", prefix], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    code = "import sys, megapipe.data.shard_command as c; c.build_parser().format_help()\n"
+    code += "assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules), 'imported early'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+    assert np.array_equal(IndexedDataset(prefix).tokens, [97, 98, 99, 256])

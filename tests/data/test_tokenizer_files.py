@@ -1,0 +1,141 @@
+"""BERT vocabularies and tiktoken files, against the libraries that they come from."""
+
+import base64
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tiktoken
+import tiktoken_ext.openai_public as published
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import BertWordPieceTokenizer
+
+from megapipe.data.errors import DataError
+from megapipe.data.preprocess.inputs import find_inputs
+from megapipe.data.tokenizers import Tokenizer, open_tokenizer
+from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS
+from megapipe.data.tokenizers.tiktoken_files import ENCODINGS
+from megapipe.data.tokenizers.training import train_byte_level_bpe, train_word_piece
+
+any_text = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
+    st.lists(st.sampled_from(["it's", "WE'LL", " 1234", "\r\n", "  ", "é", "[MASK]", "def main", "!?", "東京"])).map(
+        "".join
+    ),
+)
+
+
+def texts() -> list[str]:
+    return [file.path.read_text() for file in find_inputs(["python-stdlib"], include=["arg*.py", "textwrap.py"])]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["uncased", "cased"])
+def word_piece(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
+    content = json.loads(train_word_piece(texts(), 600, ["[unused1]"], request.param))
+    path = tmp_path_factory.mktemp("bert") / "vocab.txt"
+    path.write_text("\n".join(content["model"]["vocab"]) + "\n")
+    (path.with_name("tokenizer.json")).write_text(json.dumps(content))
+    return path, request.param
+
+
+@settings(max_examples=100)
+@given(text=any_text)
+def test_bert_vocabularies_give_the_ids_of_the_library(word_piece: tuple[Path, bool], text: str) -> None:
+    path, lowercase = word_piece
+    for spec in (f"bert-{'uncased' if lowercase else 'cased'}:{path}", str(path.with_name("tokenizer.json"))):
+        ids = opened(spec).encode(text)
+        assert ids == bert_oracle(path, lowercase).encode(text, add_special_tokens=False).ids
+        assert opened(spec).encode_array(text).tolist() == ids
+
+
+@cache
+def opened(spec: str) -> Tokenizer:
+    return open_tokenizer(spec)
+
+
+@cache
+def bert_oracle(path: Path, lowercase: bool) -> BertWordPieceTokenizer:
+    return BertWordPieceTokenizer(str(path), lowercase=lowercase)
+
+
+def test_a_bert_vocabulary_knows_its_special_tokens(word_piece: tuple[Path, bool], tmp_path: Path) -> None:
+    path, lowercase = word_piece
+    tokenizer = opened(f"bert-uncased:{path}")
+    assert [tokenizer.special_tokens[name] for name in BERT_SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
+    assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (600, 3)
+    assert opened(str(path.with_name("tokenizer.json"))).special_tokens["[unused1]"] == 5
+    assert tokenizer.fingerprint() != opened(f"bert-cased:{path}").fingerprint()
+    copy = tmp_path / "vocab.txt"
+    copy.write_bytes(path.read_bytes())
+    with pytest.raises(DataError, match=r"name it bert-uncased:.*vocab\.txt or bert-cased:"):
+        open_tokenizer(str(copy))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
+    assert open_tokenizer(str(tmp_path)).encode("ABC Éa") == bert_oracle(path, lowercase).encode("ABC Éa").ids[1:-1]
+    copy.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
+    with pytest.raises(DataError, match=r"has no token \[MASK\]"):
+        open_tokenizer(f"bert-cased:{copy}")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, int]]:
+    """A small vocabulary as a .tiktoken file."""
+    vocabulary = json.loads(train_byte_level_bpe(texts(), 700, []))["model"]["vocab"]
+    letters = byte_letters()
+    tokens = [bytes(letters[letter] for letter in token) for token in vocabulary if token != "<|endoftext|>"]
+    found = {token: rank for rank, token in enumerate(tokens)}
+    path = tmp_path_factory.mktemp("tiktoken") / "cl100k_base.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in found.items()))
+    return path, found
+
+
+def byte_letters() -> dict[str, int]:
+    """GPT-2's letters for bytes."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+@pytest.mark.parametrize("encoding", list(ENCODINGS))
+def test_encodings_are_the_published_ones(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(published, loader, lambda *arguments, **options: {})
+    expected = getattr(published, encoding)()
+    assert ENCODINGS[encoding].pattern == expected["pat_str"]
+    assert ENCODINGS[encoding].special_tokens == expected["special_tokens"]
+
+
+@settings(max_examples=100)
+@given(text=any_text, encoding=st.sampled_from(list(ENCODINGS)))
+def test_tiktoken_files_give_the_ids_of_tiktoken(
+    ranks: tuple[Path, dict[bytes, int]], text: str, encoding: str
+) -> None:
+    path, mergeable = ranks
+    pattern, special = ENCODINGS[encoding]
+    oracle = tiktoken.Encoding("oracle", pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special)
+    tokenizer = opened(f"{encoding}:{path}")
+    ids = tokenizer.encode(text)
+    assert ids == oracle.encode(text, disallowed_special=())
+    assert tokenizer.encode_array(text).tolist() == ids
+    assert tokenizer.end_of_document is not None
+    assert tokenizer.decode([*ids, tokenizer.end_of_document]) == text
+
+
+def test_tiktoken_files_say_what_they_are_by_name(ranks: tuple[Path, dict[bytes, int]], tmp_path: Path) -> None:
+    path, _ = ranks
+    tokenizer = open_tokenizer(str(path))
+    assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (100277, 100257)
+    assert open_tokenizer(str(path), "<|endofprompt|>").end_of_document == 100276
+    with pytest.raises(DataError, match=r"no special token '<nope>'; it has <\|endoftext\|>"):
+        open_tokenizer(str(path), "<nope>")
+    other = tmp_path / "mine.tiktoken"
+    other.write_bytes(path.read_bytes())
+    with pytest.raises(DataError, match=r"for example cl100k_base:.*mine\.tiktoken"):
+        open_tokenizer(str(other))
+    other.write_bytes(path.read_bytes().partition(b"\n")[2])
+    with pytest.raises(DataError, match="has no token for byte"):
+        open_tokenizer(f"o200k_base:{other}")
+    other.write_bytes(b"not base64 at all\n")
+    with pytest.raises(DataError, match=r"is not a \.tiktoken file"):
+        open_tokenizer(f"o200k_base:{other}")

@@ -1,0 +1,74 @@
+"""Runs over a blend: stopped in its middle they go on with the very samples, and in other proportions not at all."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.pretrain import pretrain_gpt
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [write_shard(tmp_path_factory.mktemp(f"corpus{seed}"), documents=60, seed=seed) for seed in range(2)]
+
+
+def configuration(corpora: list[str], directory: Path, weights: list[float], **data: object) -> PretrainConfig:
+    config = make_config(
+        corpora[0],
+        GPT2_SHAPE,
+        batch={"global_size": 3},
+        evaluation={"every": 4, "samples": 6},
+        checkpoint={"every": 2},
+        parallel={"device": "cpu"},
+        training={"steps": 8, "directory": str(directory)},
+    )
+    blend = dict(zip(corpora, weights, strict=True))
+    return replace(config, data=replace(config.data, prefix="", blend=blend, split="80,20,0", **data))
+
+
+def run(config: PretrainConfig, **training: object) -> list[tuple[int, float]]:
+    """Step and loss of every step that the directory's runs have told of."""
+    config = replace(config, training=replace(config.training, **training))
+    assert pretrain_gpt(config, LaunchEnvironment()) == 0
+    lines = (Path(config.training.directory) / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [(record["step"], record["loss"]) for record in found if "event" not in record]
+
+
+@pytest.mark.parametrize("order", ["keyed", "megatron"])
+def test_a_stopped_run_goes_on_with_the_same_samples(corpora: list[str], tmp_path: Path, order: str) -> None:
+    whole = run(configuration(corpora, tmp_path / "whole", [0.7, 0.3], order=order))
+    config = configuration(corpora, tmp_path / "parts", [0.7, 0.3], order=order)
+    run(config, stop_at=4)
+    assert run(config) == whole
+    assert [step for step, _ in whole] == list(range(1, 9))
+
+
+def test_other_proportions_are_another_run(corpora: list[str], tmp_path: Path) -> None:
+    run(configuration(corpora, tmp_path, [0.7, 0.3]), stop_at=2)
+    with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.6, 0\.4\] .* with \[0\.7, 0\.3\]"):
+        run(configuration(corpora, tmp_path, [0.6, 0.4]))
+    with pytest.raises(CheckpointError, match=r"data\.pack is 'best_fit' .* with 'concat'"):
+        run(configuration(corpora, tmp_path, [0.7, 0.3], pack="best_fit"))
+
+
+def test_the_megatron_order_is_of_one_length(corpora: list[str], tmp_path: Path) -> None:
+    config = configuration(corpora, tmp_path, [0.7, 0.3], order="megatron")
+    run(config, stop_at=2)
+    with pytest.raises(CheckpointError, match=r"training\.steps is 9 .* with 8"):
+        run(config, steps=9)
+
+
+def test_weights_that_are_rounded_are_told_of(
+    corpora: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(configuration(corpora, tmp_path / "exact", [0.7, 0.3]), stop_at=1)
+    assert "were rounded" not in capsys.readouterr().out
+    run(configuration(corpora, tmp_path / "rounded", [2**0.5, 1.0]), stop_at=1)
+    assert "weights were rounded to 1,048,576ths of the blend" in capsys.readouterr().out
