@@ -10,7 +10,7 @@ from torch import Tensor
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.cross_entropy import logit_gradient as logit_gradient
 from megapipe.kernels.triton_backend.cross_entropy_kernels import gradient_kernel, statistics_kernel, whole_row_kernel
-from megapipe.kernels.triton_backend.launch import Launch, power_of_two
+from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two
 from megapipe.kernels.triton_backend.launch import refusal as refusal
 from megapipe.kernels.triton_backend.specimens import Specimen, meta
 from megapipe.kernels.triton_backend.tiles import NUM_WARPS, tile_of
@@ -29,6 +29,10 @@ def _warps(block: int) -> int:
     return min(32, max(4, block // _ELEMENTS_PER_WARP))
 
 
+def _has_tail(logits: Tensor) -> bool:
+    return logits.shape[1] % 16 != 0
+
+
 def _arguments(logits: Tensor, columns: Tensor, owned: Tensor, result: Tensor) -> dict[str, Tensor | int]:
     return {
         "logits": logits,
@@ -44,14 +48,16 @@ def _arguments(logits: Tensor, columns: Tensor, owned: Tensor, result: Tensor) -
 def _statistics_launch(logits: Tensor, columns: Tensor, owned: Tensor, result: Tensor) -> Launch:
     block = min(power_of_two(max(logits.shape[1], 1)), _STREAMED)
     arguments = _arguments(logits, columns, owned, result)
-    return Launch(statistics_kernel, (logits.shape[0],), arguments, {"BLOCK": block}, _warps(block))
+    return Launch(
+        statistics_kernel, (logits.shape[0],), arguments, {"BLOCK": block, "TAIL": _has_tail(logits)}, _warps(block)
+    )
 
 
 def _whole_row_launch(logits: Tensor, columns: Tensor, owned: Tensor, result: Tensor) -> Launch:
     resident = logits.shape[1] <= RESIDENT
     block = power_of_two(max(logits.shape[1], 1)) if resident else _WHOLE
     arguments = _arguments(logits, columns, owned, result)
-    constants = {"RESIDENT": resident, "BLOCK": block}
+    constants = {"RESIDENT": resident, "BLOCK": block, "TAIL": _has_tail(logits)}
     return Launch(whole_row_kernel, (logits.shape[0],), arguments, constants, _warps(block))
 
 
@@ -77,7 +83,8 @@ def _gradient_launch(
         "row_stride": logits.stride(0),
         "result_stride": result.stride(0),
     }
-    return Launch(gradient_kernel, tile.grid(num_rows, width), arguments, tile.constants(), NUM_WARPS)
+    constants = {**tile.constants(), "TAIL": _has_tail(logits)}
+    return Launch(gradient_kernel, tile.grid(num_rows, width), arguments, constants, NUM_WARPS)
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -148,8 +155,11 @@ def row_statistics(logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tens
 
 
 def specimens() -> list[Specimen]:
-    """A share of GPT-2's vocabulary, the longest resident row, and Llama 3's whole vocabulary."""
+    """A share of GPT-2's vocabulary, the longest resident row, Llama 3's whole vocabulary, and GPT-2's, which is no
+    multiple of 16 and lies in rows that are."""
     return [
+        *_specimens(50257, torch.bfloat16, "bf16", resident=False),
+        *_specimens(12573, torch.bfloat16, "bf16", resident=True),
         *_specimens(12576, torch.float32, "fp32", resident=True),
         *_specimens(RESIDENT, torch.bfloat16, "bf16", resident=True),
         *_specimens(128256, torch.bfloat16, "bf16", resident=False),
@@ -157,7 +167,7 @@ def specimens() -> list[Specimen]:
 
 
 def _specimens(width: int, dtype: torch.dtype, name: str, resident: bool) -> list[Specimen]:
-    logits, rows = meta(8192, width, dtype=dtype), meta(8192)
+    logits, rows = meta(8192, ceiling_division(width, 64) * 64, dtype=dtype)[:, :width], meta(8192)
     columns, owned, result = meta(8192, dtype=torch.int64), meta(8192, dtype=torch.bool), meta(3, 8192)
     gradient = _gradient_launch(logits, columns, owned, rows, rows, logits)
     whole = _whole_row_launch(logits, columns, owned, result)

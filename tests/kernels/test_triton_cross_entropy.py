@@ -123,7 +123,9 @@ def test_softmax_in_a_tensor_of_its_own(triton_op: ModuleType, dtype: torch.dtyp
     torch.testing.assert_close(found, expected)
     assert torch.equal(target, expected_target)
     exact = case.logits.double().softmax(-1)
-    assert (softmax[:, :100].double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps
+    # What is subtracted in the exponent is itself rounded to fp32.
+    error = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps * float(expected.abs().max()))
+    assert (softmax[:, :100].double() - exact).abs().max() <= 2 * error
     assert (softmax[:, 100:] == 5.0).all()
 
 
