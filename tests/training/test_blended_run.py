@@ -9,7 +9,7 @@ import pytest
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.pretrain import pretrain_gpt
+from megapipe.training.pretrain import pretrain
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 
 
@@ -35,7 +35,7 @@ def configuration(corpora: list[str], directory: Path, weights: list[float], **d
 def run(config: PretrainConfig, **training: object) -> list[tuple[int, float]]:
     """Step and loss of every step that the directory's runs have told of."""
     config = replace(config, training=replace(config.training, **training))
-    assert pretrain_gpt(config, LaunchEnvironment()) == 0
+    assert pretrain(config, LaunchEnvironment()) == 0
     lines = (Path(config.training.directory) / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     return [(record["step"], record["loss"]) for record in found if "event" not in record]
