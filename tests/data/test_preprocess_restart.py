@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megapipe.data.preprocess.inputs import find_inputs
 from megapipe.data.preprocess.journal import read_journal
 from megapipe.data.preprocess.run import preprocess
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
-from tests.data.preprocess_runs import TOOL, write_json_lines
+from tests.data.preprocess_runs import write_json_lines
 
 SETTINGS = TokenizeSettings(tokenizer="bytes", append_end_of_document=True, json_keys=("a", "b"), drop_duplicates=True)
 KINDS = [f"{key}_document.{kind}" for key in "ab" for kind in ("bin", "idx", "manifest.json")]
@@ -118,24 +119,44 @@ def test_two_runs_with_one_output_do_not_meet(tmp_path: Path, undisturbed: Path)
     same_as_undisturbed(tmp_path / "out", undisturbed)
 
 
+# The tool with a journal behind every part: how many parts a killed run finished then depends on no clock.
+JOURNALS_ALWAYS = """
+import sys
+from megapipe.data.preprocess import command, run
+run.JOURNAL_SECONDS = 0.0
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def wait_for_another_part(process: subprocess.Popen, journal: Path) -> None:
+    """Returns when `journal` has changed, or `process` has ended."""
+    before = journal.read_bytes() if journal.exists() else b""
+    while process.poll() is None and (not journal.exists() or journal.read_bytes() == before):
+        time.sleep(0.005)
+
+
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     write_input(tmp_path, 150)
-    command = [*TOOL, "--input", str(tmp_path / "in.jsonl"), "--json-keys", "a", "b", "--tokenizer", "bytes"]
-    command += ["--append-eod", "--drop-duplicates", "--workers", "2", "--output-prefix"]
+    command = [sys.executable, "-c", JOURNALS_ALWAYS, "--input", str(tmp_path / "in.jsonl"), "--json-keys", "a", "b"]
+    command += ["--tokenizer", "bytes", "--append-eod", "--drop-duplicates", "--workers", "2", "--output-prefix"]
     start = time.monotonic()
     subprocess.run([*command, str(tmp_path / "out")], check=True, capture_output=True, timeout=300)
     whole = time.monotonic() - start
     chance = random.Random(0)
-    kills = continued = 0
+    kills = continued = expected = 0
     (tmp_path / "killed").mkdir()
     prefix = tmp_path / "killed" / "out"
+    journal = tmp_path / "killed" / "out.parts" / "journal.json"
     while kills < 20:
+        expected += journal.exists()
         process = subprocess.Popen(
             [*command, str(prefix)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, process_group=0
         )
+        if kills % 2:  # somewhere inside the part after the next one, however fast the machine
+            wait_for_another_part(process, journal)
         try:
-            process.wait(chance.uniform(0.1, whole * 0.6))
+            process.wait(chance.uniform(0.0, whole * 0.2) if kills % 2 else chance.uniform(0.1, whole * 0.6))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
@@ -147,4 +168,5 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
                 Path(f"{prefix}_{kind}").unlink()
     subprocess.run([*command, str(prefix)], check=True, capture_output=True, timeout=300)
     same_as_undisturbed(prefix, tmp_path)
-    assert continued >= 3
+    assert expected >= 5  # half of the kills found a part finished, unless the run came to its end first
+    assert continued >= expected // 2  # the others were killed again before they had come to say it
