@@ -86,7 +86,7 @@ class Pipeline:
             ScheduleError: a schedule that does not exist or cannot run so many micro-batches.
         """
         self._mesh = mesh
-        self._config = _checked_settings(mesh, optimizer or OptimizerConfig())
+        self._config = _checked_settings(mesh, optimizer or OptimizerConfig(), timeout)
         self._sample = as_tensors(sample)
         self._microbatches = microbatches
         plan = _agreed(mesh, plan_layers(layers, _checked_sample(self._sample)))
@@ -239,7 +239,9 @@ def as_tensors(tensors: Tensors) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-def _checked_settings(mesh: Mesh, config: OptimizerConfig) -> OptimizerConfig:
+def _checked_settings(mesh: Mesh, config: OptimizerConfig, timeout: float) -> OptimizerConfig:
+    if not timeout > 0:
+        raise PipelineError(f"timeout is {timeout}; it must be above 0 seconds")
     for dimension in ("tensor", "context"):
         if mesh.size(dimension) > 1:
             raise PipelineError(

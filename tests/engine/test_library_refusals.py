@@ -94,6 +94,7 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "half": ([nn.LayerNorm(8).half()], {"sample": torch.empty(2, 8).half()}, "parameters are float16; convert"),
     "scalar": ([nn.Linear(8, 8)], {"sample": torch.tensor(1.0)}, "must be tensors whose first axis is rows"),
     "schedule": ([nn.Linear(8, 8)], {"schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean '1f1b'?"),
+    "timeout": ([nn.Linear(8, 8)], {"timeout": -1.0}, "timeout is -1.0; it must be above 0 seconds"),
     "clipping": ([nn.Linear(8, 8)], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
 }
 
