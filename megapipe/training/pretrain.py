@@ -17,6 +17,7 @@ from megapipe.training.determinism import require_determinism
 from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
+from megapipe.training.folders import make_folders
 from megapipe.training.kernel_choices import kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.precision import with_precision
@@ -42,6 +43,7 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment) -> int:
     validate(config, environment.world_size)
     samples = open_samples(config, "train")
     validation = open_samples(config, "validation") if config.evaluation.every is not None else None
+    make_folders(config, environment)
     if config.training.deterministic:
         require_determinism()
     parallel = config.parallel
