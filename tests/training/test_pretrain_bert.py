@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest_file import read_manifest
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
@@ -76,16 +75,11 @@ def test_a_run_tells_both_terms_and_accuracies_and_resumes(
     assert [record["terms"] for record in again] == [record["terms"] for record in steps]
 
 
-def test_a_bert_generates_no_text_and_takes_no_gpts_weights(tmp_path: Path, corpus: BertDataConfig) -> None:
+def test_a_bert_generates_no_text(tmp_path: Path, corpus: BertDataConfig) -> None:
     config = configuration(corpus, tmp_path / "run", steps=3)
     assert run(config) == 0
     with pytest.raises(ConfigError, match="the checkpoint is a BERT's"):
         trained_config(read_manifest(find_checkpoint(tmp_path / "run")).run)
-    folder = tmp_path / "gpt2"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(CheckpointError, match="a BERT takes its weights from megapipe checkpoints"):
-        run(replace(config, init_from=str(folder), training=replace(config.training, directory=str(tmp_path / "new"))))
 
 
 def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
