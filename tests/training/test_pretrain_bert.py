@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest_file import read_manifest
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
@@ -73,6 +74,23 @@ def test_a_run_tells_both_terms_and_accuracies_and_resumes(
     assert run(config) == 0
     again = [record for record in records(tmp_path / "parts") if "event" not in record]
     assert [record["terms"] for record in again] == [record["terms"] for record in steps]
+
+
+def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: BertDataConfig) -> None:
+    (tmp_path / "other").mkdir()
+    other = write_corpus(tmp_path / "other", documents=30)
+    data = replace(corpus, prefix="", blend={corpus.prefix: 0.7, other.prefix: 0.3})
+    assert run(configuration(data, tmp_path / "whole")) == 0
+    config = configuration(data, tmp_path / "parts")
+    assert run(replace(config, training=replace(config.training, stop_at=3))) == 0
+    assert run(config) == 0
+    whole, parts = (
+        [record["terms"] for record in records(tmp_path / name) if "terms" in record] for name in ("whole", "parts")
+    )
+    assert parts == whole
+    data.blend[other.prefix] = 0.4
+    with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.7, 0\.4\]"):
+        run(configuration(data, tmp_path / "parts", steps=9))
 
 
 def test_a_bert_generates_no_text(tmp_path: Path, corpus: BertDataConfig) -> None:
