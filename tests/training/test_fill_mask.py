@@ -17,6 +17,7 @@ from megapipe.costs.bert import bert_layers
 from megapipe.models.bert_hugging_face import to_hugging_face
 from megapipe.parallel.launch import initialize
 from megapipe.training.fill_mask_command import main
+from megapipe.training.generate_command import main as generate
 from megapipe.training.replica import Replica
 from tests.support.gpt_runs import assembled, shards
 from tests.training.test_generate_command import save_run
@@ -153,6 +154,14 @@ def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tm
     assert (status, output) == (1, "")
     assert "the checkpoint is a GPT's" in messages
     assert "tools/generate.py" in messages
+
+
+def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(["--checkpoint", str(folder), "--device", "cpu", "--prompt", "def "]) == 1
+    output, messages = capsys.readouterr()
+    assert output == ""
+    assert "the checkpoint is a BERT's" in messages
+    assert "tools/fill_mask.py" in messages
 
 
 def test_more_than_one_rank_is_refused(fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
