@@ -7,10 +7,11 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: help setup quickstart test test-slow gpu-check lint docs format clean
+.PHONY: help setup quickstart quickstart-bert test test-slow gpu-check lint docs format clean
 
 help:
 	@echo "make quickstart  tokenize real text, train a GPT in a two-rank pipeline, resume, sample"
+	@echo "make quickstart-bert  the same for a BERT: sentences, masked tokens, gaps filled in"
 	@echo "make test        fast tests, under 15 minutes on two cores"
 	@echo "make test-slow   the rest"
 	@echo "make gpu-check   GPU tests and benchmarks, on a machine with one"
@@ -28,6 +29,9 @@ setup: .venv/.ready
 
 quickstart: setup
 	@BIN=$(BIN) bash examples/quickstart.sh
+
+quickstart-bert: setup
+	@BIN=$(BIN) bash examples/bert_quickstart.sh
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) $(PYTEST_FLAGS)

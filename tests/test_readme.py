@@ -19,6 +19,8 @@ COMMANDS = [
 TRAINING = [command for command in COMMANDS if "pretrain_gpt.py" in command]
 QUICK = [command for command in COMMANDS if command not in TRAINING and not command.startswith("make test")]
 STATED_LOSS = {"bf16": 5.1, "fp32": 5.5}
+BERT_MARGIN = 1.0
+"""Nats between the unigram entropy and the held-out loss of hidden tokens."""
 
 
 def run(command: str, timeout: float, **variables: str) -> str:
@@ -34,8 +36,15 @@ def run(command: str, timeout: float, **variables: str) -> str:
 
 def test_the_commands_were_found() -> None:
     assert "make quickstart" in COMMANDS
+    assert "make quickstart-bert" in COMMANDS
     assert "make test" in COMMANDS  # this very run
     assert len(TRAINING) == 3
+
+
+def short_quickstarts(folder: str) -> dict[str, str]:
+    """The environment in which both quickstarts take a few steps in a folder of their own."""
+    found = {f"{kind}QUICKSTART_STEPS": "6" for kind in ("", "BERT_")}
+    return {**found, "QUICKSTART_FOLDER": folder, "BERT_QUICKSTART_FOLDER": f"{folder}/bert"}
 
 
 def test_every_command_runs() -> None:
@@ -46,9 +55,11 @@ def test_every_command_runs() -> None:
     folder = "runs/readme"
     shutil.rmtree(ROOT / folder, ignore_errors=True)
     for written in COMMANDS:
-        command = written.replace("runs/quickstart", folder).replace("runs/2bw", f"{folder}/2bw")
+        command = written.replace("runs/quickstart", folder)
+        for name in ("2bw", "bert"):
+            command = command.replace(f"runs/{name}", f"{folder}/{name}")
         if written in QUICK:
-            run(command, 300, QUICKSTART_STEPS="6", QUICKSTART_FOLDER=folder)
+            run(command, 300, **short_quickstarts(folder))
         elif written in TRAINING:
             name = "2bw" if "2bw" in written else "train"
             output = run(f"{command} --training.steps 6 --training.directory {folder}/{name}", 180)
@@ -92,6 +103,21 @@ def test_the_quickstart_ends_below_the_stated_loss_and_writes_python(tmp_path: P
     lines = [line for line in sample.splitlines()[1:] if line.strip() and not line.startswith(("---", "\033"))]
     assert len(lines) >= 10
     assert sum(map(is_tokenized, lines)) >= len(lines) / 2
+
+
+@pytest.mark.slow
+def test_the_bert_quickstart_leaves_the_unigram_entropy_far_behind(tmp_path: Path) -> None:
+    output = run("make quickstart-bert", 1500, BERT_QUICKSTART_FOLDER=str(tmp_path))
+    unigram = float(re.findall(r"unigram entropy (\d+\.\d+)", output)[0])
+    evaluations = re.findall(
+        r"validation loss .*\(mlm (\d+\.\d+), nsp .* mlm accuracy (\d+\.\d)%, nsp accuracy", output
+    )
+    held_out, accuracy = (float(each) for each in evaluations[-1])
+    assert held_out < unigram - BERT_MARGIN
+    assert accuracy > 25
+    gaps = re.findall(r"^  gap 1: (.*)$", output, re.MULTILINE)
+    assert len(gaps) == 3
+    assert "self" in gaps[0]
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", TEXT))))

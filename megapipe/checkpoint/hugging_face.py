@@ -4,18 +4,22 @@ The folder may come from anywhere, so nothing in it is run and no name in it lea
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from megapipe.checkpoint import hugging_face_bert
 from megapipe.checkpoint.agreement import agreed
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face_config import family_of, field_differences, model_fields
 from megapipe.checkpoint.shards import Shard, shards_of
 from megapipe.checkpoint.tensor_file import TensorFile
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.models import bert_hugging_face
 from megapipe.models.gpt_hugging_face import Correspondence, correspondences, is_redundant
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -33,7 +37,8 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelConfig, mesh: Mesh) -> None:
-    """Take the weights of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 folder as the weights before a first step.
+    """Take the weights of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 folder as the weights before a first step; for a
+    BERT those of a BERT or MegatronBert folder.
 
     A collective call. Each rank reads only the tensors that its shards come from, one at a time.
 
@@ -52,6 +57,43 @@ def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None
         state.restore(len(state.weights) - 1)
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """How folders of a kind of model are read.
+
+    names: stored names -> the canonical name of each. fields: config.json and canonical names -> what
+    `field_differences` takes. pairs: config.json -> where every parameter lives. redundant: whether a canonical name
+    may be left over.
+    """
+
+    names: Callable[[Collection[str]], Mapping[str, str]]
+    fields: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
+    pairs: Callable[[Mapping[str, Any]], Sequence[Correspondence]]
+    redundant: Callable[[str], bool]
+
+
+def _kind_of(model: ModelConfig) -> _Kind:
+    if isinstance(model, BertModelConfig):
+        return _Kind(
+            hugging_face_bert.canonical_names,
+            lambda config, names: hugging_face_bert.model_fields(config, names, model),
+            lambda config: bert_hugging_face.correspondences(model),
+            lambda name: hugging_face_bert.is_redundant(name, model),
+        )
+    return _Kind(
+        _gpt_names,
+        model_fields,
+        lambda config: correspondences(model, family_of(config)),
+        lambda name: is_redundant(name, model),
+    )
+
+
+def _gpt_names(stored: Collection[str]) -> Mapping[str, str]:
+    bare = not any(name.startswith(_BODIES) for name in stored)
+    body = "transformer." if any(name.startswith("h.") for name in stored) else "model."
+    return {name: body + name if bare and name != "lm_head.weight" else name for name in stored}
+
+
 class _Weights:
     """A folder's tensors by canonical name."""
 
@@ -62,20 +104,21 @@ class _Weights:
     @classmethod
     def fitting(cls, folder: Path, model: ModelConfig) -> "_Weights":
         """Open the folder and see that it holds the weights of `model` and no others."""
+        kind = _kind_of(model)
         config = _object(folder / CONFIG)
-        files = _Files(folder)
+        files = _Files(folder, kind.names)
         try:
-            differences = field_differences(model, model_fields(config, files.names))
+            differences = field_differences(model, kind.fields(config, files.names))
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / CONFIG} lacks what its model_type needs: {error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{folder / CONFIG}: {error}") from error
         if differences:
             raise CheckpointError(f"the model of {folder} is another one: {'; '.join(differences)}")
-        pairs = correspondences(model, family_of(config))
+        pairs = kind.pairs(config)
         used = {name for pair in pairs for name in pair.theirs}
         missing = sorted(name for name in used if name not in files.names)
-        unused = sorted(name for name in files.names - used if not is_redundant(name, model))
+        unused = sorted(name for name in files.names - used if not kind.redundant(name))
         if missing or unused:
             told = [f"no tensor {name!r}" for name in missing[:3]] + [
                 f"an unknown tensor {name!r}" for name in unused[:3]
@@ -99,15 +142,12 @@ class _Weights:
 class _Files:
     """The safetensors files of a folder. names: of their tensors, as the model with its head has them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, canonical: Callable[[Collection[str]], Mapping[str, str]]) -> None:
         self._folder = folder
         self._open: dict[str, TensorFile] = {}
         places = self._places()
-        bare = not any(name.startswith(_BODIES) for name in places)
-        body = "transformer." if any(name.startswith("h.") for name in places) else "model."
-        self._places_by_name = {
-            body + name if bare and name != "lm_head.weight" else name: (file, name) for name, file in places.items()
-        }
+        names = canonical(places.keys())
+        self._places_by_name = {names[name]: (file, name) for name, file in places.items()}
         self.names = set(self._places_by_name)
 
     def tensor(self, name: str) -> Tensor:

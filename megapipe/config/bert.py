@@ -7,7 +7,7 @@ from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 
-SHARED_DATA_FIELDS = ("prefix", "split", "sequence_length")
+SHARED_DATA_FIELDS = ("prefix", "blend", "split", "sequence_length")
 SPECIAL_TOKENS = 3
 """Of a sample: [CLS], and a [SEP] behind each of its two parts."""
 

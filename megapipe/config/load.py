@@ -16,7 +16,9 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.run import PretrainConfig
 
-INIT_FROM_HELP = "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face GPT-2 or Llama one."
+INIT_FROM_HELP = (
+    "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."
+)
 
 Config = TypeVar("Config", bound=PretrainConfig)
 

@@ -246,7 +246,7 @@ class PretrainConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     init_from: str = ""
-    """Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face GPT-2 or Llama one."""
+    """Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."""
 
     def problems(self) -> list[str]:
         """Every rule that single fields break, one message each; `megapipe.training.validate` asks the other rooms."""

@@ -63,7 +63,7 @@ class BertSamples:
         self.sequence_length = data.sequence_length
         self.max_predictions = data.max_predictions
         self.shard = IndexedDataset(data.prefix)
-        manifest = read_manifest(data.prefix)
+        self.manifest = manifest = read_manifest(data.prefix)
         self.vocabulary = _vocabulary(data, manifest)
         if manifest is not None:
             manifest.check_shard(self.shard)

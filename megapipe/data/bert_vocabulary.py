@@ -31,6 +31,11 @@ class BertVocabulary:
     mask: int
     continues: np.ndarray
 
+    def same(self, other: "BertVocabulary") -> bool:
+        """Whether two vocabularies hide the same tokens in the same way; not whether their pieces are the same."""
+        ids = [(each.size, each.padding, each.classification, each.separator, each.mask) for each in (self, other)]
+        return ids[0] == ids[1] and np.array_equal(self.continues, other.continues)
+
     @classmethod
     def of(cls, ids: dict[str, int], source: str, continuation: str = CONTINUATION) -> "BertVocabulary":
         """From every piece's id. Raises DataError, naming `source`, where a special token is missing."""

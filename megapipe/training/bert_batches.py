@@ -4,6 +4,7 @@ import torch
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.data.batches import microbatch_ordinals
+from megapipe.data.bert_blend import BlendedBertSamples, open_bert_samples
 from megapipe.data.bert_samples import BertSamples
 from megapipe.data.splits import SplitName
 from megapipe.engine.step import Counts
@@ -26,7 +27,7 @@ class BertLoader(Loader):
         config: BertPretrainConfig,
         mesh: Mesh,
         replica: Replica,
-        samples: BertSamples,
+        samples: BertSamples | BlendedBertSamples,
         plan: BatchPlan | None = None,
         *,
         training: bool = True,
@@ -72,12 +73,12 @@ class BertLoader(Loader):
         return torch.as_tensor(array).to(self._device, non_blocking=True)
 
 
-def bert_samples(config: BertPretrainConfig, split: SplitName) -> BertSamples:
+def bert_samples(config: BertPretrainConfig, split: SplitName) -> BertSamples | BlendedBertSamples:
     """A split's samples: the training split in its shuffled order, the others front to back.
 
-    Raises DataError for unusable files or a split too small for one sample.
+    Raises DataError for unusable files, a split too small for one sample and a blend of different vocabularies.
     """
-    return BertSamples(
+    return open_bert_samples(
         config.data,
         split=split,
         seed=config.training.seed,

@@ -9,8 +9,9 @@ from megapipe.checkpoint.directory import newest_whole
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.load import parse
+from megapipe.config.load import Config, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import ParallelConfig, PretrainConfig
 from megapipe.costs.gpt import tensor_problems
@@ -44,9 +45,28 @@ def find_checkpoint(directory: Path) -> Path:
 
 def trained_config(run: RunState) -> PretrainConfig:
     """The configuration of the run that made a checkpoint, in the precision that it ran in. Raises ConfigError."""
-    if "norm_position" in run.config.get("model", {}):
-        raise ConfigError("the checkpoint is a BERT's: it fills gaps and continues no text; name a GPT's")
-    config = parse(["--config", dumps(run.config), f"--training.precision={run.precision}"])
+    if _is_bert(run):
+        raise ConfigError(
+            "the checkpoint is a BERT's: it continues no text, it fills gaps (tools/fill_mask.py); name a GPT's"
+        )
+    return _config_as(PretrainConfig, run)
+
+
+def trained_bert_config(run: RunState) -> BertPretrainConfig:
+    """The same of a BERT's checkpoint."""
+    if not _is_bert(run):
+        raise ConfigError(
+            "the checkpoint is a GPT's: it fills no gaps, it continues texts (tools/generate.py); name a BERT's"
+        )
+    return _config_as(BertPretrainConfig, run)
+
+
+def _is_bert(run: RunState) -> bool:
+    return "norm_position" in run.config.get("model", {})
+
+
+def _config_as(kind: type[Config], run: RunState) -> Config:
+    config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
     problems = config.model.problems()
     if problems:
         raise ConfigError(problems)
@@ -115,6 +135,15 @@ def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
     return prompts
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text has no lone surrogates, which bytes of a command line that are no UTF-8 become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) -> list[list[int]]:
     """Token ids of the prompts; an empty one becomes the end of the document before it.
 
@@ -122,10 +151,9 @@ def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) ->
     """
     found = []
     for number, prompt in enumerate(prompts, start=1):
-        try:
-            tokens = tokenizer.encode(prompt)
-        except UnicodeEncodeError:
-            raise PromptError(f"prompt {number} is not UTF-8 text") from None
+        if not is_utf8(prompt):
+            raise PromptError(f"prompt {number} is not UTF-8 text")
+        tokens = tokenizer.encode(prompt)
         if not tokens:
             if tokenizer.end_of_document is None:
                 raise PromptError(f"prompt {number} is empty, and the tokenizer has no token that begins a document")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
@@ -19,6 +18,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.training.assemble import DTYPES, Assembly, StageLayout, lay_out
+from megapipe.training.families import family_of
 
 SCHEDULE = "gpipe"
 """Forwards alone have one order, whatever schedule the model was trained with."""
@@ -59,7 +59,7 @@ class LoadedModel:
     def __init__(self, config: PretrainConfig, mesh: Mesh, restore: Restore) -> None:
         self.config = config
         self.mesh = mesh
-        layers = gpt_layers(config.model)
+        layers = family_of(config).layers
         num_stages = config.parallel.pipeline
         self.layout: StageLayout = lay_out(layers, config.model, num_stages, config.data.sequence_length)
         self.layers = self._restored_layers(restore)

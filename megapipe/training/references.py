@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.data.bert_samples import BertSamples
-from megapipe.training.sources import Samples
+from megapipe.training.sources import AnyBertSamples, Samples
 
 MAXIMUM_TOKENS = 2**20
 """Tokens that are counted at most: a second's reading, wherever the corpus lies."""
@@ -48,12 +47,12 @@ def reference_losses(samples: Samples, vocabulary_size: int) -> References:
         ordinals = np.arange(first, min(first + BLOCK, num_samples))
         counts += np.bincount(_labels(samples, ordinals), minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
-    pairs = math.log(2) if isinstance(samples, BertSamples) and samples.has_pairs else 0.0
+    pairs = math.log(2) if isinstance(samples, AnyBertSamples) and samples.has_pairs else 0.0
     return References(math.log(vocabulary_size), float(-(shares * np.log(shares)).sum()), int(counts.sum()), pairs)
 
 
 def _labels(samples: Samples, ordinals: np.ndarray) -> np.ndarray:
-    if isinstance(samples, BertSamples):
+    if isinstance(samples, AnyBertSamples):
         return samples.text(ordinals)
     labels = samples.tokens(ordinals)[:, 1:]
     return labels[np.arange(samples.sequence_length) < samples.num_labels(ordinals)[:, None]]

@@ -16,7 +16,7 @@ from megapipe.checkpoint.lock import DirectoryLock
 from megapipe.checkpoint.manifest import Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
 from megapipe.checkpoint.save import save
-from megapipe.config.bert import BertDataConfig, BertPretrainConfig
+from megapipe.config.bert import BertDataConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
@@ -217,10 +217,6 @@ class Checkpointer:
         """Weights alone, from a megapipe checkpoint or a Hugging Face folder."""
         path = on_first_rank(self._mesh.world, lambda: _weights_folder(folder))
         if is_hugging_face(path):
-            if isinstance(self._config, BertPretrainConfig):
-                raise CheckpointError(
-                    f"init_from {folder} is a Hugging Face folder; a BERT takes its weights from megapipe checkpoints"
-                )
             load_hugging_face(path, replica.states(), self._config.model, self._mesh)
         else:
             agreed(self._mesh.world, lambda: self._check_model(path, read_manifest(path), replica))

@@ -2,6 +2,7 @@
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.data.bert_blend import BlendedBertSamples
 from megapipe.data.bert_samples import BertSamples
 from megapipe.data.sample_set import SampleSet
 from megapipe.data.splits import SplitName
@@ -12,7 +13,8 @@ from megapipe.training.bert_batches import BertLoader, bert_samples
 from megapipe.training.loader import Loader
 from megapipe.training.replica import Replica
 
-Samples = SampleSet | BertSamples
+AnyBertSamples = BertSamples | BlendedBertSamples
+Samples = SampleSet | AnyBertSamples
 
 
 def open_samples(config: PretrainConfig, split: SplitName) -> Samples:
@@ -30,8 +32,8 @@ def open_loader(
     training: bool = True,
 ) -> Loader:
     """Loads what this rank needs of every step. plan: by default the configuration's; training: dropout is active."""
-    if isinstance(config, BertPretrainConfig) and isinstance(samples, BertSamples):
+    if isinstance(config, BertPretrainConfig) and isinstance(samples, AnyBertSamples):
         return BertLoader(config, mesh, replica, samples, plan, training=training)
-    if isinstance(config, BertPretrainConfig) or isinstance(samples, BertSamples):
+    if isinstance(config, BertPretrainConfig) or isinstance(samples, AnyBertSamples):
         raise TypeError(f"{type(samples).__name__} are no samples of a {type(config).__name__}")
     return batch_loader(config, mesh, replica, samples, plan, training=training)

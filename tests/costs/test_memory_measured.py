@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.costs.bert import bert_layers
+from megapipe.costs.bert_memory import bert_activation_bytes
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes
 from megapipe.costs.parameters import LayerSpec
-from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.models import bert
 from megapipe.models.gpt import build_layer
 from megapipe.parallel.groups import SoloGroup
 
 SEQUENCE = 32
+HIDDEN_TOKENS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LLAMA: dict[str, Any] = {
     "num_kv_heads": 2,
@@ -36,7 +41,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def bound_layer(model: ModelConfig, layer: LayerSpec, dtype: torch.dtype) -> nn.Module:
-    module = build_layer(layer, model, SoloGroup("tensor"))
+    build = bert.build_layer if isinstance(model, BertModelConfig) else build_layer
+    module = build(layer, model, SoloGroup("tensor"))  # type: ignore[arg-type]
     for path, spec in layer.parameters.items():
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(torch.full(spec.shape, 0.02, dtype=dtype)))
@@ -46,20 +52,39 @@ def bound_layer(model: ModelConfig, layer: LayerSpec, dtype: torch.dtype) -> nn.
 def saved_bytes(model: ModelConfig, layer: LayerSpec, micro_size: int, dtype: torch.dtype) -> int:
     """Bytes of all storages that autograd keeps, parameters and integer tensors (the micro-batch's own) apart."""
     module = bound_layer(model, layer, dtype)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     tokens = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
     context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(micro_size))
+    if isinstance(model, BertModelConfig):
+        context = bert_context(micro_size)
     hidden = torch.randn(micro_size, SEQUENCE, model.hidden_size, dtype=dtype, requires_grad=True)
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.dtype != torch.int64:
+        if tensor.dtype != torch.int64:  # the micro-batch's own
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
+    known |= {each.untyped_storage().data_ptr() for each in vars(context).values() if isinstance(each, Tensor)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(*([] if layer.kind == "embedding" else [hidden]), context=context)
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in parameters)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in known)
+
+
+def bert_context(micro_size: int) -> BertContext:
+    tokens = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
+    hidden = torch.zeros(micro_size, HIDDEN_TOKENS, dtype=torch.int64)
+    return BertContext(
+        tokens=tokens,
+        token_types=tokens,
+        lengths=torch.full((micro_size,), SEQUENCE),
+        positions=hidden,
+        labels=hidden,
+        loss_mask=torch.ones(micro_size, HIDDEN_TOKENS),
+        sentence_labels=torch.zeros(micro_size, dtype=torch.int64),
+        sentence_weights=torch.ones(micro_size),
+        ordinals=torch.arange(micro_size),
+    )
 
 
 def shared_bytes(model: ModelConfig, layer: LayerSpec) -> int:
@@ -83,3 +108,33 @@ def test_every_layer_keeps_what_is_predicted(
     for layer in gpt_layers(model):
         measured = saved_bytes(model, layer, micro_size, DTYPES[precision]) - shared_bytes(model, layer)
         assert measured == activation_bytes(model, layer, micro_size, SEQUENCE, precision, attention), layer.name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "unfused"])
+@pytest.mark.parametrize("micro_size", [1, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("norm_position", "sentence_head"), [("post", True), ("pre", True), ("pre", False)])
+def test_every_layer_of_a_bert_keeps_what_is_predicted(
+    norm_position: Literal["post", "pre"],
+    sentence_head: bool,
+    dropout: float,
+    micro_size: int,
+    attention: Literal["sdpa", "unfused"],
+    precision: Literal["fp32", "bf16"],
+) -> None:
+    model = BertModelConfig(
+        vocabulary_size=101,
+        num_layers=1,
+        hidden_size=64,
+        num_heads=4,
+        attention=attention,
+        norm_position=norm_position,
+        sentence_head=sentence_head,
+        hidden_dropout=dropout,
+        embedding_dropout=dropout,
+        attention_dropout=dropout if attention == "unfused" else 0.0,
+    )
+    for layer in bert_layers(model):
+        predicted = bert_activation_bytes(model, layer, micro_size, SEQUENCE, HIDDEN_TOKENS, precision, attention)
+        assert saved_bytes(model, layer, micro_size, DTYPES[precision]) == predicted, layer.name

@@ -1,14 +1,17 @@
 """`training.compile`: blocks through torch.compile on schedules of every kind, against the same run without."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import assemble
 from megapipe.training.assemble import CompiledForward
+from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_gradients
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
 from tests.support.meshes import run_mesh
@@ -64,6 +67,19 @@ def test_traced_blocks_train_the_same_model_whole_and_in_halves(corpus: str) -> 
     whole = train(corpus, model, compiler="aot_eager")
     check(whole, expected)
     check_bits(train(corpus, model, compiler="aot_eager", schedule={"two_bp": True}), whole[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])
+def test_traced_blocks_of_a_bert_train_the_same_model(tmp_path: Path, model: BertModelConfig) -> None:
+    data = write_corpus(tmp_path)
+    runs = []
+    for compiler, schedule in ((None, {}), ("aot_eager", {}), ("aot_eager", {"two_bp": True})):
+        config = make_bert_config(data, model, schedule=schedule, training={"compile": compiler is not None})
+        runs.append(run_mesh({}, on_compiler, config, compiler, timeout=300))
+    expected, whole, halves = runs
+    check(whole, expected)
+    check_bits(halves, whole[0])
 
 
 @pytest.mark.slow

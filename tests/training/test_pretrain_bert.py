@@ -76,16 +76,28 @@ def test_a_run_tells_both_terms_and_accuracies_and_resumes(
     assert [record["terms"] for record in again] == [record["terms"] for record in steps]
 
 
-def test_a_bert_generates_no_text_and_takes_no_gpts_weights(tmp_path: Path, corpus: BertDataConfig) -> None:
+def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: BertDataConfig) -> None:
+    (tmp_path / "other").mkdir()
+    other = write_corpus(tmp_path / "other", documents=30)
+    data = replace(corpus, prefix="", blend={corpus.prefix: 0.7, other.prefix: 0.3})
+    assert run(configuration(data, tmp_path / "whole")) == 0
+    config = configuration(data, tmp_path / "parts")
+    assert run(replace(config, training=replace(config.training, stop_at=3))) == 0
+    assert run(config) == 0
+    whole, parts = (
+        [record["terms"] for record in records(tmp_path / name) if "terms" in record] for name in ("whole", "parts")
+    )
+    assert parts == whole
+    data.blend[other.prefix] = 0.4
+    with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.7, 0\.4\]"):
+        run(configuration(data, tmp_path / "parts", steps=9))
+
+
+def test_a_bert_generates_no_text(tmp_path: Path, corpus: BertDataConfig) -> None:
     config = configuration(corpus, tmp_path / "run", steps=3)
     assert run(config) == 0
     with pytest.raises(ConfigError, match="the checkpoint is a BERT's"):
         trained_config(read_manifest(find_checkpoint(tmp_path / "run")).run)
-    folder = tmp_path / "gpt2"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(CheckpointError, match="a BERT takes its weights from megapipe checkpoints"):
-        run(replace(config, init_from=str(folder), training=replace(config.training, directory=str(tmp_path / "new"))))
 
 
 def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
@@ -116,7 +128,7 @@ def test_the_program_helps_without_torch_and_names_a_misspelt_field() -> None:
     assert "did you mean 'data.mask_probability'" in wrong.stderr
     without = program()
     assert without.returncode == 2
-    assert "examples/bert_tiny.yaml" in without.stderr
+    assert "examples/bert_quickstart.yaml" in without.stderr
 
 
 @pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])

@@ -2,13 +2,17 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megapipe.config.bert import SPECIAL_TOKENS
+from megapipe.data.bert_samples import BertSamples
 from megapipe.data.samples import GptSamples
 from megapipe.training import references
 from megapipe.training.references import reference_losses
+from tests.support.bert_runs import write_corpus
 from tests.support.gpt_runs import VOCABULARY, write_shard
 
 
@@ -37,3 +41,17 @@ def test_of_a_large_one_a_bounded_part(samples: GptSamples, monkeypatch: pytest.
     labels = [int(token) for ordinal in range(6) for token in samples.tokens(ordinal)[1:]]
     assert found.num_tokens == 96
     assert found.unigram == pytest.approx(entropy(labels), rel=1e-12)
+
+
+def test_of_a_bert_the_text_stands_for_what_is_hidden_of_it(tmp_path: Path) -> None:
+    """Any token may be hidden, and each as likely as another: all of them are counted, not the hidden ones alone."""
+    data = replace(write_corpus(tmp_path, documents=3000), whole_words=False, max_ngram=1, mask_probability=0.5)
+    samples = BertSamples(data, split="train", seed=3, vocabulary_size=VOCABULARY)
+    found = reference_losses(samples, VOCABULARY)
+    batch = samples.batch(range(len(samples)))
+    hidden = batch.labels[batch.loss_mask > 0]
+    assert found.num_tokens == (batch.lengths - SPECIAL_TOKENS).sum() > len(hidden)
+    # A small sample's entropy is too small by this much (Miller, 1955); the rest is chance.
+    bias = (VOCABULARY - 1) / 2 * (1 / len(hidden) - 1 / found.num_tokens)
+    assert found.unigram == pytest.approx(entropy(hidden.tolist()) + bias, abs=0.01)
+    assert found.pairs == math.log(2)

@@ -1,0 +1,58 @@
+"""Bytes that a BERT's layer keeps on one rank from a micro-batch's forward to its backward."""
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.costs.bert import SENTENCE_CLASSES
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, AttentionPath, Precision, activation_bytes
+from megapipe.costs.parameters import LayerSpec
+
+
+def bert_activation_bytes(
+    model: BertModelConfig,
+    layer: LayerSpec,
+    micro_size: int,
+    sequence_length: int,
+    predictions: int,
+    precision: Precision,
+    attention: AttentionPath,
+    *,
+    tensor_size: int = 1,
+    alignment: int = 1,
+) -> int:
+    """As `activation_bytes`, for a layer of costs.bert.bert_layers. predictions: hidden tokens of a sample at most.
+
+    A block keeps what GPT's does, wherever its norms stand, and sdpa's mask, an element a token. The heads keep
+    hidden states of all tokens once (twice with a norm before the heads), those of the hidden tokens four times, and
+    their logits; of the pair the pooled token, its tanh and the two probabilities.
+    """
+    tokens = micro_size * sequence_length
+    size = ELEMENT_BYTES[precision]
+    stream = tokens * model.hidden_size * size
+    statistics = FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
+    kept = 0
+    if layer.kind != "head":
+        kept = activation_bytes(
+            model,
+            layer,
+            micro_size,
+            sequence_length,
+            precision,
+            attention,
+            tensor_size=tensor_size,
+            alignment=alignment,
+        )
+    if layer.kind == "embedding":
+        return kept + (stream + tokens * statistics if model.norm_position == "post" else 0)
+    if layer.kind == "block":
+        return kept + (tokens * size if attention == "sdpa" else 0)
+    rows = micro_size * predictions
+    columns = min(layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0], model.vocabulary_size)
+    kept = stream + 4 * rows * model.hidden_size * size + rows * (statistics + columns * size + FULL_BYTES)
+    if model.norm_position == "pre":
+        kept += stream + tokens * statistics
+    return kept + (_sentence_bytes(model, micro_size, size) if model.sentence_head else 0)
+
+
+def _sentence_bytes(model: BertModelConfig, micro_size: int, size: int) -> int:
+    """The first tokens (of one sample a view of its hidden states), their tanh, log-probabilities and their weight."""
+    pooled = micro_size * model.hidden_size * size
+    return pooled * (1 if micro_size == 1 else 2) + (micro_size * SENTENCE_CLASSES + 1) * FULL_BYTES

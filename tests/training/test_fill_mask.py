@@ -1,0 +1,186 @@
+"""tools/fill_mask.py as users run it: its candidates against transformers' BERT, and every kind of wrong input."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megapipe.checkpoint import RunState, save
+from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
+from megapipe.costs.bert import bert_layers
+from megapipe.models.bert_hugging_face import to_hugging_face
+from megapipe.parallel.launch import initialize
+from megapipe.training.fill_mask_command import main
+from megapipe.training.generate_command import main as generate
+from megapipe.training.replica import Replica
+from tests.support.gpt_runs import assembled, shards
+from tests.training.test_generate_command import save_run
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "def",
+    "self",
+    "name",
+    "(",
+    ")",
+    ":",
+    "in",
+    "for",
+    "##s",
+    "##ing",
+]
+MODEL = BertModelConfig(
+    vocabulary_size=len(WORDS), num_layers=2, hidden_size=32, num_heads=4, max_positions=32, init_std=0.3
+)
+TEXT = "def [MASK](self, name[MASK]):"
+
+Fill = Callable[..., tuple[int, str, str]]
+
+
+def save_bert(folder: Path, vocabulary: Path, model: BertModelConfig = MODEL) -> Replica:
+    """A run's folder with one checkpoint, of step 7, and what was saved."""
+    data = BertDataConfig(prefix="no-such-shard", tokenizer=f"bert-uncased:{vocabulary}", sequence_length=16)
+    config = BertPretrainConfig(model=model, data=data)
+    config.parallel = replace(config.parallel, data=1)
+    mesh = initialize({}, "cpu")
+    replica = Replica(config, mesh, bert_layers(model))
+    run = RunState(7, 56, {"seed": config.training.seed}, "fp32", (), asdict(config))
+    save(folder / "checkpoints", replica.states(), {}, run, mesh)
+    return replica
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bert")
+    (path / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path) -> Replica:
+    return save_bert(folder, folder / "vocab.txt")
+
+
+@pytest.fixture
+def fill(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> Fill:
+    """Run the command: exit status, standard output, standard error."""
+
+    def run(*words: str, checkpoint: Path = folder) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(["--checkpoint", str(checkpoint), "--device", "cpu", *words])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_candidates_are_those_of_transformers(fill: Fill, folder: Path, replica: Replica) -> None:
+    theirs = transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=len(WORDS),
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=128,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            attn_implementation="eager",
+        )
+    ).eval()
+    states = replica.states()
+    weights = assembled([shards(states, [state.master for state in states])])
+    theirs.load_state_dict(to_hugging_face(weights, MODEL), strict=False)
+    theirs.tie_weights()
+    tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
+    with torch.no_grad():
+        inputs = tokenizer(TEXT, return_tensors="pt")
+        logits = theirs(**inputs).prediction_logits[0]
+    expected = logits[inputs.input_ids[0] == WORDS.index("[MASK]")].softmax(-1).topk(3)
+    status, output, messages = fill("--text", TEXT, "--top-k", "3")
+    assert status == 0, messages
+    filled, *gaps = output.splitlines()
+    assert len(gaps) == 2
+    for number, (gap, places, shares) in enumerate(zip(gaps, expected.indices, expected.values, strict=True), start=1):
+        told = ", ".join(f"{WORDS[place]} {share:.1%}" for place, share in zip(places, shares.tolist(), strict=True))
+        assert gap == f"  gap {number}: {told}"
+    first, second = (WORDS[place].removeprefix("##") for place in expected.indices[:, 0])
+    assert filled == f"def {first}(self, name{second}):"
+
+
+def test_several_texts_and_a_steps_folder(fill: Fill, folder: Path) -> None:
+    status, output, messages = fill("--text", "[MASK]", "--text", "for [MASK]")
+    assert status == 0
+    assert len(re.findall(r"^  gap 1: (\S+ \d+\.\d%(, )?){5}$", output, re.MULTILINE)) == 2
+    assert f"{folder}/checkpoints/step-00000007 (step 7), tokenizer bert-uncased:" in messages
+    step = folder / "checkpoints/step-00000007"
+    assert fill("--text", "[MASK]", "--text", "for [MASK]", checkpoint=step)[1] == output
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--text", "def name"], ["'def name' has no gap", "[MASK]"]),
+        (["--text", "name " * 14 + "[MASK]"], ["has 17 tokens with [CLS] and [SEP]", "the 16 of a sample"]),
+        (["--text", "[MASK]\udcff"], ["is not UTF-8"]),
+        (["--text", "[MASK]", "--tokenizer", "bytes"], ["bytes has no [CLS], [SEP], [MASK]"]),
+        (["--text", "[MASK]", "--tokenizer", "no-such-file"], ["no tokenizer 'no-such-file'"]),
+    ],
+)
+def test_a_wrong_input_names_value_and_rule(fill: Fill, words: list[str], parts: list[str]) -> None:
+    status, output, messages = fill(*words)
+    assert (status, output) == (1, "")
+    for part in parts:
+        assert part in messages
+
+
+def test_a_larger_vocabulary_than_the_models_is_told(fill: Fill, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in [*WORDS, "while"]))
+    status, _, messages = fill("--text", "while [MASK]", "--tokenizer", f"bert-uncased:{tmp_path / 'vocab.txt'}")
+    assert status == 1
+    assert f"has token {len(WORDS)} but the model knows {len(WORDS)}" in messages
+
+
+def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tmp_path: Path) -> None:
+    assert "no whole checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
+    status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
+    assert (status, output) == (1, "")
+    assert "the checkpoint is a GPT's" in messages
+    assert "tools/generate.py" in messages
+
+
+def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(["--checkpoint", str(folder), "--device", "cpu", "--prompt", "def "]) == 1
+    output, messages = capsys.readouterr()
+    assert output == ""
+    assert "the checkpoint is a BERT's" in messages
+    assert "tools/fill_mask.py" in messages
+
+
+def test_more_than_one_rank_is_refused(fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    status, _, messages = fill("--text", "[MASK]")
+    assert status == 1
+    assert "2 ranks were started" in messages
+
+
+def test_help_and_wrong_flags_need_no_torch() -> None:
+    for words, status in ((["--help"], 0), (["--checkpoint", "x"], 2), (["--checkpoint", "x", "--top-k", "0"], 2)):
+        code = (
+            "import sys\n"
+            "from megapipe.training.fill_mask_command import main\n"
+            f"try: main({words!r})\n"
+            "finally: assert 'torch' not in sys.modules, 'torch was imported'"
+        )
+        finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert finished.returncode == status, finished.stderr

@@ -1,0 +1,8 @@
+"""Gaps of a text filled in by a trained BERT; see --help."""
+
+import sys
+
+from megapipe.training.fill_mask_command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
