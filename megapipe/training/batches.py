@@ -19,8 +19,7 @@ from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
-from megapipe.training.loader import Loader
-from megapipe.training.replica import Replica
+from megapipe.training.loader import Consumer, Loader
 from megapipe.training.transfer import tensor_on
 
 
@@ -155,7 +154,7 @@ def _corpus(config: PretrainConfig, prefix: str, split: SplitName) -> GptSamples
 def batch_loader(
     config: PretrainConfig,
     mesh: Mesh,
-    replica: Replica,
+    consumer: Consumer,
     samples: SampleSet,
     plan: BatchPlan | None = None,
     *,
@@ -176,7 +175,7 @@ def batch_loader(
         BatchPlan.of(config.batch) if plan is None else plan,
         seed=config.training.seed,
         device=mesh.device,
-        is_first=replica.is_first,
-        is_last=replica.is_last,
+        is_first=consumer.is_first,
+        is_last=consumer.is_last,
         training=training,
     )

@@ -10,8 +10,7 @@ from megapipe.engine.step import Counts
 from megapipe.layers.context import BertContext
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
-from megapipe.training.loader import Loader
-from megapipe.training.replica import Replica
+from megapipe.training.loader import Consumer, Loader
 
 
 class BertLoader(Loader):
@@ -25,7 +24,7 @@ class BertLoader(Loader):
         self,
         config: BertPretrainConfig,
         mesh: Mesh,
-        replica: Replica,
+        consumer: Consumer,
         samples: BertSamples,
         plan: BatchPlan | None = None,
         *,
@@ -33,11 +32,11 @@ class BertLoader(Loader):
     ) -> None:
         self._samples = samples
         self._device = mesh.device
-        self._is_first, self._is_last = replica.is_first, replica.is_last
+        self._is_first, self._is_last = consumer.is_first, consumer.is_last
         self._seed, self._training = config.training.seed, training
         self._data_rank, self._data_size = mesh.coordinate("data"), mesh.size("data")
         self._micro_size = config.batch.micro_size
-        self._num_terms = len(replica.family.loss_terms)
+        self._num_terms = len(consumer.family.loss_terms)
         super().__init__(BatchPlan.of(config.batch) if plan is None else plan, self._micro_size * self._data_size)
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[BertContext, Counts | None]:
