@@ -46,6 +46,35 @@ def test_an_interrupted_run_stops_its_workers_and_can_be_repeated(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
+    """A terminal sends it to every process of the command; a worker then imports, and would print where."""
+    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 200)
+    options = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "2"]
+    command = [*TOOL, *options, "--output-prefix", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_until(lambda: has_children(process.pid))
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
+    assert process.returncode == 130
+
+
+def test_ctrl_c_while_the_program_starts_is_one_line() -> None:
+    code = (
+        "import runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'numpy': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"runpy.run_path({TOOL[1]!r}, run_name='__main__')\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (finished.returncode, finished.stderr) == (130, "interrupted\n")
+
+
+def has_children(process: int) -> bool:
+    return Path(f"/proc/{process}/task/{process}/children").read_text() != ""
+
+
 def die(number: int) -> int:
     if number == 3:
         os._exit(1)
