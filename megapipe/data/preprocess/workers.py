@@ -47,8 +47,8 @@ def map_in_order(
 
 @contextmanager
 def _interrupts_put_off() -> Iterator[None]:
-    """Ctrl-C comes when the block is over. Processes that the block starts have it blocked from their beginning, so that
-    they neither print a traceback while they import nor find half a message from here.
+    """Ctrl-C comes when the block is over. Processes that the block starts have it blocked from their beginning, so
+    that they neither print a traceback while they import nor find half a message from here.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
