@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.workers import map_in_order
+from megapipe.data.preprocess.workers import interrupts_put_off, map_in_order
 from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
 
 
@@ -56,6 +56,26 @@ def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
     assert process.returncode == 130
+
+
+def ctrl_c_is_blocked() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_workers_have_ctrl_c_blocked_from_their_beginning() -> None:
+    assert list(map_in_order(ctrl_c_is_blocked, [(), ()], workers=2)) == [True, True]
+    assert not ctrl_c_is_blocked()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_waits_until_a_worker_is_started() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), interrupts_put_off():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        reached = True
+    assert reached
+    assert not ctrl_c_is_blocked()
 
 
 def test_ctrl_c_while_the_program_starts_is_one_line() -> None:

@@ -31,7 +31,7 @@ def map_in_order(
     pending: deque[Future[Result]] = deque()
     try:
         for task in tasks:
-            with _interrupts_put_off():  # a task may start a process
+            with interrupts_put_off():  # a task may start a process
                 pending.append(pool.submit(function, *task))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
@@ -46,7 +46,7 @@ def map_in_order(
 
 
 @contextmanager
-def _interrupts_put_off() -> Iterator[None]:
+def interrupts_put_off() -> Iterator[None]:
     """Ctrl-C comes when the block is over. Processes that the block starts have it blocked from their beginning, so
     that they neither print a traceback while they import nor find half a message from here.
     """
