@@ -69,11 +69,16 @@ def test_workers_have_ctrl_c_blocked_from_their_beginning() -> None:
 
 
 def test_ctrl_c_waits_until_a_worker_is_started() -> None:
-    reached = False
-    with pytest.raises(KeyboardInterrupt), interrupts_put_off():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        reached = True
+    reached = []
+
+    def start() -> None:
+        with interrupts_put_off():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
     assert reached
     assert not ctrl_c_is_blocked()
 
