@@ -1,5 +1,6 @@
 """BERT's micro-batches as the engine hands them to layers."""
 
+import numpy as np
 import torch
 
 from megapipe.config.bert import BertPretrainConfig
@@ -11,6 +12,7 @@ from megapipe.layers.context import BertContext
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.loader import Consumer, Loader
+from megapipe.training.transfer import tensor_on
 
 
 class BertLoader(Loader):
@@ -67,8 +69,8 @@ class BertLoader(Loader):
         counts = (float(batch.loss_mask.sum()), float(batch.sentence_weights.sum()))
         return context, counts[: self._num_terms]
 
-    def _on_device(self, array: object) -> torch.Tensor:
-        return torch.as_tensor(array).to(self._device, non_blocking=True)
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return tensor_on(array, self._device)
 
 
 def bert_samples(config: BertPretrainConfig, split: SplitName) -> BertSamples:
