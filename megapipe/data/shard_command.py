@@ -68,6 +68,11 @@ def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.Argum
     merge = commands.add_parser("merge", help="one shard of several, documents in the order given")
     merge.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
     merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    merge.add_argument(
+        "--float-tokens",
+        choices=["float32", "float64"],
+        help="read shards of dtype code 6 or 7, whose meaning differs between writers, as this; integers are written",
+    )
 
     split = commands.add_parser("split", help="several shards of one, cut between documents")
     split.add_argument("prefix", help="path of the shard without .bin or .idx")
@@ -89,7 +94,9 @@ def _run(arguments: argparse.Namespace) -> None:
         for prefix in arguments.prefix:
             print(f"{prefix}: {shard_tools.verify(prefix)}")
     elif arguments.command == "merge":
-        print(f"{arguments.output_prefix}: {shard_tools.merge(arguments.prefix, arguments.output_prefix)}")
+        print(
+            f"{arguments.output_prefix}: {shard_tools.merge(arguments.prefix, arguments.output_prefix, arguments.float_tokens)}"
+        )
     else:
         for line in shard_tools.split(arguments.prefix, arguments.shares, arguments.output_prefix):
             print(line)
