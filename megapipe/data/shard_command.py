@@ -94,9 +94,8 @@ def _run(arguments: argparse.Namespace) -> None:
         for prefix in arguments.prefix:
             print(f"{prefix}: {shard_tools.verify(prefix)}")
     elif arguments.command == "merge":
-        print(
-            f"{arguments.output_prefix}: {shard_tools.merge(arguments.prefix, arguments.output_prefix, arguments.float_tokens)}"
-        )
+        merged = shard_tools.merge(arguments.prefix, arguments.output_prefix, arguments.float_tokens)
+        print(f"{arguments.output_prefix}: {merged}")
     else:
         for line in shard_tools.split(arguments.prefix, arguments.shares, arguments.output_prefix):
             print(line)
