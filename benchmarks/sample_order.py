@@ -5,6 +5,9 @@
    document, sample and shuffle index for one epoch; where they would not fit in memory their size is computed.
 2. A blend of 1,000 corpora: time to build the order, time per sample.
 3. Loading micro-batches from a real file in the page cache: tokens per second.
+4. With --documents: corpora of that many documents of 1,000 tokens. Their index is a real file, 20 bytes a document
+   (20 GB for 10^9), dropped from the page cache before it is opened; tokens are a sparse one. Time until the first
+   sample, memory of the process that it takes, pages of the index that are read.
 
     python benchmarks/sample_order.py --folder /tmp --tokens 1000000 1000000000 10000000000000
 """
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megapipe.data.batches import MicrobatchSource
 from megapipe.data.blend_order import BlendOrder
+from megapipe.data.page_cache import drop_from_page_cache, resident_share
 from megapipe.data.prefetch import Prefetcher
 from megapipe.data.samples import GptSamples
 from megapipe.data.shard_format import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, bin_path, idx_path
@@ -40,21 +44,29 @@ with warnings.catch_warnings():  # about optional packages of no concern here
 LENGTH = 2048
 LARGEST_BUILT = 10**10
 """Tokens up to which megatron-core's indices are built here."""
+AT_ONCE = 10**7
 
 
-def sparse_shard(prefix: Path, num_tokens: int) -> Path:
-    """A shard of uint8 zeros in documents of equal length, at most a million of them."""
-    num_documents = min(num_tokens // 1000, 10**6)
-    length = num_tokens // num_documents
+def sparse_shard(prefix: Path, num_documents: int, length: int) -> Path:
+    """A shard of uint8 zeros in documents of equal length."""
     with bin_path(prefix).open("wb") as file:
         file.truncate(length * num_documents)
     with idx_path(prefix).open("wb") as file:
         code = CODE_OF_DTYPE[np.dtype("<u1")]
         file.write(HEADER.pack(MAGIC, VERSION, code, num_documents, num_documents + 1))
-        np.full(num_documents, length, dtype="<i4").tofile(file)
-        (np.arange(num_documents, dtype="<i8") * length).tofile(file)
-        np.arange(num_documents + 1, dtype="<i8").tofile(file)
+        for chunk in _chunks(num_documents):
+            np.full(len(chunk), length, dtype="<i4").tofile(file)
+        for chunk in _chunks(num_documents):
+            (chunk * length).tofile(file)
+        for chunk in _chunks(num_documents + 1):
+            chunk.tofile(file)
     return prefix
+
+
+def _chunks(count: int) -> Iterator[np.ndarray]:
+    """0 to count - 1, a few at a time."""
+    for begin in range(0, count, AT_ONCE):
+        yield np.arange(begin, min(begin + AT_ONCE, count), dtype="<i8")
 
 
 def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -105,7 +117,8 @@ def index_bytes(num_documents: int, num_samples: int) -> int:
 
 def compare_orders(folder: Path, num_tokens: int) -> dict[str, Any]:
     """Both orders over a corpus of that size."""
-    prefix = sparse_shard(folder / f"corpus{num_tokens}", num_tokens)
+    num_documents = min(num_tokens // 1000, 10**6)
+    prefix = sparse_shard(folder / f"corpus{num_tokens}", num_documents, num_tokens // num_documents)
     start, samples = seconds_of(lambda: open_samples(prefix))
     ordinals = np.random.default_rng(0).integers(0, len(samples), size=2000)
     row: dict[str, Any] = {
@@ -113,7 +126,7 @@ def compare_orders(folder: Path, num_tokens: int) -> dict[str, Any]:
         "start_ms": 1e3 * start,
         "order_us": 1e6 * best_of(5, lambda: samples.windows(ordinals)) / len(ordinals),
         "sample_us": 1e6 * best_of(5, lambda: [samples.tokens(one) for one in ordinals]) / len(ordinals),
-        "megatron_index_bytes": index_bytes(min(num_tokens // 1000, 10**6), len(samples)),
+        "megatron_index_bytes": index_bytes(num_documents, len(samples)),
     }
     if num_tokens <= LARGEST_BUILT:
         start, dataset = seconds_of(lambda: open_megatron(prefix, num_tokens))
@@ -121,6 +134,36 @@ def compare_orders(folder: Path, num_tokens: int) -> dict[str, Any]:
         row["megatron_start_ms"] = 1e3 * start
         row["megatron_sample_us"] = 1e6 * best_of(5, lambda: [dataset[one] for one in found]) / len(found)
     return row
+
+
+def start_with_documents(folder: Path, num_documents: int) -> dict[str, Any]:
+    """Open a corpus of that many documents, draw samples and find the documents in them."""
+    prefix = sparse_shard(folder / f"documents{num_documents}", num_documents, 1000)
+    index = idx_path(prefix)
+    drop_from_page_cache([index])
+    anonymous = _anonymous_bytes()
+    start, samples = seconds_of(lambda: open_samples(prefix))
+    ordinals = np.random.default_rng(0).integers(0, len(samples), size=1000)
+    draw, boundaries = seconds_of(lambda: [samples.boundaries(one) for one in ordinals])
+    assert all(2 <= len(found[0]) <= 3 for found in boundaries)  # as LENGTH in documents of 1,000 has it
+    row = {
+        "documents": num_documents,
+        "start_ms": 1e3 * start,
+        "boundaries_us": 1e6 * draw / len(ordinals),
+        "memory_bytes": _anonymous_bytes() - anonymous,
+        "index_bytes": index.stat().st_size,
+        "index_bytes_read": round(resident_share([index]) * index.stat().st_size),
+    }
+    index.unlink()
+    return row
+
+
+def _anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    for line in Path("/proc/self/status").read_text("ascii").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("this system does not tell a process's memory")
 
 
 def compare_blends(num_corpora: int, num_samples: int) -> dict[str, Any]:
@@ -210,6 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=None, help="where sparse and real files go (default: a temporary folder)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[10**6, 10**9, 10**13])
+    parser.add_argument("--documents", type=int, nargs="*", default=[], help="numbers of documents (none)")
     parser.add_argument("--corpora", type=int, default=1000)
     parser.add_argument("--blend-samples", type=int, default=1_000_000, help="samples of megatron-core's blend index")
     parser.add_argument("--loader-bytes", type=int, default=200_000_000)
@@ -220,6 +264,7 @@ def main() -> int:
         orders = [compare_orders(Path(name), num_tokens) for num_tokens in arguments.tokens]
         blend = compare_blends(arguments.corpora, arguments.blend_samples)
         loaders = compare_loaders(Path(name), arguments.loader_bytes, arguments.micro_size)
+        documents = [start_with_documents(Path(name), number) for number in arguments.documents]
     for row in orders:
         theirs = f"needs {row['megatron_index_bytes'] / 1e6:,.1f} MB of indices"
         if "megatron_start_ms" in row:
@@ -237,7 +282,14 @@ def main() -> int:
     )
     for loader, rate in loaders.items():
         print(f"{loader}: {rate:,.1f} million tokens/s")
-    print(json.dumps({"benchmark": "sample_order", "orders": orders, "blend": blend, "loaders": loaders}))
+    for row in documents:
+        print(
+            f"{row['documents']:.0e} documents: start {row['start_ms']:.1f} ms with a cold index, documents of a sample "
+            f"{row['boundaries_us']:.1f} us, {row['memory_bytes'] / 1e6:.1f} MB of memory, "
+            f"{row['index_bytes_read'] / 1e6:,.1f} of {row['index_bytes'] / 1e6:,.1f} MB of the index read"
+        )
+    found = {"benchmark": "sample_order", "orders": orders, "blend": blend, "loaders": loaders, "documents": documents}
+    print(json.dumps(found))
     return 0
 
 

@@ -70,8 +70,9 @@ class ModelConfig:
     """Standard deviation of initial matrices and embeddings."""
     scale_residual_init: bool = True
     """Divide the standard deviation of matrices that write to the residual stream by sqrt(2 x num_layers) (GPT-2)."""
-    attention: Literal["auto", "sdpa", "unfused"] = "auto"
-    """Attention path; auto picks by device, dtype and length, and unfused where attention_dropout asks for it."""
+    attention: Literal["auto", "sdpa", "unfused", "flex"] = "auto"
+    """Attention path; auto picks by device, dtype and length, unfused where attention_dropout asks for it, and flex
+    (torch's flex_attention) for data.isolate_documents on GPUs."""
 
     @property
     def kv_heads(self) -> int:
@@ -129,9 +130,9 @@ class ModelConfig:
 
     def _path_problems(self) -> list[str]:
         found = []
-        if self.attention == "sdpa" and self.attention_dropout > 0:
+        if self.attention in ("sdpa", "flex") and self.attention_dropout > 0:
             found.append(
-                f"model.attention is 'sdpa' with model.attention_dropout {self.attention_dropout}; the fused path "
+                f"model.attention is {self.attention!r} with model.attention_dropout {self.attention_dropout}; it "
                 "cannot draw layout-independent dropout masks: set model.attention to 'unfused' (or 'auto'), or "
                 "model.attention_dropout to 0"
             )

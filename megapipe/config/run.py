@@ -285,6 +285,11 @@ class PretrainConfig:
                 f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "
                 f"{self.model.max_positions}; shorten the samples or raise model.max_positions"
             )
+        if self.model.attention == "flex" and not self.data.isolate_documents:
+            found.append(
+                "model.attention is 'flex' but data.isolate_documents is false; flex keeps documents apart: set the "
+                "one to true or the other to auto"
+            )
         if self.parallel.timeout_seconds <= 0:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:

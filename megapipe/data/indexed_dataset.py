@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.data.errors import DataError
-from megapipe.data.shard_format import HEADER, bin_path, idx_path, parse_header
+from megapipe.data.shard_format import HEADER, FloatTokens, bin_path, idx_path, parse_header
 
 
 class IndexedDataset:
@@ -19,12 +19,14 @@ class IndexedDataset:
         sequence_offsets: int64 [num_sequences], in bytes
         document_indices: int64 [num_documents + 1], sequence numbers at which documents begin, then num_sequences
 
+    float_tokens: what tokens of dtype code 6 or 7 are; None refuses them, since that differs between writers.
+
     Raises DataError when a file is missing, truncated, of another format or not the other one's partner.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, float_tokens: FloatTokens | None = None) -> None:
         self.prefix = str(prefix)
-        self._map_index(idx_path(prefix))
+        self._map_index(idx_path(prefix), float_tokens)
         self._map_tokens(bin_path(prefix))
 
     def __len__(self) -> int:
@@ -64,12 +66,14 @@ class IndexedDataset:
         last = bisect_left(self.document_indices, high)
         return np.unique(self.sequence_offsets[self.document_indices[first:last]] // item)
 
-    def _map_index(self, path: Path) -> None:
+    def _map_index(self, path: Path, float_tokens: FloatTokens | None) -> None:
         if not path.is_file():
             raise DataError(f"{path} does not exist: give the prefix of a shard without .bin or .idx{_suggest(path)}")
         size = path.stat().st_size
         with path.open("rb") as file:
-            self.dtype, self.num_sequences, self.num_documents = parse_header(path, file.read(HEADER.size))
+            self.dtype, self.num_sequences, self.num_documents = parse_header(
+                path, file.read(HEADER.size), float_tokens
+            )
         shapes = [("<i4", self.num_sequences), ("<i8", self.num_sequences), ("<i8", self.num_documents + 1)]
         expected = HEADER.size + sum(np.dtype(kind).itemsize * count for kind, count in shapes)
         if size != expected:

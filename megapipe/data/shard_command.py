@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from megapipe.data.errors import DataError
 
@@ -12,12 +13,26 @@ examples:
   tools/data.py verify data/corpus_text_document
   tools/data.py merge data/a_text_document data/b_text_document --output-prefix data/all_text_document
   tools/data.py split data/all_text_document --shares 98,1,1 --output-prefix data/held_out
+  tools/data.py stalls --config examples/gpt_tiny.yaml
 """
 
 
-def main(argv: Sequence[str]) -> int:
+class Subcommand(NamedTuple):
+    """A command of a room that this one does not know."""
+
+    help: str
+    main: Callable[[Sequence[str]], int]
+    """Of the words behind the command's name; returns the exit status."""
+
+
+NO_OTHERS: Mapping[str, Subcommand] = {}
+
+
+def main(argv: Sequence[str], others: Mapping[str, Subcommand] = NO_OTHERS) -> int:
     """Runs the command. Exit status: 0, 1 for unusable shards, 2 for a wrong command line, 130 for Ctrl-C."""
-    arguments = build_parser().parse_args(list(argv))
+    if argv and argv[0] in others:
+        return others[argv[0]].main(argv[1:])
+    arguments = build_parser(others).parse_args(list(argv))
     try:
         _run(arguments)
     except DataError as error:
@@ -32,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="data.py",
-        description="Looks into, checks, joins and splits .bin/.idx shards.",
+        description="Looks into, checks, joins and splits .bin/.idx shards, and measures how runs read them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,11 +68,19 @@ def build_parser() -> argparse.ArgumentParser:
     merge = commands.add_parser("merge", help="one shard of several, documents in the order given")
     merge.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
     merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    merge.add_argument(
+        "--float-tokens",
+        choices=["float32", "float64"],
+        help="read shards of dtype code 6 or 7, whose meaning differs between writers, as this; integers are written",
+    )
 
     split = commands.add_parser("split", help="several shards of one, cut between documents")
     split.add_argument("prefix", help="path of the shard without .bin or .idx")
     split.add_argument("--shares", required=True, metavar="A,B,...", help="sizes of the outputs, in any unit")
     split.add_argument("--output-prefix", required=True, metavar="PREFIX", help="outputs are PREFIX_0, PREFIX_1, ...")
+
+    for name, other in others.items():
+        commands.add_parser(name, help=other.help)
     return parser
 
 
@@ -71,7 +94,8 @@ def _run(arguments: argparse.Namespace) -> None:
         for prefix in arguments.prefix:
             print(f"{prefix}: {shard_tools.verify(prefix)}")
     elif arguments.command == "merge":
-        print(f"{arguments.output_prefix}: {shard_tools.merge(arguments.prefix, arguments.output_prefix)}")
+        merged = shard_tools.merge(arguments.prefix, arguments.output_prefix, arguments.float_tokens)
+        print(f"{arguments.output_prefix}: {merged}")
     else:
         for line in shard_tools.split(arguments.prefix, arguments.shares, arguments.output_prefix):
             print(line)

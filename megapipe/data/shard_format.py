@@ -16,6 +16,7 @@ A document is a run of sequences (one, unless it was split into sentences); an e
 
 import struct
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -34,6 +35,10 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+FLOAT_CODES = (6, 7)
+"""In Megatron-LM float64 and float32, in GPT-NeoX the other way round, in older versions of the first both float64."""
+FloatTokens = Literal["float32", "float64"]
 
 LARGEST_UINT16_VOCABULARY = 65_500
 """Megatron-LM writes uint16 for vocabularies below this size (not below 65,536), so its readers expect that."""
@@ -56,8 +61,10 @@ def pack_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> byte
     return HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1)
 
 
-def parse_header(path: Path, header: bytes) -> tuple[np.dtype, int, int]:
+def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = None) -> tuple[np.dtype, int, int]:
     """(token dtype, number of sequences, number of documents) from the first 34 bytes of an .idx file.
+
+    float_tokens: what the dtype codes 6 and 7 stand for in this file; None refuses them.
 
     Raises DataError for a short header, a wrong magic or version, and a dtype code that is unknown or ambiguous.
     """
@@ -71,16 +78,18 @@ def parse_header(path: Path, header: bytes) -> tuple[np.dtype, int, int]:
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if version != VERSION:
         raise DataError(f"{path} has format version {version}; only version {VERSION} is known")
-    if code in (6, 7):
+    if code in FLOAT_CODES and float_tokens is None:
         raise DataError(
             f"{path} holds tokens of dtype code {code}: a float type whose meaning differs between versions of "
-            "Megatron-LM and its forks; write the shard with an integer type"
+            f"Megatron-LM and its forks; say which it is to write the shard with integers: tools/data.py merge "
+            f"{path.with_suffix('')} --float-tokens float32 (or float64) --output-prefix ..."
         )
-    if code not in DTYPE_OF_CODE:
+    if code not in (*DTYPE_OF_CODE, *FLOAT_CODES):
         raise DataError(f"{path} holds tokens of unknown dtype code {code}; known codes are {sorted(DTYPE_OF_CODE)}")
     if num_boundaries == 0:
         raise DataError(f"{path} has no document boundaries, not even the first; {_REDO}")
-    return DTYPE_OF_CODE[code], num_sequences, num_boundaries - 1
+    dtype = np.dtype(float_tokens).newbyteorder("<") if code in FLOAT_CODES else DTYPE_OF_CODE[code]
+    return dtype, num_sequences, num_boundaries - 1
 
 
 _REDO = "the file is damaged or its writing was cut off: copy it or preprocess it again"

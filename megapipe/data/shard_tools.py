@@ -10,7 +10,7 @@ from megapipe.data.errors import DataError
 from megapipe.data.index_writer import ShardWriter
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, read_manifest
-from megapipe.data.shard_format import bin_path
+from megapipe.data.shard_format import FloatTokens, bin_path
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 
 _SHOWN_TOKENS = 200
@@ -98,12 +98,14 @@ def verify(prefix: str) -> str:
     return f"{counts(dataset)}; {checked}"
 
 
-def merge(prefixes: Sequence[str], output: str) -> str:
-    """Writes one shard of all documents in order; returns its counts.
+def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None = None) -> str:
+    """Writes one shard of all documents in order; returns its counts. Tokens that are floats become int32.
+
+    float_tokens: which floats the dtype codes 6 and 7 stand for.
 
     Raises DataError when the shards' types or manifests do not fit each other, before anything is written.
     """
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    datasets = [IndexedDataset(prefix, float_tokens) for prefix in prefixes]
     manifests = [read_manifest(prefix) for prefix in prefixes]
     if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise DataError(f"{output} is one of the shards to merge; name another --output-prefix")
@@ -115,9 +117,13 @@ def merge(prefixes: Sequence[str], output: str) -> str:
         if manifest is not None:
             manifest.check_shard(dataset)
     described = _joined_manifest(manifests, prefixes, datasets)
-    with ShardWriter(output, datasets[0].dtype) as writer:
-        for prefix in prefixes:
-            writer.append_shard(prefix)
+    floats = datasets[0].dtype.kind == "f"
+    with ShardWriter(output, np.dtype("<i4") if floats else datasets[0].dtype) as writer:
+        for dataset in datasets:
+            if floats:
+                _append_whole_numbers(writer, dataset)
+            else:
+                writer.append_shard(dataset.prefix)
         writer.commit(described)
     return counts(IndexedDataset(output))
 
@@ -143,6 +149,21 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
             writer.append_shard(prefix, keep)
             writer.commit(_counted(manifest, writer) if manifest is not None else None)
         yield f"{output}_{number}: documents {begin:,} to {end:,}, {counts(IndexedDataset(f'{output}_{number}'))}"
+
+
+def _append_whole_numbers(writer: ShardWriter, dataset: IndexedDataset) -> None:
+    """Documents of float tokens as integers. Raises DataError for a token that is no id."""
+    for document in range(dataset.num_documents):
+        tokens = dataset.document(document)
+        wrong = ~((tokens >= 0) & (tokens < 2**31) & (tokens == np.floor(tokens)))
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            raise DataError(
+                f"{dataset.prefix}.bin: token {place} of document {document} is {tokens[place]} when read as "
+                f"{dataset.dtype.name}, and no id: the shard holds the other float type, or no tokens"
+            )
+        first, last = dataset.document_indices[document : document + 2].tolist()
+        writer.add_document([dataset[sequence].astype(np.int32) for sequence in range(first, last)])
 
 
 def counts(dataset: IndexedDataset) -> str:

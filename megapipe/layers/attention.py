@@ -6,12 +6,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention_probabilities import causal_mask
 from megapipe.kernels.registry import Registry
 from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.document_blocks import attend
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
 from megapipe.layers.norms import RMSNorm
@@ -84,7 +86,9 @@ class Attention(nn.Module):
         qkv = self.qkv(x, context.tape).view(batch, length, self.kv_groups, heads + 2, self.head_dim)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
         query, key = self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context)
-        if self._picked_path(x, context) == "unfused":
+        if context.document_blocks is not None:
+            mixed = self._within_blocks(query, key, value, context.document_blocks)
+        elif self._picked_path(x, context) == "unfused":
             mixed = self._unfused(query, key, value, context)
         else:
             mixed = self._fused(query, key, value, context)
@@ -106,7 +110,7 @@ class Attention(nn.Module):
         return self.kernels.pick("rotary", x).apply(x.flatten(2, 3), cosine, sine).view(x.shape)
 
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:
-        if self.path != "auto":
+        if self.path == "sdpa" or self.path == "unfused":
             return self.path
         if self.dropout.active(context):
             return "unfused"
@@ -126,6 +130,11 @@ class Attention(nn.Module):
             enable_gqa=self.heads_per_group > 1,
         )
         return mixed.transpose(1, 2)
+
+    def _within_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
+        """Mixed values [b, s, heads, d] of documents that are kept apart by blocks."""
+        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        return attend(query, key, value, blocks, self.scale).transpose(1, 2)
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
         """What the queries [b, heads, s, d] see, in a form that broadcasts to [b, heads, s, s]; None: all before."""

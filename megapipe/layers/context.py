@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from megapipe.layers.split import SplitTape
 
@@ -14,7 +15,8 @@ class MicrobatchContext:
     tokens: int64 [b, s], for the embedding. labels: int64 [b, s], for the loss. loss_mask: [b, s], weight of each
     token's loss, None for 1. ordinals: int64 [b], number of each sample in the run, for dropout.
     document_starts: int64 [b, s], place in its sample where each token's document begins: attention sees that document
-    alone and positions count from there; None for samples that are one text.
+    alone and positions count from there; None for samples that are one text. document_blocks: the same as blocks for
+    flex_attention, where that is to be used in place of a mask.
     seed: of the run, below 2**64. training: dropout is active. tape: collects a split backward; None runs it fused.
     """
 
@@ -26,6 +28,7 @@ class MicrobatchContext:
     training: bool = True
     tape: SplitTape | None = None
     document_starts: Tensor | None = None
+    document_blocks: BlockMask | None = None
 
 
 @dataclass

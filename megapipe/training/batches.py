@@ -17,10 +17,10 @@ from megapipe.data.sample_set import SampleSet
 from megapipe.data.samples import GptSamples
 from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.document_blocks import block_lists, document_blocks, why_a_mask
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
-from megapipe.training.loader import Loader
-from megapipe.training.replica import Replica
+from megapipe.training.loader import Consumer, Loader
 from megapipe.training.transfer import tensor_on
 
 
@@ -28,7 +28,8 @@ class BatchLoader(Loader):
     """Loads a rank's share of every step.
 
     Token ids reach the first and the last stage alone; what other stages need (the samples' numbers, for dropout) is a
-    pure function of the step.
+    pure function of the step. blocks: documents that are kept apart are told as blocks for flex_attention, each token
+    seeing `window` at most.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class BatchLoader(Loader):
         is_first: bool,
         is_last: bool,
         training: bool = True,
+        blocks: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__(plan, source.micro_size * source.data_size)
         self._source = source
@@ -49,6 +52,8 @@ class BatchLoader(Loader):
         self._is_first = is_first
         self._is_last = is_last
         self._training = training
+        self._window = window
+        self._blocks = blocks
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, float | None]:
         if self._is_first or self._is_last:
@@ -69,12 +74,16 @@ class BatchLoader(Loader):
 
     def _context_without_tokens(self, ordinals: np.ndarray, document_starts: np.ndarray | None) -> MicrobatchContext:
         """What every stage knows."""
-        return MicrobatchContext(
-            ordinals=torch.from_numpy(ordinals),
-            seed=self._seed,
-            training=self._training,
-            document_starts=None if document_starts is None else tensor_on(document_starts, self._device),
-        )
+        context = MicrobatchContext(ordinals=torch.from_numpy(ordinals), seed=self._seed, training=self._training)
+        if document_starts is None:
+            return context
+        context.document_starts = tensor_on(document_starts, self._device)
+        if self._blocks:
+            lists = block_lists(document_starts, self._window)
+            arrays = (lists.num_partial, lists.partial, lists.num_full, lists.full)
+            moved = [tensor_on(each, self._device) for each in arrays]
+            context.document_blocks = document_blocks(moved, context.document_starts, self._window)
+        return context
 
 
 def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
@@ -155,7 +164,7 @@ def _corpus(config: PretrainConfig, prefix: str, split: SplitName) -> GptSamples
 def batch_loader(
     config: PretrainConfig,
     mesh: Mesh,
-    replica: Replica,
+    consumer: Consumer,
     samples: SampleSet,
     plan: BatchPlan | None = None,
     *,
@@ -176,7 +185,9 @@ def batch_loader(
         BatchPlan.of(config.batch) if plan is None else plan,
         seed=config.training.seed,
         device=mesh.device,
-        is_first=replica.is_first,
-        is_last=replica.is_last,
+        is_first=consumer.is_first,
+        is_last=consumer.is_last,
         training=training,
+        blocks=config.data.isolate_documents and why_a_mask(config.model, mesh.device.type) is None,
+        window=config.model.sliding_window,
     )

@@ -1,5 +1,6 @@
 """BERT's micro-batches as the engine hands them to layers."""
 
+import numpy as np
 import torch
 
 from megapipe.config.bert import BertPretrainConfig
@@ -11,8 +12,8 @@ from megapipe.engine.step import Counts
 from megapipe.layers.context import BertContext
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
-from megapipe.training.loader import Loader
-from megapipe.training.replica import Replica
+from megapipe.training.loader import Consumer, Loader
+from megapipe.training.transfer import tensor_on
 
 
 class BertLoader(Loader):
@@ -26,7 +27,7 @@ class BertLoader(Loader):
         self,
         config: BertPretrainConfig,
         mesh: Mesh,
-        replica: Replica,
+        consumer: Consumer,
         samples: BertSamples | BlendedBertSamples,
         plan: BatchPlan | None = None,
         *,
@@ -34,11 +35,11 @@ class BertLoader(Loader):
     ) -> None:
         self._samples = samples
         self._device = mesh.device
-        self._is_first, self._is_last = replica.is_first, replica.is_last
+        self._is_first, self._is_last = consumer.is_first, consumer.is_last
         self._seed, self._training = config.training.seed, training
         self._data_rank, self._data_size = mesh.coordinate("data"), mesh.size("data")
         self._micro_size = config.batch.micro_size
-        self._num_terms = len(replica.family.loss_terms)
+        self._num_terms = len(consumer.family.loss_terms)
         super().__init__(BatchPlan.of(config.batch) if plan is None else plan, self._micro_size * self._data_size)
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[BertContext, Counts | None]:
@@ -69,8 +70,8 @@ class BertLoader(Loader):
         counts = (float(batch.loss_mask.sum()), float(batch.sentence_weights.sum()))
         return context, counts[: self._num_terms]
 
-    def _on_device(self, array: object) -> torch.Tensor:
-        return torch.as_tensor(array).to(self._device, non_blocking=True)
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return tensor_on(array, self._device)
 
 
 def bert_samples(config: BertPretrainConfig, split: SplitName) -> BertSamples | BlendedBertSamples:

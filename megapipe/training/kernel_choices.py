@@ -9,6 +9,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
+from megapipe.layers.document_blocks import why_a_mask
 from megapipe.models.gpt_kernels import KernelUse
 from megapipe.training.assemble import DTYPES
 from megapipe.training.families import family_of
@@ -45,6 +46,21 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return choices
+
+
+def document_attention(config: PretrainConfig, device: torch.device) -> str | None:
+    """How attention keeps documents apart, and why, in words; None where it does not.
+
+    Raises ConfigError where a path is demanded that cannot be taken here.
+    """
+    if not config.data.isolate_documents:
+        return None
+    reason = why_a_mask(config.model, device.type)
+    if reason is None:
+        return "attention within documents: flex_attention over the blocks of each document"
+    if config.model.attention == "flex":
+        raise ConfigError(f"model.attention is 'flex', but {reason}; set model.attention to auto")
+    return f"attention within documents: a mask [samples, tokens, tokens] ({reason})"
 
 
 def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:

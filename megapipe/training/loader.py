@@ -4,11 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from megapipe.data.prefetch import Prefetcher
 from megapipe.engine.step import Counts
 from megapipe.layers.context import MicrobatchContext
 from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.families import ModelFamily
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,25 @@ class StepBatch:
     contexts: list[MicrobatchContext]
     num_samples: int
     token_counts: tuple[Counts, ...]
+
+
+class Consumer(Protocol):
+    """What is fed, as far as a loader asks: a replica's part of the model, or something in its place."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it reads token ids."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it computes the loss."""
+        ...
+
+    @property
+    def family(self) -> ModelFamily:
+        """The kind of model."""
+        ...
 
 
 class Loader(ABC):
@@ -38,6 +59,10 @@ class Loader(ABC):
         loaded = [self._microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
         counts = tuple(count for _, count in loaded if count is not None)
         return StepBatch([context for context, _ in loaded], num_samples, counts)
+
+    def each(self, consumed: int) -> Iterator[StepBatch]:
+        """Endless steps from `consumed` samples on, each loaded when it is asked for."""
+        return map(self.load, self._plan.cursors(consumed))
 
     @contextmanager
     def steps(self, consumed: int) -> Iterator[Iterator[StepBatch]]:

@@ -10,8 +10,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.bert_batches import BertLoader, bert_samples
-from megapipe.training.loader import Loader
-from megapipe.training.replica import Replica
+from megapipe.training.loader import Consumer, Loader
 
 AnyBertSamples = BertSamples | BlendedBertSamples
 Samples = SampleSet | AnyBertSamples
@@ -25,7 +24,7 @@ def open_samples(config: PretrainConfig, split: SplitName) -> Samples:
 def open_loader(
     config: PretrainConfig,
     mesh: Mesh,
-    replica: Replica,
+    consumer: Consumer,
     samples: Samples,
     plan: BatchPlan | None = None,
     *,
@@ -33,7 +32,7 @@ def open_loader(
 ) -> Loader:
     """Loads what this rank needs of every step. plan: by default the configuration's; training: dropout is active."""
     if isinstance(config, BertPretrainConfig) and isinstance(samples, AnyBertSamples):
-        return BertLoader(config, mesh, replica, samples, plan, training=training)
+        return BertLoader(config, mesh, consumer, samples, plan, training=training)
     if isinstance(config, BertPretrainConfig) or isinstance(samples, AnyBertSamples):
         raise TypeError(f"{type(samples).__name__} are no samples of a {type(config).__name__}")
-    return batch_loader(config, mesh, replica, samples, plan, training=training)
+    return batch_loader(config, mesh, consumer, samples, plan, training=training)

@@ -9,7 +9,8 @@ def tensor_on(array: np.ndarray, device: torch.device) -> Tensor:
     """A contiguous tensor of the array's values and dtype on `device`.
 
     To a GPU integers cross the bus as int32 (token ids, places and lengths all fit) and are widened there, from pinned
-    memory, so that the copy overlaps what the GPU computes; the allocator keeps that memory until the copy is done.
+    memory, so that nobody waits for the copy: it takes its place in the GPU's queue. The allocator keeps that memory
+    until the copy is done.
     """
     if device.type != "cuda":
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.workers import map_in_order
+from megapipe.data.preprocess.workers import interrupts_put_off, map_in_order
 from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
 
 
@@ -44,6 +44,60 @@ def test_an_interrupted_run_stops_its_workers_and_can_be_repeated(tmp_path: Path
     assert preprocess(*arguments) == 0
     assert texts_of(tmp_path / "out_text_document") == ["x" * 100_000] * 200
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
+    """A terminal sends it to every process of the command; a worker then imports, and would print where."""
+    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 200)
+    options = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "2"]
+    command = [*TOOL, *options, "--output-prefix", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_until(lambda: num_children(process.pid) >= 2)  # the first one keeps track of the others
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
+    assert process.returncode == 130
+
+
+def ctrl_c_is_blocked() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_workers_have_ctrl_c_blocked_from_their_beginning() -> None:
+    assert list(map_in_order(ctrl_c_is_blocked, [(), ()], workers=2)) == [True, True]
+    assert not ctrl_c_is_blocked()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_waits_until_a_worker_is_started() -> None:
+    reached = []
+
+    def start() -> None:
+        with interrupts_put_off():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert reached
+    assert not ctrl_c_is_blocked()
+
+
+def test_ctrl_c_while_the_program_starts_is_one_line() -> None:
+    code = (
+        "import runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'numpy': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"runpy.run_path({TOOL[1]!r}, run_name='__main__')\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (finished.returncode, finished.stderr) == (130, "interrupted\n")
+
+
+def num_children(process: int) -> int:
+    return len(Path(f"/proc/{process}/task/{process}/children").read_text().split())
 
 
 def die(number: int) -> int:

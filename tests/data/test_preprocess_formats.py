@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data.manifest import read_manifest
+from megapipe.data.preprocess import hub_datasets, parts, run
 from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.inputs import InputFile, find_inputs
 from megapipe.data.preprocess.parts import cut_into_parts
@@ -110,9 +112,9 @@ def test_documents_come_in_order_from_small_pieces(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = find_inputs([write(tmp_path)])
-    parts = list(cut_into_parts(files, part_bytes=20_000))
-    assert len(parts) > 1 or files[0].is_compressed or files[0].path.name == "hub"
-    documents = [d for part in parts for piece in part.pieces for d in read_documents(piece, ["title", "text"])]
+    found = list(cut_into_parts(files, part_bytes=20_000))
+    assert len(found) > 1 or files[0].is_compressed or files[0].path.name == "hub"
+    documents = [d for part in found for piece in part.pieces for d in read_documents(piece, ["title", "text"])]
     assert [document.texts(["title", "text"]) for document in documents] == [
         list(pair) for pair in zip(TITLES, TEXTS, strict=True)
     ]
@@ -135,6 +137,86 @@ def test_shards_of_every_format_are_those_of_json_lines(
     assert manifest is not None
     assert manifest.sources is not None
     assert manifest.sources["num_files"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_format_gives_the_same_bytes_for_any_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], str]
+) -> None:
+    """In parts small enough for every worker to have some, of formats that can be cut."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "cut_into_parts", partial(cut_into_parts, part_bytes=20_000))
+    source = write(tmp_path)
+    for workers in (1, 2, 3):
+        command = ["--input", source, "--json-keys", "text", "title", "--append-eod", "--workers", workers]
+        assert preprocess(*command, "--output-prefix", f"out{workers}") == 0
+    for key in ("text", "title"):
+        for kind in ("bin", "idx", "manifest.json"):
+            files = [Path(f"out{workers}_{key}_document.{kind}").read_bytes() for workers in (1, 2, 3)]
+            assert files[0] == files[1] == files[2]
+
+
+def test_datasets_are_known_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for texts in (["one"], ["two"], ["one"]):
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk("saved")
+        fingerprint = datasets.load_from_disk("saved")._fingerprint
+        hub_datasets._opened.cache_clear()
+        assert preprocess("--input", "saved", "--output-prefix", "out") == 0
+        manifest = read_manifest("out_text_document")
+        assert manifest is not None
+        assert manifest.sources is not None
+        assert manifest.sources["files"][0]["checksum"] == f"datasets:{fingerprint}"
+        found.append(manifest.sources["checksum"])
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_single_compressed_file_is_told_to_keep_one_worker_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    monkeypatch.chdir(tmp_path)
+    command = ["--input", write_zstandard(tmp_path), "--output-prefix", "out"]
+    assert preprocess(*command) == 0
+    assert "workers busy" not in capsys.readouterr().err
+    assert preprocess(*command, "--workers", 2) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    assert len(told) == 1
+    assert "in.jsonl.zst keeps 1 of 2 workers busy" in told[0]
+    assert "several files" in told[0]
+
+
+def test_inputs_that_can_be_cut_keep_all_workers_busy() -> None:
+    large = 10 * parts.PART_BYTES
+    whole = [InputFile(Path(f"{number}.txt"), large) for number in range(3)]
+    assert parts.idle_workers(whole, 3) is None
+    told = parts.idle_workers(whole, 4)
+    assert told is not None
+    assert "3 files keep 3 of 4 workers busy" in told
+    assert parts.idle_workers([InputFile(Path("a.jsonl"), large)], 8) is None
+    assert parts.idle_workers([InputFile(Path("a.jsonl.gz"), 100)], 8) is None
+
+
+def test_a_dataset_by_name_without_a_network_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_such_host(*arguments: object) -> None:
+        raise OSError(-2, "Name or service not known")
+
+    def not_there(*arguments: object, **options: object) -> None:
+        raise ConnectionError("Couldn't reach the Hugging Face Hub\nat all")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # what it sets ends with the test
+    monkeypatch.setattr(hub_datasets.socket, "getaddrinfo", no_such_host)
+    monkeypatch.setattr(hub_datasets.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(datasets, "load_dataset", not_there)
+    monkeypatch.chdir(tmp_path)
+    assert preprocess("--input", "dataset:nobody/nothing@train", "--output-prefix", "out") == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "huggingface.co cannot be reached (Name or service not known)" in told
+    assert "dataset:FOLDER" in told
 
 
 def test_fields_joined_into_one_document(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import read_manifest
 from megapipe.data.shard_command import main
+from megapipe.data.shard_format import HEADER, MAGIC, VERSION
 from tests.data.preprocess_runs import ROOT, preprocess, write_json_lines
 from tests.data.shards import write_shard
 
@@ -128,3 +129,47 @@ def test_the_tool_runs_and_its_help_is_quick(tmp_path: Path) -> None:
     code += "assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules), 'imported early'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
     assert np.array_equal(IndexedDataset(prefix).tokens, [97, 98, 99, 256])
+
+
+def write_floats(prefix: Path, documents: list[list[list[int]]], code: int, float_tokens: str) -> None:
+    """A shard as a fork of Megatron-LM would write it."""
+    sequences = [sequence for document in documents for sequence in document]
+    tokens = np.array([token for sequence in sequences for token in sequence], dtype=float_tokens)
+    lengths = np.array([len(sequence) for sequence in sequences], dtype="<i4")
+    offsets = (np.cumsum(lengths) - lengths).astype("<i8") * tokens.itemsize
+    boundaries = np.cumsum([0, *map(len, documents)]).astype("<i8")
+    header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(boundaries))
+    Path(f"{prefix}.idx").write_bytes(header + lengths.tobytes() + offsets.tobytes() + boundaries.tobytes())
+    Path(f"{prefix}.bin").write_bytes(tokens.tobytes())
+
+
+@pytest.mark.parametrize("code", [6, 7])
+@pytest.mark.parametrize("float_tokens", ["float32", "float64"])
+def test_float_tokens_are_read_as_told_and_become_integers(
+    tmp_path: Path, code: int, float_tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = [[[1, 2, 50_256]], [], [[3], [4, 5]]]
+    write_floats(tmp_path / "floats", documents, code, float_tokens)
+    merge = ["merge", str(tmp_path / "floats"), "--output-prefix", str(tmp_path / "whole")]
+    assert main(merge) == 1
+    assert "--float-tokens float32 (or float64)" in capsys.readouterr().err
+    other = {"float32": "float64", "float64": "float32"}[float_tokens]
+    assert main([*merge, "--float-tokens", other]) == 1
+    assert "floats" in capsys.readouterr().err
+    assert not list(tmp_path.glob("whole*"))
+    assert main([*merge, "--float-tokens", float_tokens]) == 0
+    found = IndexedDataset(tmp_path / "whole")
+    assert found.dtype == np.int32
+    assert [found.document(index).tolist() for index in range(3)] == [[1, 2, 50_256], [], [3, 4, 5]]
+    assert found.sequence_lengths.tolist() == [3, 1, 2]
+
+
+def test_floats_that_are_no_ids_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_floats(tmp_path / "floats", [[[1]], [[2, 3]]], 6, "float32")
+    content = bytearray((tmp_path / "floats.bin").read_bytes())
+    content[8:12] = np.float32(2.5).tobytes()
+    (tmp_path / "floats.bin").write_bytes(content)
+    merge = ["merge", str(tmp_path / "floats"), "--output-prefix", str(tmp_path / "whole")]
+    assert main([*merge, "--float-tokens", "float32"]) == 1
+    assert "token 1 of document 1 is 2.5" in capsys.readouterr().err
+    assert not list(tmp_path.glob("whole*"))

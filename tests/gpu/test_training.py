@@ -1,5 +1,6 @@
 """Training on one GPU: against the CPU, and a pipeline of threads against one process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,11 @@ def test_bf16_learns_as_fp32_does(tmp_path: Path) -> None:
     expected = losses(config_of(tmp_path, "gpt2"), {}, "cuda", steps=20)
     found = losses(config_of(tmp_path, "gpt2", "bf16"), {}, "cuda", steps=20)
     assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_documents_are_kept_apart_as_by_the_cpus_mask(tmp_path: Path, window: int | None) -> None:
+    """By blocks of flex_attention here, whose heads have at least 16 channels, by a mask there."""
+    shape = replace(LLAMA_SHAPE, head_size=16, sliding_window=window)
+    config = make_config(write_shard(tmp_path), shape, data={"isolate_documents": True})
+    assert losses(config, {}, "cuda") == pytest.approx(losses(config, {}, "cpu"), rel=1e-4)

@@ -22,7 +22,7 @@ from megapipe.kernels.reference import adamw, attention_probabilities, layer_nor
 from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import replica
-from megapipe.training.kernel_choices import kernel_choices, kernel_problems, told
+from megapipe.training.kernel_choices import document_attention, kernel_choices, kernel_problems, told
 from megapipe.training.replica import Replica
 from tests.kernels import emulated
 from tests.support import gpt_runs
@@ -178,3 +178,18 @@ def test_a_demand_that_cannot_be_met_ends_the_run_before_it_starts(corpus: str) 
     kernels = OPS.with_overrides({"adamw": "cuda"})
     with pytest.raises(ConfigError, match=r"'adamw' is demanded from backend 'cuda'.*needs a GPU"):
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels)
+
+
+def test_a_run_says_how_documents_are_kept_apart(tmp_path: Path) -> None:
+    config = make_config("unread", replace(GPT2_SHAPE, head_size=16))
+    assert document_attention(config, torch.device("cpu")) is None
+    config = replace(config, data=replace(config.data, isolate_documents=True))
+    told_on_cpu = document_attention(config, torch.device("cpu"))
+    assert told_on_cpu is not None
+    assert "a mask [samples, tokens, tokens] (torch's flex_attention has no backward on cpu)" in told_on_cpu
+    assert "flex_attention over the blocks" in str(document_attention(config, torch.device("cuda")))
+    demanded = replace(config, model=replace(config.model, attention="flex"))
+    with pytest.raises(ConfigError, match="'flex', but torch's flex_attention has no backward on cpu"):
+        document_attention(demanded, torch.device("cpu"))
+    across = replace(demanded, data=replace(config.data, isolate_documents=False))
+    assert any("data.isolate_documents is false" in problem for problem in across.problems())

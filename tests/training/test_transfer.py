@@ -22,6 +22,31 @@ def test_ids_and_masks_arrive_contiguous_in_their_dtype(device: str) -> None:
     assert mask.tolist() == [[1.0, 0.0]]
 
 
+@pytest.mark.parametrize(
+    ("array", "crosses"), [(np.array([[0, 5, 2**31 - 1]]), torch.int32), (np.ones((1, 2), np.float32), torch.float32)]
+)
+def test_a_gpu_gets_narrow_integers_from_pinned_memory_without_waiting(
+    monkeypatch: pytest.MonkeyPatch, array: np.ndarray, crosses: torch.dtype
+) -> None:
+    """What is asked of torch, on a machine that has no GPU: in this order, with nothing in between."""
+    asked: list[tuple[object, ...]] = []
+
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(("pin", tensor.dtype))
+        return tensor
+
+    def moved(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        asked.append(("copy", tensor.dtype, device, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    found = tensor_on(array, torch.device("cuda"))
+    assert asked == [("pin", crosses), ("copy", crosses, torch.device("cuda"), True)]
+    assert found.dtype == torch.from_numpy(array).dtype
+    assert found.tolist() == array.tolist()
+
+
 @pytest.mark.gpu
 def test_pinned_memory_may_be_used_again_at_once() -> None:
     """Copies that are still under way keep their source: many in a row arrive whole."""

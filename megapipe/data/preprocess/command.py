@@ -10,6 +10,7 @@ from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
 from megapipe.data.preprocess.arguments import TRAIN_TOKENIZER, build_parser, build_training_parser, with_hyphens
 from megapipe.data.preprocess.inputs import InputFile, find_inputs
+from megapipe.data.preprocess.parts import idle_workers
 from megapipe.data.preprocess.progress import Progress
 from megapipe.data.preprocess.run import preprocess
 from megapipe.data.preprocess.sampled_texts import SampledTexts
@@ -55,6 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.tokenizer_core == "auto":
         settings = with_fast_core(settings, files)
+    idle = idle_workers(files, arguments.workers)
+    if idle is not None:
+        print(f"note: {idle}", file=sys.stderr)
     progress = Progress(total_bytes=sum(file.size for file in files))
     manifests = preprocess(
         files,

@@ -47,6 +47,11 @@ class InputFile(NamedTuple):
     def is_compressed(self) -> bool:
         return self.path.suffix.lower() in COMPRESSED_SUFFIXES
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one worker has to read all of it, since it cannot be read from its middle."""
+        return self.format == "text" or self.is_compressed
+
 
 def find_inputs(inputs: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[InputFile]:
     """Files of the inputs in the order given; those of one folder or pattern sorted by their path inside it.

@@ -1,7 +1,7 @@
 """Cuts inputs into parts of bounded size, one unit of work each. The cut depends on the inputs alone, never on the
 number of workers, so that the joined output does not either."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +53,20 @@ def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> 
         yield Part(tuple(pieces))
 
 
+def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
+    """Why workers will have nothing to do although the input is large, and the way out; None where all are busy."""
+    if sum(file.size for file in files) <= PART_BYTES or not all(file.is_whole for file in files):
+        return None
+    busy = sum(1 for _ in cut_into_parts(files, PART_BYTES))
+    if busy >= workers:
+        return None
+    many = f"{len(files)} files keep" if len(files) > 1 else f"{files[0].path} keeps"
+    return (
+        f"{many} {busy} of {workers} workers busy: compressed and text files cannot be read from their middle; give "
+        "them as several files, or as plain JSON lines or Parquet"
+    )
+
+
 def _cut_file(file: InputFile, part_bytes: int) -> Iterator[Piece]:
     if file.format == "parquet":
         for group, (size, first_row) in enumerate(parquet_ranges(file.path)):
@@ -63,7 +77,7 @@ def _cut_file(file: InputFile, part_bytes: int) -> Iterator[Piece]:
     elif file.format == "dataset":
         for begin, end, size in dataset_ranges(str(file.path), part_bytes):
             yield Piece(file.path, begin, end, size, "dataset", first_row=begin)
-    elif file.format == "text" or file.is_compressed:
+    elif file.is_whole:
         yield Piece(file.path, 0, file.size, file.size, file.format, file.is_compressed)
     else:
         for begin in range(0, file.size, part_bytes):

@@ -7,6 +7,7 @@ from typing import Any
 import xxhash
 
 from megapipe.data.hashed_file import checksum_of_file
+from megapipe.data.preprocess.hub_datasets import dataset_fingerprint
 from megapipe.data.preprocess.inputs import InputFile
 
 LISTED_SOURCES = 1000
@@ -48,7 +49,7 @@ class SourceChecksums:
 
     def _checksum(self, file: InputFile) -> str | None:
         if file.format == "dataset":
-            return None
+            return dataset_fingerprint(str(file.path))
         try:
             return checksum_of_file(file.path, lambda: self._stopped)
         except OSError:  # reported where it is read

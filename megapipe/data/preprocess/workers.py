@@ -5,9 +5,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megapipe.data.errors import DataError
@@ -30,7 +31,8 @@ def map_in_order(
     pending: deque[Future[Result]] = deque()
     try:
         for task in tasks:
-            pending.append(pool.submit(function, *task))
+            with interrupts_put_off():  # a task may start a process
+                pending.append(pool.submit(function, *task))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -41,6 +43,26 @@ def map_in_order(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """Ctrl-C comes when the block is over. Processes that the block starts have it blocked from their beginning, so
+    that they neither print a traceback while they import nor find half a message from here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _start_worker() -> None:

@@ -1,0 +1,131 @@
+"""The command line of tools/data.py stalls."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from megapipe.config.errors import ConfigError
+from megapipe.data.errors import DataError
+
+if TYPE_CHECKING:
+    from megapipe.config.run import PretrainConfig
+
+HELP = "where a training run waits for its data: ingestion, preparation and fetch rates, stalls, what-if advice"
+DESCRIPTION = """\
+Measures where a training run waits for its data, by three runs over the same steps: on a batch that is at hand, with
+the shards in memory, and with the shards on storage (the page cache is emptied of them, which needs no root). What
+the second takes longer than the first is preparation, what the third takes longer than the second is fetching
+(Mohan et al., arXiv 2007.06775). Takes the files and fields that pretrain_gpt.py and pretrain_bert.py take; nothing is
+saved. With --ingestion-tokens-per-second no model runs: a pause takes its place, so that the data of a run on GPUs can
+be judged where there are none, for models that do not fit here.
+"""
+EXAMPLES = """\
+examples:
+  tools/data.py stalls --config examples/gpt_tiny.yaml
+  tools/data.py stalls --config run.yaml --parallel.data 64 --ingestion-tokens-per-second 25e6 --json stalls.json
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command. Exit status: 0, 1 for unusable shards, 2 for a wrong command line or configuration, 130."""
+    arguments, fields = build_parser().parse_known_args(list(argv))
+
+    # Importing torch takes a second, which --help need not wait for.
+    from megapipe.parallel.errors import LaunchError
+    from megapipe.training.stall_measurement import measure_stalls
+
+    try:
+        report = measure_stalls(
+            read_config(arguments.kind, [*_config_flag(arguments.config), *fields]),
+            ingestion=arguments.ingestion_tokens_per_second,
+            num_steps=arguments.steps,
+            warm_up=arguments.warm_up,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        if arguments.json is not None:
+            with open(arguments.json, "w", encoding="utf-8") as file:
+                file.write(json.dumps(report.to_json(), indent=2) + "\n")
+    except (ConfigError, LaunchError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    for line in report.lines():
+        print(line)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="data.py stalls",
+        usage="data.py stalls --config FILE [options] [--group.field VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="as for pretrain_gpt.py or pretrain_bert.py")
+    parser.add_argument(
+        "--kind", choices=["gpt", "bert"], help="of run, if the fields leave it open (gpt, unless only a BERT has one)"
+    )
+    parser.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="measured in each run (20)")
+    parser.add_argument("--warm-up", type=_at_least(0), default=3, metavar="N", help="before them, not counted (3)")
+    parser.add_argument(
+        "--ingestion-tokens-per-second",
+        type=_rate,
+        metavar="X",
+        help="of all replicas together, as a run's log prints it, instead of running the model here",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    return parser
+
+
+def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
+    """The configuration, of the kind that knows all its fields. Raises ConfigError."""
+    from megapipe.config.bert import BertPretrainConfig
+    from megapipe.config.load import parse_as
+    from megapipe.config.run import PretrainConfig
+
+    if kind is not None:
+        return parse_as(BertPretrainConfig if kind == "bert" else PretrainConfig, fields)
+    try:
+        return parse_as(PretrainConfig, fields)
+    except ConfigError as as_gpt:
+        try:
+            return parse_as(BertPretrainConfig, fields)
+        except ConfigError as as_bert:
+            if str(as_gpt) == str(as_bert):
+                raise
+            raise ConfigError([f"as a GPT's: {as_gpt}", f"as a BERT's: {as_bert}"]) from None
+
+
+def _config_flag(path: str | None) -> list[str]:
+    return [] if path is None else ["--config", path]
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+        return value
+
+    return number
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens above 0")
+    return value

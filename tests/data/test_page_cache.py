@@ -1,0 +1,77 @@
+"""The page cache of files: what it holds is told, and files can be made cold where they lie on a disk."""
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.data import page_cache
+from megapipe.data.page_cache import drop_from_page_cache, memory_for_files, resident_share
+
+PAGES = 300
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Just written, and so in memory."""
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(PAGES * mmap.PAGESIZE - 5))
+    return path
+
+
+def made_cold(path: Path) -> bool:
+    """Whether the file system lets go of a file; one that lies in memory does not."""
+    drop_from_page_cache([path])
+    return resident_share([path]) < 1.0
+
+
+def test_a_dropped_file_is_read_again_page_by_page(file: Path) -> None:
+    assert resident_share([file]) == 1.0
+    if not made_cold(file):
+        pytest.skip("this folder's file system keeps its files in memory")
+    assert resident_share([file]) == 0.0
+    content = file.read_bytes()
+    assert len(content) == PAGES * mmap.PAGESIZE - 5
+    assert resident_share([file]) == 1.0
+
+
+def test_mapped_pages_are_kept(file: Path) -> None:
+    """Why a measurement opens its shards anew."""
+    mapped = np.memmap(file, dtype=np.uint8, mode="r")
+    assert mapped.sum() > 0
+    drop_from_page_cache([file])
+    assert resident_share([file]) == 1.0
+    del mapped
+
+
+def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache, "SAMPLED_RUNS", 7)
+    monkeypatch.setattr(page_cache, "PAGES_IN_A_RUN", 4)
+    assert resident_share([file]) == 1.0
+    if not made_cold(file):
+        pytest.skip("this folder's file system keeps its files in memory")
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+        opened.seek(PAGES // 2 * mmap.PAGESIZE)
+        while opened.read(mmap.PAGESIZE):
+            pass
+    assert resident_share([file]) == pytest.approx(0.5, abs=0.2)
+
+
+def test_files_count_by_their_pages(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert resident_share([tmp_path / "empty"]) == 0.0
+    assert resident_share([file, tmp_path / "empty"]) == 1.0
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="missing"):
+        drop_from_page_cache([tmp_path / "missing"])
+
+
+def test_memory_for_files_is_less_than_the_machine_has() -> None:
+    available = memory_for_files()
+    assert available is not None
+    assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE

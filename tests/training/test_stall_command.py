@@ -1,0 +1,156 @@
+"""tools/data.py stalls, from a configuration to its table and its JSON."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.data import page_cache
+from megapipe.training import stall_measurement
+from megapipe.training.sources import open_samples
+from megapipe.training.stall_command import main, read_config
+from megapipe.training.stall_measurement import ColdShards
+from tests.support.bert_runs import write_corpus
+from tests.support.gpt_runs import VOCABULARY, write_shard
+
+MODEL = {"vocabulary_size": VOCABULARY, "num_layers": 1, "hidden_size": 32, "num_heads": 4, "max_positions": 16}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A tiny GPT over a shard of its own."""
+    groups = {
+        "model": MODEL,
+        "data": {"prefix": write_shard(tmp_path, documents=400), "sequence_length": 16},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "parallel": {"device": "cpu"},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(groups))
+    return path
+
+
+def stalls(config: Path, *more: str) -> dict[str, Any]:
+    output = config.parent / "stalls.json"
+    status = main(["--config", str(config), "--steps", "3", "--warm-up", "1", "--json", str(output), *more])
+    assert status == 0
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def test_a_configuration_is_measured_and_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = stalls(config)
+    assert found["tokens_per_step"] == 8 * 16
+    assert found["samples_per_step"] == 8
+    rates = found["tokens_per_second"]
+    seconds = found["seconds_per_step"]
+    assert rates["ingestion"] == pytest.approx(128 / seconds["resident"]["whole"])
+    assert rates["preparation"] == pytest.approx(128 / seconds["loading_cached"]["whole"])
+    assert found["samples_per_second"]["ingestion"] == pytest.approx(rates["ingestion"] / 16)
+    assert not found["ingestion_was_given"]
+    assert (found["storage_not_measured"] is None) == (seconds["cold"] is not None)
+    told = capsys.readouterr().out
+    assert "ingestion: model, batches at hand" in told
+    assert "stalls, as shares of a step: preparation" in told
+    assert "what if" in told
+
+
+def test_a_given_ingestion_rate_is_shared_by_the_replicas(config: Path) -> None:
+    layout = ("--parallel.data", "2", "--parallel.pipeline", "2", "--schedule.name", "1f1b")
+    found = stalls(config, "--ingestion-tokens-per-second", "64000", *layout, "--model.num-layers", "2")
+    assert found["tokens_per_second"]["ingestion"] == 32000
+    assert found["samples_per_step"] == 4
+    assert found["replicas"] == 2
+    # 64 tokens at 32,000 a second: the pause that stands for the model takes no less.
+    assert found["seconds_per_step"]["resident"]["whole"] >= 0.002
+
+
+def test_reading_the_tokens_is_in_the_loaders_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delay of 10 ms in every micro-batch's reading, of which a step has four."""
+
+    def slow_samples(run: PretrainConfig, split: Any) -> Any:
+        samples = open_samples(run, split)
+        tokens = samples.tokens
+
+        def slowly(ordinals: Any) -> np.ndarray:
+            time.sleep(0.01)
+            return tokens(ordinals)
+
+        monkeypatch.setattr(samples, "tokens", slowly)
+        return samples
+
+    monkeypatch.setattr(stall_measurement, "open_samples", slow_samples)
+    found = stalls(config, "--ingestion-tokens-per-second", "64000")
+    assert found["seconds_per_step"]["loading_cached"]["whole"] >= 0.04
+    assert found["tokens_per_second"]["preparation"] <= 128 / 0.04
+    assert found["stall_shares"]["preparation"] > 0.5
+    assert found["what_if"]["accelerator_headroom"]["memory"] < 0.1
+
+
+def test_files_that_stay_in_memory_are_not_called_cold(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_measurement, "resident_share", lambda paths: 0.7)
+    found = stalls(config, "--ingestion-tokens-per-second", "1e6")
+    assert "70% of the shards stay in memory" in found["storage_not_measured"]
+    assert found["tokens_per_second"]["fetch"] is None
+    assert found["stall_shares"]["fetch"] is None
+    assert found["seconds_per_step"]["cold"] is None
+
+
+def test_a_system_without_the_call_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(page_cache.os, "posix_fadvise")
+    shards = ColdShards((write_shard(tmp_path),))
+    assert not shards.make()
+    assert shards.why_not is not None
+    assert "no posix_fadvise" in shards.why_not
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["--parallel.pipeline", "2"], "--ingestion-tokens-per-second"),
+        (["--data.prefix", "nowhere"], "nowhere.idx does not exist"),
+        (["--batch.micro-size", "3"], "batch.global_size 8 is not divisible"),
+        (["--model.width", "3"], "unknown configuration key 'model.width'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    config: Path, fields: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(config), *fields]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_rate_is_a_number_above_0(config: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--config", str(config), "--ingestion-tokens-per-second", "0"])
+
+
+def test_the_kind_follows_from_the_fields(tmp_path: Path) -> None:
+    assert type(read_config(None, ["--data.prefix", "x"])).__name__ == "PretrainConfig"
+    assert type(read_config(None, ["--data.prefix", "x", "--data.pairs", "next"])).__name__ == "BertPretrainConfig"
+    assert type(read_config("bert", ["--data.prefix", "x"])).__name__ == "BertPretrainConfig"
+    with pytest.raises(ConfigError, match=r"(?s)as a GPT's.*as a BERT's"):
+        read_config(None, ["--data.pairs", "next", "--data.isolate", "true"])
+
+
+def test_a_bert_is_measured_by_the_same_command(tmp_path: Path) -> None:
+    data = write_corpus(tmp_path)
+    config = tmp_path / "bert.yaml"
+    groups = {
+        "model": {**MODEL, "max_positions": 24},
+        "data": {"prefix": data.prefix, "tokenizer": data.tokenizer, "sequence_length": 24, "split": "80,20,0"},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "parallel": {"device": "cpu"},
+    }
+    config.write_text(yaml.safe_dump(groups))
+    found = stalls(config)
+    assert found["tokens_per_step"] == 8 * 24
+    assert min(found["tokens_per_second"][name] for name in ("ingestion", "preparation")) > 0
+    given = stalls(config, "--ingestion-tokens-per-second", "1e6")
+    assert given["tokens_per_second"]["ingestion"] == 1e6
