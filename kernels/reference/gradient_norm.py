@@ -13,15 +13,14 @@ def squared_norm(values: Tensor) -> Tensor:
     It is finite only if every element is, so that one pass gives the norm and says whether to skip the step. Here
     elements beyond 1e17 may overflow too, since a block's norm is taken in the tensor's own dtype (at least fp32).
     """
-    whole = values.numel() // BLOCK * BLOCK
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    if whole:
-        total = total + _norm(values[:whole].view(-1, BLOCK)).square().sum()
-    if whole < values.numel():
-        total = total + _norm(values[whole:].view(1, -1)).square().sum()
-    return total
+    size = values.numel()
+    if size < BLOCK:
+        return _norm(values).square()
+    whole = size // BLOCK * BLOCK
+    total = _norm(values[:whole].view(-1, BLOCK), 1).square().sum()
+    return total if whole == size else total + _norm(values[whole:]).square()
 
 
-def _norm(blocks: Tensor) -> Tensor:
-    dtype = None if blocks.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double()
+def _norm(values: Tensor, dim: int | None = None) -> Tensor:
+    dtype = None if values.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(values, dim=dim, dtype=dtype).double()

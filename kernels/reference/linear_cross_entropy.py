@@ -6,7 +6,8 @@ bytes a row, and `backward` computes the logits of each chunk again, a third mor
 times vocabulary ever exists. That way cannot be split: halves apart from each other would each compute the logits.
 
 In all functions: x [n, h]. weight [stored, h], of which the first num_columns rows are vocabulary and the rest
-padding. columns: int64 [n], each row's label as a row of weight, 0 where `owned` (bool [n]) is false.
+padding. columns: int64 [n], each row's label as a row of weight, 0 where `owned` (bool [n]) is false. bias: [stored],
+added to the logits, or None.
 """
 
 import torch
@@ -19,9 +20,11 @@ CHUNK_ROWS = 256
 (measured); 32 and 1024 take 2% to 13% longer."""
 
 
-def statistics(x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int) -> Tensor:
+def statistics(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
+) -> Tensor:
     """Statistics of the logits [3, n], as `megapipe.kernels.reference.cross_entropy` describes them."""
-    return _statistics(x, weight, columns, owned, num_columns, None)
+    return _statistics(x, weight, columns, owned, num_columns, None, bias)
 
 
 def statistics_and_gradient(
@@ -51,32 +54,54 @@ def complete_gradient(
 
 
 def backward(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, log_sum_exp: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients (of x [n, h] in its dtype, of weight [stored, h] in log_sum_exp's) of the losses' weighted sum.
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    log_sum_exp: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of the losses' weighted sum: of x [n, h] in its dtype, of weight [stored, h] in log_sum_exp's and, if
+    there is a bias, of it [stored] likewise.
 
     scale: [n] in log_sum_exp's dtype, each row's weight. Computes the logits once more.
     """
     dx = torch.empty_like(x)
     dweight = torch.zeros(weight.shape, dtype=log_sum_exp.dtype, device=weight.device)
+    dbias = None if bias is None else dweight.new_zeros(bias.shape)
     used = weight[:num_columns]
     for first in range(0, x.shape[0], CHUNK_ROWS):
         chunk = slice(first, first + CHUNK_ROWS)
-        logits = x[chunk] @ used.t()
+        logits = projected(x[chunk], used, None if bias is None else bias[:num_columns])
         cross_entropy.gradient(logits, columns[chunk], owned[chunk], log_sum_exp[chunk], scale[chunk])
         dx[chunk] = logits @ used
         dweight[:num_columns] += logits.t() @ x[chunk]
-    return dx, dweight
+        if dbias is not None:
+            dbias[:num_columns] += logits.sum(0, dtype=dbias.dtype)
+    return [dx, dweight] if dbias is None else [dx, dweight, dbias]
+
+
+def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits [n, v] of x [n, h] by weight [v, h], and bias [v]."""
+    return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
 
 def _statistics(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, softmax: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    softmax: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """softmax: if given, [n, stored], receives this rank's softmax of the logits."""
     pieces = [x.new_empty(2, 0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)]
     for first in range(0, x.shape[0], CHUNK_ROWS):
         chunk = slice(first, first + CHUNK_ROWS)
-        logits = (x[chunk] @ weight.t())[:, :num_columns]
+        logits = projected(x[chunk], weight, bias)[:, :num_columns]
         result = None if softmax is None else softmax[chunk, :num_columns]
         pieces.append(torch.stack(cross_entropy.row_statistics(logits, columns[chunk], owned[chunk], result)))
     return cross_entropy.with_sums(*torch.cat(pieces, dim=1))

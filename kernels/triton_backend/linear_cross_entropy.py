@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.opaque import opaque
+from megapipe.kernels.reference.linear_cross_entropy import projected
 from megapipe.kernels.triton_backend import cross_entropy
 from megapipe.kernels.triton_backend.launch import refusal as refusal
 
@@ -20,23 +21,27 @@ def chunk_rows(num_columns: int, dtype: torch.dtype) -> int:
     return 1 << max(rows.bit_length() - 1, 0)
 
 
-def _fake_statistics(x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int) -> Tensor:
+def _fake_statistics(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
+) -> Tensor:
     return x.new_empty(3, x.shape[0], dtype=torch.float32)
 
 
 @opaque(
     "linear_cross_entropy_statistics_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
-    "SymInt num_columns) -> Tensor",
+    "SymInt num_columns, Tensor? bias=None) -> Tensor",
     _fake_statistics,
 )
-def statistics(x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int) -> Tensor:
+def statistics(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
+) -> Tensor:
     """Statistics of the logits [3, n], as `megapipe.kernels.reference.cross_entropy` describes them."""
     result = _fake_statistics(x, weight, columns, owned, num_columns)
-    used = weight[:num_columns].t()
+    used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
     step = chunk_rows(num_columns, x.dtype)
     for first in range(0, x.shape[0], step):
         chunk = slice(first, first + step)
-        result[:, chunk] = cross_entropy.statistics(x[chunk] @ used, columns[chunk], owned[chunk])
+        result[:, chunk] = cross_entropy.statistics(projected(x[chunk], used, added), columns[chunk], owned[chunk])
     return result
 
 
@@ -77,31 +82,51 @@ def complete_gradient(
 
 
 def _fake_backward(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, log_sum_exp: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    log_sum_exp: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+) -> list[Tensor]:
+    parameters = [weight] if bias is None else [weight, bias]
+    return [x.new_empty(x.shape), *(each.new_empty(each.shape, dtype=torch.float32) for each in parameters)]
 
 
 @opaque(
     "linear_cross_entropy_backward_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
-    "Tensor log_sum_exp, Tensor scale) -> (Tensor, Tensor)",
+    "Tensor log_sum_exp, Tensor scale, Tensor? bias=None) -> Tensor[]",
     _fake_backward,
 )
 def backward(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, log_sum_exp: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients (of x [n, h] in its dtype, of weight [stored, h] in fp32) of the losses' weighted sum.
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    log_sum_exp: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of the losses' weighted sum: of x [n, h] in its dtype; in fp32 of weight [stored, h] and, if there is
+    one, of bias [stored].
 
     scale: fp32 [n], each row's weight. Computes the logits once more.
     """
-    dx, dweight = _fake_backward(x, weight, columns, owned, num_columns, log_sum_exp, scale)
-    dweight.zero_()
-    used = weight[:num_columns]
+    gradients = _fake_backward(x, weight, columns, owned, num_columns, log_sum_exp, scale, bias)
+    dx, *of_parameters = gradients
+    for gradient in of_parameters:
+        gradient.zero_()
+    used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
     step = chunk_rows(num_columns, x.dtype)
     for first in range(0, x.shape[0], step):
         chunk = slice(first, first + step)
-        logits = x[chunk] @ used.t()
+        logits = projected(x[chunk], used, added)
         cross_entropy.gradient(logits, columns[chunk], owned[chunk], log_sum_exp[chunk], scale[chunk])
         torch.mm(logits, used, out=dx[chunk])
-        dweight[:num_columns] += logits.t() @ x[chunk]
-    return dx, dweight
+        of_parameters[0][:num_columns] += logits.t() @ x[chunk]
+        if bias is not None:
+            of_parameters[1][:num_columns] += logits.sum(0, dtype=torch.float32)
+    return gradients

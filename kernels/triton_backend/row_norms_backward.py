@@ -23,7 +23,7 @@ from megapipe.kernels.triton_backend.row_norms_backward_kernels import (
 from megapipe.kernels.triton_backend.specimens import Specimen, meta
 
 RESIDENT, RESIDENT_UNALIGNED = 8192, 2048
-_TILE, _CHUNK, _ELEMENTS_PER_WARP = 4096, 4096, 512
+_TILE, _CHUNK, _ELEMENTS_PER_WARP, _UNALIGNED_PER_WARP = 4096, 4096, 512, 256
 _MOST_GROUPS, _LEAST_TILES = 256, 4
 _COLUMNS, _PARTS, _WEIGHT_CHUNK = 64, 64, 2048
 
@@ -126,7 +126,8 @@ def whole_launch(operands: Operands, dx: Tensor | None, parts: Tensor | None) ->
         "ROWS": partition.rows,
         "BLOCK": partition.block,
     }
-    warps = partition.rows * partition.block // _ELEMENTS_PER_WARP
+    aligned = partition.width % 16 == 0
+    warps = partition.rows * partition.block // (_ELEMENTS_PER_WARP if aligned else _UNALIGNED_PER_WARP)
     return Launch(resident_kernel, (partition.num_groups,), arguments, constants, warps)
 
 

@@ -49,9 +49,10 @@ def resident_kernel(
             bias_sum += gradient
         if INPUT:
             gradient *= factor
-            result = gradient - value * (tl.sum(gradient * value, axis=1) / width)[:, None]
+            along = (tl.sum(gradient * value, axis=1) / width)[:, None]
             if CENTER:
-                result -= (tl.sum(gradient, axis=1) / width)[:, None]
+                gradient -= (tl.sum(gradient, axis=1) / width)[:, None]
+            result = gradient - value * along
             result *= scale
             if BESIDE:
                 result += tl.load(dx_beside + offset, mask=mask, other=0.0).to(tl.float32)

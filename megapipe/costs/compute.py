@@ -16,17 +16,24 @@ from megapipe.costs.parameters import LayerSpec
 class Flops:
     """FLOPs of one micro-batch through one layer, over all tensor-parallel ranks together.
 
-    backward_input: gradients of activations. backward_weight: gradients of weights. A whole backward is their sum.
+    backward_input: gradients of activations. backward_weight: gradients of weights. A whole backward is their sum and
+    what is `recomputed` of the forward.
     """
 
     forward: int
     backward_input: int
     backward_weight: int
+    recomputed: int = 0
 
     @property
     def total(self) -> int:
         """Forward and backward, nothing recomputed."""
         return self.forward + self.backward_input + self.backward_weight
+
+    @property
+    def executed(self) -> int:
+        """Forward and backward with what is recomputed: the measure of a stage's work, not of the model's."""
+        return self.total + self.recomputed
 
 
 ONCE_A_SAMPLE = ("pooler.weight", "sentence.weight")
@@ -34,11 +41,17 @@ ONCE_A_SAMPLE = ("pooler.weight", "sentence.weight")
 
 
 def layer_flops(
-    model: ModelConfig, layer: LayerSpec, micro_size: int, sequence_length: int, predictions: int | None = None
+    model: ModelConfig,
+    layer: LayerSpec,
+    micro_size: int,
+    sequence_length: int,
+    predictions: int | None = None,
+    recompute_logits: bool = False,
 ) -> Flops:
     """FLOPs of a micro-batch of `micro_size` samples of `sequence_length` tokens; vocabulary padding is not counted.
 
-    predictions: tokens of a sample that the head predicts, by default all.
+    predictions: tokens of a sample that the head predicts, by default all. recompute_logits: the head computes them
+    again in the backward.
 
     Attention's two products have no weights: their backward is four products, all in the input half (Qi et al., 2023,
     arXiv 2401.10241, table 1).
@@ -56,7 +69,8 @@ def layer_flops(
                 if spec.matrix or path == "output.weight"
             )
         )
-        return Flops(projections, projections, projections)
+        logits = 2 * micro_size * rows * layer.parameters["output.weight"].num_elements
+        return Flops(projections, projections, projections, logits if recompute_logits else 0)
     projections = 2 * micro_size * sequence_length * _multiplied_elements(layer)
     attention = _attention_flops(model, micro_size, sequence_length)
     return Flops(projections + attention, projections + 2 * attention, projections)

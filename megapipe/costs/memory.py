@@ -82,6 +82,7 @@ def activation_bytes(
     *,
     tensor_size: int = 1,
     alignment: int = 1,
+    recompute_logits: bool = False,
 ) -> int:
     """What one layer keeps on one tensor rank from a micro-batch's forward to its backward.
 
@@ -89,8 +90,8 @@ def activation_bytes(
     query, key and value; the attention's result; per norm row the statistics in fp32 (mean and deviation, or the
     deviation alone); sdpa's log-sum per query in fp32, or unfused's probabilities [heads, sequence, sequence], twice
     under attention dropout (before and after); one byte per element of a dropout's mask; the head's gradient of its
-    logits. A view counts as the whole tensor that it keeps alive. Not counted: rotary tables and the micro-batch's own
-    tokens, labels and loss mask.
+    logits or, under recompute_logits, the log-sum of each row in fp32. A view counts as the whole tensor that it keeps
+    alive. Not counted: rotary tables and the micro-batch's own tokens, labels and loss mask.
     With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
     arXiv 2205.05198, section 4) but for the norms' statistics, which they leave out.
     """
@@ -102,7 +103,7 @@ def activation_bytes(
     norm = stream + tokens * FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
     if layer.kind == "head":
         rows = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
-        return norm + stream + tokens * rows * size
+        return norm + stream + tokens * (FULL_BYTES if recompute_logits else rows * size)
     replicated = 2 * (norm + stream + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size))
     shared = _attention_bytes(model, micro_size, sequence_length, size, attention, tensor_size)
     shared += _mlp_bytes(model, tokens, size)

@@ -1,8 +1,9 @@
 """Output projection and cross entropy in one, over a vocabulary that the ranks of a group share.
 
 The op's backends take rows in chunks or write over the logits, so that fp32 logits of a whole micro-batch never exist.
-What is kept for the backward is the gradient of the logits, in the compute dtype. Ranks exchange three numbers a row,
-once: 12 bytes from which each finds the softmax over all columns.
+What is kept for the backward is the gradient of the logits, in the compute dtype; or, where the logits are to be
+recomputed, four bytes a row, and then those of a whole micro-batch exist in no dtype. Ranks exchange three numbers a
+row, once: 12 bytes from which each finds the softmax over all columns.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from megapipe.kernels.reference.cross_entropy import merged
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import Linear, Shapes, weight_gradient
-from megapipe.layers.split import SplitTape
+from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_from_group
 from megapipe.parallel.groups import Group
 
@@ -37,13 +38,17 @@ class VocabParallelHead(Linear):
     """Projection to the vocabulary, a share of whose rows each rank holds, with the loss behind it.
 
     shapes: of `weight` (stored rows, hidden). vocabulary_size: true number of tokens; rows behind it are padding,
-    which neither enters a softmax nor gets a gradient.
+    which neither enters a softmax nor gets a gradient. recompute: compute the logits again in the backward, chunk by
+    chunk, rather than keep their gradient; such a loss cannot be split.
     """
 
-    def __init__(self, shapes: Shapes, vocabulary_size: int, group: Group, kernels: Registry) -> None:
+    def __init__(
+        self, shapes: Shapes, vocabulary_size: int, group: Group, kernels: Registry, recompute: bool = False
+    ) -> None:
         super().__init__(shapes, group)
         self.vocabulary_size = vocabulary_size
         self.kernels = kernels
+        self.recompute = recompute
         stored = shapes["weight"][0]
         self.first_column = group.rank * stored
         self.num_columns = max(0, min(stored, vocabulary_size - self.first_column))
@@ -58,8 +63,10 @@ class VocabParallelHead(Linear):
 
         x: [b, s, h]. labels: int64 [b, s]. loss_mask: [b, s] weights, None for 1.
         Raises ValueError for a label outside of the vocabulary that has weight; on a GPU, where looking would stall
-        the device, the loss becomes NaN instead.
+        the device, the loss becomes NaN instead. Raises SplitError with a tape for a loss to be recomputed.
         """
+        if self.recompute:
+            return self.recomputed_loss_sum(x, labels, loss_mask, tape)
         rows = copy_to_group(x, self.group).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
@@ -71,6 +78,20 @@ class VocabParallelHead(Linear):
         loss, gradient = _Probed.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
         record.saved = (rows.detach(), gradient) if row_weight is None else (rows.detach(), gradient, row_weight)
         return loss
+
+    def recomputed_loss_sum(
+        self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None
+    ) -> Tensor:
+        """As `loss_sum`, with the bias if there is one: no tensor of rows times vocabulary, forward or backward."""
+        if tape is not None:
+            raise SplitError(
+                "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
+                "compute them; set kernels.logit_gradient to keep, or take a schedule with whole backwards"
+            )
+        rows = copy_to_group(x, self.group).flatten(0, -2)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
+        return _Recomputed.apply(rows, self.weight, self.bias, self, labels.flatten(), row_weight)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         if len(saved) == 1:  # the logits were the output, not a loss
@@ -88,9 +109,13 @@ class VocabParallelHead(Linear):
                 f"label {wrong} is outside of the vocabulary of {self.vocabulary_size} tokens; "
                 "raise model.vocabulary_size to the tokenizer's, or give the token no weight in the loss mask"
             )
+        return Targets(*self.columns_of(labels), known)
+
+    def columns_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(columns, owned) of `Targets` for labels [n]."""
         columns = labels - self.first_column
         owned = (columns >= 0) & (columns < self.num_columns)
-        return Targets(columns.masked_fill(~owned, 0), owned, known)
+        return columns.masked_fill(~owned, 0), owned
 
 
 def loss_and_logit_gradient(
@@ -104,12 +129,18 @@ def loss_and_logit_gradient(
         own, gradient = op.statistics_and_gradient(rows, weight, columns, owned, head.num_columns, group.size == 1)
     else:
         own = op.statistics(rows, weight, columns, owned, head.num_columns)
-    by_rank = own.unsqueeze(0)
-    log_sum_exp, target = merged(by_rank if group.size == 1 else gather_from_group(by_rank, group, dim=0))
+    log_sum_exp, loss = merged_loss(own, group, targets, row_weight)
     if gradient is not None and group.size > 1:
         op.complete_gradient(gradient, columns, owned, head.num_columns, own, log_sum_exp)
+    return loss, gradient
+
+
+def merged_loss(own: Tensor, group: Group, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp of each row [n], loss sum) from each rank's own statistics [3, n]."""
+    by_rank = own.unsqueeze(0)
+    log_sum_exp, target = merged(by_rank if group.size == 1 else gather_from_group(by_rank, group, dim=0))
     losses = (log_sum_exp - target).masked_fill(~targets.known, torch.nan)
-    return (losses.sum() if row_weight is None else (losses * row_weight).sum()), gradient
+    return log_sum_exp, losses.sum() if row_weight is None else (losses * row_weight).sum()
 
 
 def loss_input_gradient(weight: Tensor, logit_gradient: Tensor, row_weight: Tensor | None, dloss: Tensor) -> Tensor:
@@ -148,6 +179,36 @@ class _Fused(torch.autograd.Function):
         dx = loss_input_gradient(weight, gradient, row_weight, dloss) if ctx.needs_input_grad[0] else None
         dweight = loss_weight_gradient(rows, gradient, row_weight, dloss) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None, None, None
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: VocabParallelHead,
+        labels: Tensor,
+        row_weight: Tensor | None,
+    ) -> Tensor:
+        targets = head._targets(labels, row_weight)
+        op = head.kernels.pick("linear_cross_entropy", rows)
+        own = op.statistics(rows, weight, targets.columns, targets.owned, head.num_columns, bias)
+        log_sum_exp, loss = merged_loss(own, head.group, targets, row_weight)
+        ctx.save_for_backward(rows, weight, bias, labels, row_weight, log_sum_exp)
+        ctx.head = head
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, labels, row_weight, log_sum_exp = ctx.saved_tensors
+        head = ctx.head
+        op = head.kernels.pick("linear_cross_entropy", rows)
+        scale = dloss.expand(len(rows)).contiguous() if row_weight is None else dloss * row_weight
+        columns, owned = head.columns_of(labels)
+        found = op.backward(rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias)
+        return (*found, *[None] * (6 - len(found)))
 
 
 class _Probed(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Output projection with a bias and its cross entropy, over a vocabulary that the ranks of a group share.
 
-For the few tokens of a sample that a masked language model predicts: their logits fit in memory, so that projection
-and loss can be two operations. Ranks exchange three numbers a row, as in layers/cross_entropy.py.
+For the few tokens of a sample that a masked language model predicts: their logits mostly fit in memory, so that
+projection and loss can be two operations. Where they do not, `recomputed_loss_sum` makes them one. Ranks exchange
+three numbers a row, as in layers/cross_entropy.py.
 """
 
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.kernels.reference.cross_entropy import merged
-from megapipe.layers.cross_entropy import Targets, VocabParallelHead
+from megapipe.layers.cross_entropy import Targets, VocabParallelHead, merged_loss
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_from_group
 
@@ -28,12 +28,18 @@ class MaskedTokenHead(VocabParallelHead):
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         return gather_from_group(self.local_logits(x, tape), self.group, dim=-1)[..., : self.vocabulary_size]
 
-    def loss_of(self, local: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
+        if self.recompute:
+            return self.recomputed_loss_sum(x, labels, loss_mask, tape)
+        return self.loss_of(self.local_logits(x, tape), labels, loss_mask)
+
+    def loss_of(self, local: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Weighted sum of the cross entropies of `local_logits` [..., stored rows], a scalar in fp32 (fp64 for fp64).
 
-        labels: int64 [...]. weights: [...]. Raises ValueError as `VocabParallelHead.loss_sum` does.
+        labels: int64 [...]. weights: [...], None for 1. Raises ValueError as `VocabParallelHead.loss_sum` does.
         """
-        row_weight = weights.flatten().to(torch.promote_types(local.dtype, torch.float32))
+        wide = torch.promote_types(local.dtype, torch.float32)
+        row_weight = local.new_ones(labels.numel(), dtype=wide) if weights is None else weights.flatten().to(wide)
         targets = self._targets(labels.flatten(), row_weight)
         return _CrossEntropy.apply(local.flatten(0, -2), self, targets, row_weight)
 
@@ -57,13 +63,10 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, head: MaskedTokenHead, targets: Targets, row_weight: Tensor) -> Tensor:
         logits = local[:, : head.num_columns].contiguous()
         own = head.kernels.pick("cross_entropy", logits).statistics(logits, targets.columns, targets.owned)
-        by_rank = own.unsqueeze(0)
-        group = head.group
-        log_sum_exp, target = merged(by_rank if group.size == 1 else gather_from_group(by_rank, group, dim=0))
+        log_sum_exp, loss = merged_loss(own, head.group, targets, row_weight)
         ctx.save_for_backward(logits, log_sum_exp, row_weight)
         ctx.head, ctx.targets, ctx.stored = head, targets, local.shape[1]
-        losses = (log_sum_exp - target).masked_fill(~targets.known, torch.nan)
-        return (losses * row_weight).sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:

@@ -72,12 +72,16 @@ class BertBlock(Block):
 class BertHead(nn.Module):
     """Both heads with their losses: the hidden tokens, and whether the two parts of a sample follow each other."""
 
-    def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+    def __init__(
+        self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool
+    ) -> None:
         super().__init__()
         self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.norm_position == "pre" else None
         self.transform = ReplicatedLinear(within(shapes, "transform"), group)
         self.transform_norm = make_norm(model, within(shapes, "transform_norm"), kernels)
-        self.output = MaskedTokenHead(within(shapes, "output"), model.vocabulary_size, group, kernels)
+        self.output = MaskedTokenHead(
+            within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits
+        )
         self.pooler = ReplicatedLinear(within(shapes, "pooler"), group) if model.sentence_head else None
         self.sentence = ReplicatedLinear(within(shapes, "sentence"), group) if model.sentence_head else None
         self.approximate: Literal["none", "tanh"] = "tanh" if model.activation == "gelu_tanh" else "none"
@@ -99,14 +103,15 @@ class BertHead(nn.Module):
         if context.positions is None or context.loss_mask is None:
             raise ValueError("the heads' stage needs positions and loss_mask beside the labels in its context")
         rows = hidden.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        local = self.output.local_logits(self._transformed(rows, context), tape)
-        losses = self.output.loss_of(local, context.labels, context.loss_mask)
-        if sentence is not None:
-            losses = torch.stack([losses, _sentence_loss(sentence, context)])
+        rows = self._transformed(rows, context)
         if context.training:
-            return (losses,)
+            losses = self.output.loss_sum(rows, context.labels, context.loss_mask, tape)
+            return (losses if sentence is None else torch.stack([losses, _sentence_loss(sentence, context)]),)
+        local = self.output.local_logits(rows, tape)
+        losses = self.output.loss_of(local, context.labels, context.loss_mask)
         correct = self.output.correct(local, context.labels, context.loss_mask)
         if sentence is not None:
+            losses = torch.stack([losses, _sentence_loss(sentence, context)])
             correct = torch.stack([correct, _sentences_correct(sentence, context)])
         return losses, correct
 
@@ -124,7 +129,12 @@ class BertHead(nn.Module):
 
 
 def build_layer(
-    spec: LayerSpec, model: BertModelConfig, tensor_group: Group, alignment: int = 1, kernels: Registry = OPS
+    spec: LayerSpec,
+    model: BertModelConfig,
+    tensor_group: Group,
+    alignment: int = 1,
+    kernels: Registry = OPS,
+    recompute_logits: bool = False,
 ) -> nn.Module:
     """As models.gpt.build_layer, for the layers of costs.bert.bert_layers."""
     shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
@@ -134,7 +144,7 @@ def build_layer(
     elif spec.kind == "block":
         module = BertBlock(model, shapes, tensor_group, kernels, spec.index)
     else:
-        module = BertHead(model, shapes, tensor_group, kernels)
+        module = BertHead(model, shapes, tensor_group, kernels, recompute_logits)
     check_declared(module, spec, shapes)
     return module
 

@@ -69,10 +69,14 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection, with the loss."""
 
-    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+    def __init__(
+        self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool
+    ) -> None:
         super().__init__()
         self.norm = make_norm(model, within(shapes, "norm"), kernels)
-        self.output = VocabParallelHead(within(shapes, "output"), model.vocabulary_size, group, kernels)
+        self.output = VocabParallelHead(
+            within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits
+        )
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), a scalar.
@@ -86,11 +90,17 @@ class Head(nn.Module):
 
 
 def build_layer(
-    spec: LayerSpec, model: ModelConfig, tensor_group: Group, alignment: int = 1, kernels: Registry = OPS
+    spec: LayerSpec,
+    model: ModelConfig,
+    tensor_group: Group,
+    alignment: int = 1,
+    kernels: Registry = OPS,
+    recompute_logits: bool = False,
 ) -> nn.Module:
     """The module of one layer as a tensor rank stores it, its parameters unbound on the meta device.
 
-    alignment: rows of padded parameters are rounded up to it. kernels: which backends run the ops.
+    alignment: rows of padded parameters are rounded up to it. kernels: which backends run the ops. recompute_logits:
+    the head computes its logits again in the backward rather than keep their gradient.
     Raises ValueError where the module's parameters and the spec's are not the same, or do not divide over the group.
     """
     shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
@@ -100,7 +110,7 @@ def build_layer(
     elif spec.kind == "block":
         module = Block(model, shapes, tensor_group, kernels, spec.index)
     else:
-        module = Head(model, shapes, tensor_group, kernels)
+        module = Head(model, shapes, tensor_group, kernels, recompute_logits)
     check_declared(module, spec, shapes)
     return module
 

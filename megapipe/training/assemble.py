@@ -52,15 +52,18 @@ def lay_out(
     sequence_length: int,
     layers_per_stage: Sequence[int] | None = None,
     predictions: int | None = None,
+    recompute_logits: bool = False,
 ) -> StageLayout:
     """Split layers into contiguous stages, by hand or balanced by their FLOPs.
 
-    predictions: tokens of a sample that the head predicts, by default all.
+    predictions: tokens of a sample that the head predicts, by default all. recompute_logits: as in `layer_flops`.
 
     Raises ScheduleError with more stages than layers, or numbers by hand that do not fit.
     """
     if layers_per_stage is None:
-        flops = [layer_flops(model, layer, 1, sequence_length, predictions).total for layer in layers]
+        flops = [
+            layer_flops(model, layer, 1, sequence_length, predictions, recompute_logits).executed for layer in layers
+        ]
         bounds = balance_layers(flops, num_stages)
     else:
         bounds = check_assignment(layers_per_stage, len(layers), num_stages)

@@ -44,6 +44,7 @@ class ModelFamily:
 def family_of(config: PretrainConfig) -> ModelFamily:
     """GPT's, or BERT's for the configuration of a BERT run."""
     length, tensor = config.data.sequence_length, config.parallel.tensor
+    recompute = config.kernels.recompute_logits
     if isinstance(config, BertPretrainConfig):
         encoder = config.model
         pairs = [PAIR_TERMS[config.data.pairs]] if config.data.pairs != "none" else []
@@ -51,14 +52,16 @@ def family_of(config: PretrainConfig) -> ModelFamily:
             bert_layers(encoder),
             ("mlm", *pairs),
             config.data.max_predictions,
-            lambda spec, group, alignment, kernels: bert.build_layer(spec, encoder, group, alignment, kernels),
-            lambda dtype, device: bert_kernels.kernel_uses(encoder, dtype, device, length, tensor),
+            lambda spec, group, alignment, kernels: bert.build_layer(
+                spec, encoder, group, alignment, kernels, recompute
+            ),
+            lambda dtype, device: bert_kernels.kernel_uses(encoder, dtype, device, length, tensor, recompute),
         )
     decoder = config.model
     return ModelFamily(
         gpt_layers(decoder),
         ("lm",),
         None,
-        lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels),
+        lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels, recompute),
         lambda dtype, device: gpt_kernels.kernel_uses(decoder, dtype, device, length, tensor),
     )

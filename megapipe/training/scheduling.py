@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megapipe.config.run import PretrainConfig
 from megapipe.schedules import Schedule, ScheduleError, build, check_microbatches, rank_costs, simulate
+from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import check_assignment
 from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.schedules.load_file import fit_for_training, read_file
@@ -82,8 +83,10 @@ def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[s
     share = config.batch.micro_size * data_parallel_size
     try:
         if config.schedule.file:
-            return _file_problems(config, share) or _stage_problems(config, config.schedule.file)
-        return _named_problems(config, share) or _stage_problems(config, config.schedule.name)
+            problems = _file_problems(config, share) or _stage_problems(config, config.schedule.file)
+        else:
+            problems = _named_problems(config, share) or _stage_problems(config, config.schedule.name)
+        return problems + _recomputation_problems(config)
     except ScheduleError as error:
         return [f"schedule: {error}"]
 
@@ -144,6 +147,24 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
             "at different times; set model.tie_embeddings false, or use 2bw"
         )
     return problems
+
+
+def splits_backwards(config: PretrainConfig) -> bool:
+    """Whether the schedule runs the input half and the weight half of backwards apart. Raises ScheduleError."""
+    if config.schedule.file:
+        body = read_file(Path(config.schedule.file)).sections.body
+        return any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in body)
+    return config.schedule.two_bp or find_generator(config.schedule.name).splits
+
+
+def _recomputation_problems(config: PretrainConfig) -> list[str]:
+    if not config.kernels.recompute_logits or not splits_backwards(config):
+        return []
+    return [
+        "kernels.logit_gradient is recompute, and this schedule runs the two halves of a backward apart, which would "
+        "each compute the logits; set kernels.logit_gradient to keep, or take a schedule with whole backwards, such "
+        "as 1f1b without schedule.two_bp"
+    ]
 
 
 def _stage_problems(config: PretrainConfig, name: str) -> list[str]:

@@ -8,6 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapipe.config.model import ModelConfig
 from megapipe.costs.compute import Flops, layer_flops, model_flops_per_token
 from megapipe.costs.gpt import gpt_layers
+from megapipe.layers.context import MicrobatchContext
+from megapipe.models.gpt import build_layer
+from megapipe.parallel.groups import SoloGroup
 
 
 def gpt(heads: int, hidden: int, layers: int, vocabulary: int = 51200, sequence: int = 2048) -> ModelConfig:
@@ -133,3 +136,21 @@ def test_the_embedding_multiplies_nothing_and_tying_changes_nothing() -> None:
     untied.tie_embeddings = False
     assert layer_flops(tied, gpt_layers(tied)[0], 1, 16).total == 0
     assert model_flops_per_token(tied, gpt_layers(tied), 16) == model_flops_per_token(untied, gpt_layers(untied), 16)
+
+
+def test_recomputed_logits_are_work_but_not_the_models() -> None:
+    model = gpt(4, 64, 1)
+    head = gpt_layers(model)[-1]
+    kept, recomputed = (layer_flops(model, head, 3, 32, recompute_logits=again) for again in (False, True))
+    assert kept.total == kept.executed == recomputed.total
+    module = build_layer(head, model, SoloGroup("tensor"), recompute_logits=True)
+    for name, spec in (("norm.weight", (64,)), ("norm.bias", (64,)), ("output.weight", (model.vocabulary_size, 64))):
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(torch.zeros(spec)))
+    labels = torch.zeros(3, 32, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        (loss,) = module(torch.zeros(3, 32, 64, requires_grad=True), context=MicrobatchContext(labels=labels))
+        loss.backward()
+    assert recomputed.executed == counter.get_total_flops()
+    block = gpt_layers(model)[1]
+    assert layer_flops(model, block, 3, 32, recompute_logits=True) == layer_flops(model, block, 3, 32)

@@ -40,18 +40,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def bound_layer(model: ModelConfig, layer: LayerSpec, dtype: torch.dtype) -> nn.Module:
+def bound_layer(model: ModelConfig, layer: LayerSpec, dtype: torch.dtype, recompute_logits: bool = False) -> nn.Module:
     build = bert.build_layer if isinstance(model, BertModelConfig) else build_layer
-    module = build(layer, model, SoloGroup("tensor"))  # type: ignore[arg-type]
+    module = build(layer, model, SoloGroup("tensor"), recompute_logits=recompute_logits)  # type: ignore[arg-type]
     for path, spec in layer.parameters.items():
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(torch.full(spec.shape, 0.02, dtype=dtype)))
     return module
 
 
-def saved_bytes(model: ModelConfig, layer: LayerSpec, micro_size: int, dtype: torch.dtype) -> int:
+def saved_bytes(
+    model: ModelConfig, layer: LayerSpec, micro_size: int, dtype: torch.dtype, recompute_logits: bool = False
+) -> int:
     """Bytes of all storages that autograd keeps, parameters and integer tensors (the micro-batch's own) apart."""
-    module = bound_layer(model, layer, dtype)
+    module = bound_layer(model, layer, dtype, recompute_logits)
     known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     tokens = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
     context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(micro_size))
@@ -138,3 +140,11 @@ def test_every_layer_of_a_bert_keeps_what_is_predicted(
     for layer in bert_layers(model):
         predicted = bert_activation_bytes(model, layer, micro_size, SEQUENCE, HIDDEN_TOKENS, precision, attention)
         assert saved_bytes(model, layer, micro_size, DTYPES[precision]) == predicted, layer.name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_head_that_recomputes_its_logits_keeps_what_is_predicted(precision: Literal["fp32", "bf16"]) -> None:
+    model = ModelConfig(vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4)
+    head = gpt_layers(model)[-1]
+    measured = saved_bytes(model, head, 3, DTYPES[precision], recompute_logits=True)
+    assert measured == activation_bytes(model, head, 3, SEQUENCE, precision, "sdpa", recompute_logits=True)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from tests.kernels.cases import Layout, as_is, assert_as_exact_as_torch, assert_same_bits, draw
 
 EPSILON = 1e-5
-MOST_OF_A_TEST = [(7, 33), (1, 1), (1, 1023), (3, 2, 256), (37, 96), (2, 3000)]
+MOST_OF_A_TEST = [(7, 33), (1, 1), (1, 1023), (3, 2, 256), (37, 96), (65, 17), (2, 3000)]
 """Shapes with odd widths, one row, several rows a program, and several groups of rows."""
 
 LONG = [(2, 8193), (1, 16400)]

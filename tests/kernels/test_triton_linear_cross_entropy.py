@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megapipe.kernels.reference import linear_cross_entropy as reference
 from tests.kernels.cases import DEVICE, DTYPES, needs_triton
-from tests.kernels.linear_cross_entropy_checks import Case, check_exactness, run
+from tests.kernels.linear_cross_entropy_checks import Case, check_exactness, run, run_with_bias
 from tests.support.live_bytes import LiveBytes
 
 SPLITS = [([50], 0), ([50], 6), ([20, 0, 30], 2)]
@@ -25,8 +25,9 @@ def triton_op() -> ModuleType:
 @pytest.mark.parametrize(("sizes", "padding"), SPLITS, ids=str)
 def test_the_reference_is_right_to_double(rows: int, sizes: list[int], padding: int) -> None:
     case = Case.drawn(rows, 8, 50, torch.float64, "cpu")
-    for found, exact in zip(run(reference, case, sizes, padding), case.exact(), strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-13)
+    found = run(reference, case, sizes, padding) + run_with_bias(reference, case, sizes, padding)
+    for ours, exact in zip(found, case.exact() + case.exact_with_bias(), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-13)
 
 
 @needs_triton
@@ -60,7 +61,7 @@ def test_the_logits_never_exist(backend: str, triton_op: ModuleType, monkeypatch
     (part,) = case.parts([vocabulary], 0)
     with LiveBytes() as live:
         own = op.statistics(case.x, *part.head())
-        op.backward(case.x, *part.head(), own[0] + own[1].log(), case.scale)
+        op.backward(case.x, *part.head(), own[0] + own[1].log(), case.scale, part.bias)
     assert live.peak < 0.75 * rows * vocabulary * 4
 
 
@@ -86,7 +87,8 @@ def test_compilers_see_through(backend: str, triton_op: ModuleType) -> None:
         own, gradient = op.statistics_and_gradient(x, *part.head(), False)
         log_sum_exp = own[0] + own[1].log()
         op.complete_gradient(gradient, part.columns, part.owned, part.num_columns, own, log_sum_exp)
-        return op.statistics(x, *part.head()), gradient, *op.backward(x, *part.head(), log_sum_exp, case.scale)
+        found = [op.backward(x, *part.head(), log_sum_exp, case.scale, bias) for bias in (None, part.bias)]
+        return op.statistics(x, *part.head(), part.bias), gradient, *found[0], *found[1]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for first, second in zip(compiled(case.x), function(case.x), strict=True):

@@ -59,6 +59,7 @@ def bind(
     dtype: torch.dtype = torch.float32,
     alignment: int = 1,
     seed: int = 1,
+    recompute_logits: bool = False,
 ) -> BoundLayer:
     """One layer with initial weights; biases and norm weights are drawn as well, so that none is neutral."""
     group = group or SoloGroup("tensor")
@@ -76,7 +77,7 @@ def bind(
             whole = torch.empty(segment.spec.shape).normal_(generator=torch.Generator().manual_seed(seed)).mul_(0.1)
             box = tuple(slice(a, b) for a, b in zip(segment.box.starts, segment.box.stops, strict=True))
             state.owned_view(state.weights[0], segment).add_(whole[box])
-    module = build_layer(spec, model, group, alignment)
+    module = build_layer(spec, model, group, alignment, recompute_logits=recompute_logits)
     state.bind(module, spec.parameters)
     return BoundLayer(spec, module, state)
 

@@ -1,13 +1,17 @@
 """Every rule between settings is broken once; the message names the value and the way out."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig, RopeScaling
-from megapipe.config.run import PretrainConfig
+from megapipe.config.run import PretrainConfig, ScheduleConfig
+from megapipe.schedules import GENERATORS, build
+from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.text import dumps
 from megapipe.training.validate import data_parallel_size, num_microbatches, validate
 
 
@@ -81,6 +85,14 @@ def test_a_good_configuration_passes() -> None:
         ({"schedule": {"name": "1f2b"}}, 1, ["1f2b", "1f1b"]),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [1, 2]}}, 2, ["layers_per_stage", "[1, 2]", "add up to 4"]),
         ({"schedule": {"name": "gpipe", "chunks": 2}}, 1, ["gpipe", "chunks"]),
+        *(
+            (
+                {"schedule": schedule, "kernels": {"logit_gradient": "recompute"}},
+                1,
+                ["kernels.logit_gradient is recompute", "two halves of a backward", "to keep", "1f1b without"],
+            )
+            for schedule in ({"name": "zb_h1"}, {"name": "gpipe", "two_bp": True})
+        ),
         ({"schedule": {"name": "interleaved_1f1b", "chunks": 0}}, 1, ["schedule.chunks is 0", "at least 1"]),
         ({"optimizer": {"learning_rate": 0.0}}, 1, ["learning_rate is 0.0", "above 0"]),
         ({"optimizer": {"betas": (0.9, 1.0)}}, 1, ["[0.9, 1.0]", "below 1"]),
@@ -102,3 +114,28 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         validate(make(model={"num_heads": 5}, optimizer={"learning_rate": -1.0}), world_size=1)
     assert len(caught.value.problems) == 2
+
+
+def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None:
+    """Of a schedule in a file too, whatever it is called."""
+    for name in GENERATORS:
+        splits = find_generator(name).splits
+        config = make(
+            schedule={"name": name},
+            kernels={"logit_gradient": "recompute"},
+            optimizer={"clip_norm": None},
+            model={"tie_embeddings": False},
+        )
+        expect_refusal(config, splits)
+        if name not in ("pipedream", "2bw"):
+            file = tmp_path / f"{name}.txt"
+            file.write_text(dumps(build(name, 1, 8)), encoding="utf-8")
+            expect_refusal(replace(config, schedule=replace(ScheduleConfig(), file=str(file))), splits)
+
+
+def expect_refusal(config: PretrainConfig, refused: bool) -> None:
+    if not refused:
+        validate(config, world_size=1)
+        return
+    with pytest.raises(ConfigError, match=r"kernels\.logit_gradient"):
+        validate(config, world_size=1)

@@ -47,7 +47,7 @@ class Generator:
 
     ``order`` takes ``(num_ranks, num_microbatches)`` and keyword options, ``policy`` the same and says when weights
     are written. ``chunks`` is the number of stages a rank where none is asked for. ``takes_two_bp``: its backwards may
-    be split. ``check`` raises what the schedule cannot run.
+    be split; ``splits``: they always are. ``check`` raises what the schedule cannot run.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Generator:
     numerical_class: NumericalClass
     chunks: int = 1
     takes_two_bp: bool = False
+    splits: bool = False
     policy: Callable[..., Policy] = flush_policy
     check: Callable[[str, int, int], None] | None = None
     order_options: tuple[str, ...] = field(init=False)
@@ -108,10 +109,10 @@ GENERATORS: dict[str, Generator] = {
             "2bw", two_buffered_weights, linear, "B", policy=two_buffered_policy, check=check_enough_microbatches
         ),
         Generator("modular", modular, round_robin, "A", chunks=2, takes_two_bp=True),
-        Generator("zb_h1", zb_h1, linear, "A"),
-        Generator("zb_h2", zb_h2, linear, "A"),
-        Generator("zb_v", zb_v, v_shape, "A", chunks=2),
-        Generator("zb_auto", zb_auto, linear, "A"),
+        Generator("zb_h1", zb_h1, linear, "A", splits=True),
+        Generator("zb_h2", zb_h2, linear, "A", splits=True),
+        Generator("zb_v", zb_v, v_shape, "A", chunks=2, splits=True),
+        Generator("zb_auto", zb_auto, linear, "A", splits=True),
     )
 }
 

@@ -1,0 +1,180 @@
+"""Heads that compute their logits again in the backward: against torch in float64, the kept form, and in memory."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.reference.linear_cross_entropy import CHUNK_ROWS
+from megapipe.layers.compiled import CompiledForward
+from megapipe.layers.cross_entropy import VocabParallelHead
+from megapipe.layers.masked_head import MaskedTokenHead
+from megapipe.layers.split import SplitError, SplitTape
+from megapipe.parallel.groups import Group, SoloGroup
+from megapipe.parallel.mesh import Mesh
+from tests.layers.bound import GPT2, LLAMA, bind_model, make_context, small_model
+from tests.support.live_bytes import LiveBytes
+from tests.support.meshes import run_threads
+
+HEADS: dict[str, type[VocabParallelHead]] = {"gpt": VocabParallelHead, "bert": MaskedTokenHead}
+HIDDEN, VOCABULARY, ROWS = 16, 61, 2 * CHUNK_ROWS + 30
+
+Results = dict[str, Tensor]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def parameters(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    weight = {"weight": draw(VOCABULARY, HIDDEN, seed=1, dtype=dtype)}
+    return weight if kind == "gpt" else {**weight, "bias": draw(VOCABULARY, seed=2, dtype=dtype)}
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [2, rows / 2, h], labels and uneven weights, some 0."""
+    x = draw(2, ROWS // 2, HIDDEN, seed=3, dtype=dtype)
+    labels = torch.randint(VOCABULARY, x.shape[:2], generator=torch.Generator().manual_seed(4))
+    return x, labels, draw(*x.shape[:2], seed=5).clamp(min=0).float()
+
+
+def bound_head(kind: str, dtype: torch.dtype, group: Group, recompute: bool, stored: int) -> VocabParallelHead:
+    """The head of one of the ranks that share 61 tokens, `stored` rows each; padding is far off zero."""
+    shares = {}
+    for name, whole in parameters(kind, dtype).items():
+        padded = torch.cat([whole, 100 + whole.new_zeros(stored * group.size - VOCABULARY, *whole.shape[1:])])
+        shares[name] = padded[group.rank * stored : (group.rank + 1) * stored]
+    head = HEADS[kind]({name: tuple(share.shape) for name, share in shares.items()}, VOCABULARY, group, OPS, recompute)
+    for name, share in shares.items():
+        setattr(head, name, nn.Parameter(share.clone()))
+    return head
+
+
+def trained(group: Group, kind: str, dtype: torch.dtype, recompute: bool, stored: int, masked: bool = True) -> Results:
+    """Loss and gradients of one rank."""
+    head = bound_head(kind, dtype, group, recompute, stored)
+    x, labels, weights = batch(dtype)
+    x.requires_grad_()
+    loss = head.loss_sum(x, labels, weights if masked else None, None)
+    loss.backward(torch.tensor(1 / 300, dtype=loss.dtype))
+    assert x.grad is not None
+    found = {"loss": loss.detach(), "x": x.grad}
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad[head.num_columns :].any(), "padding got a gradient"
+        found[name] = parameter.grad[: head.num_columns]
+    return found
+
+
+def alone(kind: str, dtype: torch.dtype, recompute: bool, masked: bool = True) -> Results:
+    return trained(SoloGroup("tensor"), kind, dtype, recompute, VOCABULARY, masked)
+
+
+def on_rank(mesh: Mesh, kind: str, stored: int) -> Results:
+    return trained(mesh.group("tensor"), kind, torch.float64, True, stored)
+
+
+def exact(kind: str, dtype: torch.dtype, masked: bool) -> Results:
+    """By torch in float64."""
+    leaves = {name: whole.double().requires_grad_() for name, whole in parameters(kind, dtype).items()}
+    x, labels, weights = batch(dtype)
+    leaves["x"] = x.double().requires_grad_()
+    logits = functional.linear(leaves["x"], leaves["weight"], leaves.get("bias")).flatten(0, 1)
+    losses = functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    loss = (losses * weights.flatten() if masked else losses).sum()
+    gradients = torch.autograd.grad(loss / 300, list(leaves.values()))
+    return {"loss": loss.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def check(found: Results, expected: Results, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        error = (found[name].double() - wanted.double()).norm()
+        assert error <= tolerance * wanted.double().norm(), f"{name}: {error / wanted.double().norm():.3g}"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_against_double_and_against_what_is_kept(kind: str, dtype: torch.dtype, masked: bool) -> None:
+    found = alone(kind, dtype, recompute=True, masked=masked)
+    tolerance = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 0.01}[dtype]
+    check(found, exact(kind, dtype, masked), tolerance)
+    check(found, alone(kind, dtype, recompute=False, masked=masked), tolerance)
+
+
+@pytest.mark.parametrize(("size", "stored"), [(2, 31), (4, 16), (4, 32)])
+@pytest.mark.parametrize("kind", HEADS)
+def test_ranks_that_share_the_vocabulary(kind: str, size: int, stored: int) -> None:
+    """With 32 rows each, two of four ranks hold nothing but padding."""
+    expected = alone(kind, torch.float64, recompute=True)
+    ranks = run_threads({"tensor": size}, on_rank, kind, stored)
+    for found in ranks:
+        for name in ("loss", "x"):
+            assert torch.equal(found[name], ranks[0][name])
+    joined = {name: torch.cat([found[name] for found in ranks]) for name in parameters(kind, torch.float64)}
+    check({"loss": ranks[0]["loss"], "x": ranks[0]["x"], **joined}, expected, 1e-13)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive(kind: str) -> None:
+    """In bytes that are alive at once, forward and backward: the kept form is beyond them, this one far below."""
+    rows, vocabulary = 12 * CHUNK_ROWS, 256
+    peaks = {}
+    for recompute in (False, True):
+        shapes = {"weight": (vocabulary, 2), **({"bias": (vocabulary,)} if kind == "bert" else {})}
+        head = HEADS[kind](shapes, vocabulary, SoloGroup("tensor"), OPS, recompute)
+        for name, shape in shapes.items():
+            setattr(head, name, nn.Parameter(torch.zeros(shape)))
+        x = torch.zeros(rows, 2, requires_grad=True)
+        labels = torch.zeros(rows, dtype=torch.int64)
+        with LiveBytes() as live:
+            loss = head.loss_sum(x, labels, torch.ones(rows), None)
+            forward = live.peak
+            loss.backward()
+        assert x.grad is not None
+        peaks[recompute] = live.peak
+        assert (forward > rows * vocabulary * 4) != recompute
+    assert peaks[True] < 0.5 * rows * vocabulary * 4
+
+
+def test_the_labels_rules_hold() -> None:
+    head = bound_head("bert", torch.float32, SoloGroup("tensor"), True, VOCABULARY)
+    x, labels, weights = batch(torch.float32)
+    expected = head.loss_sum(x, labels, weights, None)
+    assert torch.equal(head.loss_sum(x, labels.masked_fill(weights == 0, -100), weights, None), expected)
+    with pytest.raises(ValueError, match="label -100 is outside of the vocabulary of 61"):
+        head.loss_sum(x, torch.full_like(labels, -100), weights, None)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_halves_are_refused(kind: str) -> None:
+    head = bound_head(kind, torch.float32, SoloGroup("tensor"), True, VOCABULARY)
+    with pytest.raises(SplitError, match=r"kernels\.logit_gradient to keep"):
+        head.loss_sum(*batch(torch.float32), SplitTape())
+
+
+@pytest.mark.parametrize("fields", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_compiled_head_has_the_bits_of_an_eager_one(fields: dict[str, object]) -> None:
+    torch._dynamo.reset()
+    model = small_model(**fields)
+    head = bind_model(model, recompute_logits=True)[-1]
+    context = make_context(model)
+    compiled = partial(CompiledForward(backend="aot_eager", fullgraph=True), head.module)
+
+    def run(forward: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        head.state.zero_gradients()
+        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        (loss,) = forward((x,), context=context)
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad, head.state.gradients[0].clone()]
+
+    for ours, eager in zip(
+        run(compiled), run(lambda inputs, context: head.module(*inputs, context=context)), strict=True
+    ):
+        assert torch.equal(ours, eager)
