@@ -2,20 +2,28 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megapipe.config.errors import ConfigError
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes, boundary_bytes
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
+from megapipe.schedules import build
+from megapipe.schedules.command.main import main
+from megapipe.schedules.text import dumps
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
+from megapipe.training.validate import validate
+from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_close
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt, write_shard
+from tests.support.launch import launch
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_mesh
 
@@ -93,6 +101,37 @@ def fed(mesh: Mesh, config: PretrainConfig) -> list[tuple[float, float]]:
         results += replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
     results += replica.engine.drain()
     return [(result.loss, result.gradient_norm) for result in results]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_bert_runs_again_too(tmp_path: Path, schedule: str) -> None:
+    layout, data = {"pipeline": 2}, write_corpus(tmp_path)
+    config = make_bert_config(data, PRE_NORM, parallel=layout, schedule={"name": schedule}, recompute=FULL)
+    check_bits(
+        run_mesh(layout, run_gpt, config, STEPS), run_mesh({}, run_gpt, make_bert_config(data, PRE_NORM), STEPS)[0]
+    )
+
+
+def test_a_traced_run_is_laid_over(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--recompute.method=full", "--parallel.pipeline=2", "--training.steps=6", "--profile.trace=trace"]
+    done = launch(2, f"--data.prefix={corpus}", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert main(["overlay", str(tmp_path / "trace"), "-o", str(tmp_path / "overlay.html")]) == 0
+    assert "recompute" in capsys.readouterr().out
+
+
+def test_what_cannot_run_again_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.txt"
+    file.write_text(dumps(build("1f1b", 1, 8, units_per_stage=[6])))
+    for recompute, schedule, message in (
+        ({"every": 0}, {}, r"recompute.every is 0; it must be at least 1"),
+        ({**FULL, "num_blocks": 0}, {}, r"recompute.num_blocks is 0"),
+        ({"every": 2}, {}, r"mean something under recompute.method full alone"),
+        (FULL, {"name": "1f1b", "file": str(file)}, r"is lowered and says by itself what runs again"),
+    ):
+        config = config_of("corpus", "gpt2-tied-dropout", {}, recompute, **schedule)
+        with pytest.raises(ConfigError, match=message):
+            validate(config, 1)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
