@@ -126,7 +126,7 @@ def test_what_cannot_run_again_is_told(tmp_path: Path) -> None:
     for recompute, schedule, message in (
         ({"every": 0}, {}, r"recompute.every is 0; it must be at least 1"),
         ({**FULL, "num_blocks": 0}, {}, r"recompute.num_blocks is 0"),
-        ({"every": 2}, {}, r"mean something under recompute.method full alone"),
+        ({"every": 2}, {}, r"need recompute.method full; set it"),
         (FULL, {"name": "1f1b", "file": str(file)}, r"is lowered and says by itself what runs again"),
     ):
         config = config_of("corpus", "gpt2-tied-dropout", {}, recompute, **schedule)

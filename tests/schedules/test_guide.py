@@ -55,11 +55,9 @@ def test_the_table_of_gathers(capsys):
 
 
 def test_what_running_again_costs(capsys):
-    command, kept, instead, longer, finish = re.search(
-        r"keeps ([\d.]+)\n.*and not (\d), and a step takes ([\d.]+) and not (\d+),.*```sh\npython tools/schedule.py (sim.+?)\n",
-        GUIDE,
-        re.DOTALL,
-    ).group(5, 1, 2, 3, 4)
+    figures = re.search(r"keeps ([\d.]+)\n.+? and not (\d), and a step takes ([\d.]+) and not (\d+),", GUIDE)
+    kept, instead, longer, finish = figures.groups()
+    command = re.search(r"tools/schedule.py (simulate .+ --recompute \d+)\n", GUIDE).group(1)
     for flags, activations, time in ((command, kept, longer), (command.partition(" --recompute")[0], instead, finish)):
         assert main([*flags.split(), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
