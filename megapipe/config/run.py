@@ -5,6 +5,7 @@ from typing import Literal
 
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
 
 
 @dataclass(kw_only=True)
@@ -250,6 +251,7 @@ class PretrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -303,4 +305,5 @@ class PretrainConfig:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        return found + self.batch.problems() + self.schedule.problems() + self.optimizer.problems()
+        parts = (self.batch, self.schedule, self.optimizer, self.recompute)
+        return found + [problem for part in parts for problem in part.problems()]

@@ -1,28 +1,17 @@
 """From a rank's actions to closures over a step's state."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from megapipe.engine.compute import (
-    WHOLE,
-    Piece,
-    apart,
-    as_leaves,
-    backward,
-    backward_input,
-    requires_grad_flags,
-    run_units,
-    unsplit_parameters,
-)
+from megapipe.engine.compute import WHOLE, apart, backward, backward_input
 from megapipe.engine.errors import EngineError
+from megapipe.engine.forwards import Forwards
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import Transfers
-from megapipe.layers.split import SplitTape
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import Schedule, SectionName
@@ -61,14 +50,10 @@ class Program:
         self._stages = stages
         self._transfers = transfers
         self._reductions = reductions
-        self._training = schedule.header.mode == "train"
-        self._split = {
-            (action.stage, action.microbatch % self._header.num_microbatches)
-            for action in schedule.actions("body", rank)
-            if action.kind == Kind.BACKWARD_INPUT
-        }
+        forwards = Forwards(schedule, rank, stages, transfers)
         self._makers: dict[Kind, Callable[[Action], Closure]] = {
-            Kind.FORWARD: self._forward,
+            Kind.FORWARD: forwards.forward,
+            Kind.RECOMPUTE: forwards.recompute,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
@@ -109,66 +94,6 @@ class Program:
 
     def _state(self, action: Action) -> UnitState:
         return self._stages[action.stage].states[action.unit]
-
-    def _forward(self, action: Action) -> Closure:
-        stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
-        stage, key = self._stages[stage_id], (stage_id, microbatch)
-        chain = stage.units if unit == WHOLE else stage.units[unit : unit + 1]
-        twins = [[versions[copy] for versions in chain] for copy in range(len(stage.units[0]))]
-        flags = requires_grad_flags(stage.inputs)
-        enters = unit in (WHOLE, 0)
-        hand_on = self._hand_on(action)
-        split, training = key in self._split, self._training
-        unsplit = [unsplit_parameters(units) if split else () for units in twins]
-        version, per_step = action.version, self._header.updates_per_step
-        slots = self._transfers.receive_activation.get(stage_id) if slot >= 0 else None
-        following = self._schedule.next_stage(stage_id, microbatch)
-        # What is sent in training has left before its gradient comes, and the slot is kept until then.
-        leaves_in_time = training and following is not None and following not in self._stages
-
-        def run(step: StepState) -> None:
-            if not enters:
-                outputs = step.activations.pop(key)
-                inputs = as_leaves(outputs, requires_grad_flags(outputs))
-            elif slots is not None:
-                inputs = as_leaves(slots.take(slot), flags)
-            else:
-                inputs = as_leaves(step.activations.pop(key, ()), flags)
-            context = step.input.contexts[microbatch]
-            if not training:
-                with torch.no_grad():
-                    outputs = run_units(twins[stage.newest % len(twins)], inputs, context)
-                    hand_on(step, outputs if slots is None else apart(outputs, inputs))
-                return
-            copy = (step.input.step * per_step + version) % len(twins)
-            units, tape = twins[copy], SplitTape(unsplit[copy]) if split else None
-            outputs = run_units(units, inputs, replace(context, tape=tape) if split else context)
-            if slots is not None and not leaves_in_time:
-                outputs = apart(outputs, inputs)
-            step.pieces[stage_id, microbatch, unit] = Piece.between(inputs, outputs, tape)
-            hand_on(step, outputs)
-
-        return run
-
-    def _hand_on(self, action: Action) -> Callable[[StepState, Tensors], None]:
-        """Gives a forward's outputs to whoever takes them: the next unit or stage here, a send, the step's result."""
-        key, microbatch = (action.stage, action.microbatch), action.microbatch
-        following = self._schedule.next_stage(action.stage, microbatch)
-        closes = action.unit in (WHOLE, len(self._stages[action.stage].units) - 1)
-        training = self._training
-        target = key
-        if closes and following is not None and following in self._stages:
-            target = (following, microbatch)
-
-        def run(step: StepState, outputs: Tensors) -> None:
-            if not closes or following is not None:
-                step.activations[target] = outputs
-            elif training:
-                step.loss_sums.append(outputs[0].detach())
-            else:
-                step.outputs[microbatch] = outputs
-
-        return run
 
     def _backward(self, action: Action) -> Closure:
         stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot

@@ -83,7 +83,9 @@ class StepState:
     """Everything that is alive for one step on one rank.
 
     updates: optimizer updates that the step makes, over equal shares of its micro-batches.
-    pieces: from a forward to its backward or input half. tapes: from an input half to the weight half.
+    kept: inputs of forwards that run again, from the forward until then.
+    pieces: from a forward, or from where it runs again, to its backward or input half.
+    tapes: from an input half to the weight half.
     activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
     counts: loss tokens of each update, by term, then how many ranks want to stop; float64.
     reductions: sums of gradients that were started and not awaited.
@@ -92,6 +94,7 @@ class StepState:
 
     input: StepInput
     updates: int = 1
+    kept: dict[UnitKey, tuple[Tensor, ...]] = field(default_factory=dict)
     pieces: dict[UnitKey, Piece] = field(default_factory=dict)
     tapes: dict[UnitKey, SplitTape] = field(default_factory=dict)
     activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)

@@ -52,6 +52,9 @@ class Kind(IntEnum):
 COMPUTE_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 """What a generator may write; lowering adds the rest."""
 
+COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
+"""What computes with a model's layers."""
+
 
 class Action(NamedTuple):
     """View of one row of a schedule; the fields are the columns, in their order."""

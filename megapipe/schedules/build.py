@@ -8,7 +8,7 @@ from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.schedules.generators.weight_halves import Times, split_backwards
-from megapipe.schedules.lowering import lower
+from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections
 
 
@@ -23,6 +23,7 @@ def build(
     data_parallel: bool = False,
     weight_buffers: int = 0,
     receive_ahead: int = 1,
+    recompute: Spans = (),
     **options: Unpack[Options],
 ) -> Schedule:
     """The lowered schedule of that name.
@@ -37,6 +38,8 @@ def build(
         data_parallel: reduce gradients over data-parallel replicas, unit by unit.
         weight_buffers: units whose gathered weights a rank may hold at once (ZeRO-3); 0 keeps weights whole.
         receive_ahead: compute actions between a receive's posting and its use.
+        recompute: per stage, runs of units whose forwards keep their input alone and run again before the backward;
+            nothing by default.
         options: what the named schedule takes besides, see :class:`Options`.
 
     Raises:
@@ -46,7 +49,7 @@ def build(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
         data_parallel=data_parallel, weight_buffers=weight_buffers, **options,
     )  # fmt: skip
-    return lower(compute, receive_ahead=receive_ahead)
+    return lower(compute, receive_ahead=receive_ahead, recompute=recompute)
 
 
 def order(

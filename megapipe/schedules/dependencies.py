@@ -104,6 +104,7 @@ class Dependencies:
         yield from self._transfer_needs()
         yield from self._hand_over_needs()
         yield from self._unit_needs()
+        yield from self._recompute_needs()
         if self.table.header.mode == "train":
             yield from self._reduction_needs()
             yield from self._version_needs()
@@ -151,6 +152,19 @@ class Dependencies:
             rows = table.rows_with(kind)
             halves.append(rows[np.lexsort((table.unit[rows], table.key[rows]))])
         yield Needs(*halves)
+
+    def _recompute_needs(self) -> Iterator[Needs]:
+        """What runs again needs its forward, and its backward needs it."""
+        table = self.table
+        again = table.rows_with(Kind.RECOMPUTE)
+        most = max(table.header.units_per_stage) + 1
+        place = table.key * most + table.unit + 1
+        again = again[np.argsort(place[again])]
+        for kinds in ((Kind.FORWARD,), BACKWARDS):
+            rows = table.rows_with(*kinds)
+            rows = rows[np.isin(place[rows], place[again])]
+            rows = rows[np.argsort(place[rows])]
+            yield Needs(again, rows) if kinds == (Kind.FORWARD,) else Needs(rows, again)
 
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.

@@ -17,7 +17,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 
-USES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+USES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """Kinds that compute with a unit's weights."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megapipe.schedules.actions import KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.build import forward_only
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lowering import lower
+from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
 from megapipe.schedules.text import loads
 from megapipe.schedules.validation import validate
@@ -41,6 +41,7 @@ def fit_for_training(
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
     receive_ahead: int = 1,
+    recompute: Spans = (),
 ) -> Schedule:
     """The valid, lowered schedule that a run gets out of one from a file, as :func:`build` gives it for a name.
 
@@ -56,6 +57,7 @@ def fit_for_training(
         tied_groups: per tied weight, the stages that hold a use of it.
         data_parallel: whether gradients are to be reduced over replicas.
         receive_ahead: compute actions between a receive's posting and its use; a lowered file has its own.
+        recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
 
     Raises:
         ScheduleError: the schedule is not valid, or was made for something else than the run.
@@ -79,7 +81,7 @@ def fit_for_training(
         schedule = forward_only(_whole_forwards(schedule))
     if not schedule.header.lowered:
         filled = replace(schedule.header, units_per_stage=units, tied_groups=tied, data_parallel=data_parallel)
-        schedule = lower(replace(schedule, header=filled), receive_ahead=receive_ahead)
+        schedule = lower(replace(schedule, header=filled), receive_ahead=receive_ahead, recompute=recompute)
     validate(schedule)
     return schedule
 

@@ -2,27 +2,39 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import Kind
+from megapipe.schedules.actions import Kind, Mask
 from megapipe.schedules.table import Table
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:
     """Most activations alive at once on each rank, in micro-batches of the whole rank's layers.
 
-    An activation lives from its forward to its backward, or to the input half of a split one.
+    An activation lives from its forward to its backward, or to the input half of a split one. Of what runs again it
+    lives from then on; the inputs that are kept till then are not counted.
     """
-    return _peaks(table, (Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+    return _peaks(table, activations_made(table), table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT))
+
+
+def activations_made(table: Table) -> Mask:
+    """Rows behind which a backward's activations are kept: forwards, or what runs one again."""
+    again = table.rows_with(Kind.RECOMPUTE)
+    forwards = table.rows_with(Kind.FORWARD)
+    most = max(table.header.units_per_stage) + 1
+    place = table.key * most + table.unit
+    made = table.is_kind(Kind.RECOMPUTE)
+    made[forwards] = ~np.isin(place[forwards], place[again])
+    return made
 
 
 def pending_weight_halves(table: Table) -> tuple[float, ...]:
     """Most weight halves that wait at once on each rank, in micro-batches of the whole rank's layers."""
-    return _peaks(table, (Kind.BACKWARD_INPUT,), (Kind.BACKWARD_WEIGHT,))
+    return _peaks(table, table.is_kind(Kind.BACKWARD_INPUT), table.is_kind(Kind.BACKWARD_WEIGHT))
 
 
-def _peaks(table: Table, opening: tuple[Kind, ...], closing: tuple[Kind, ...]) -> tuple[float, ...]:
+def _peaks(table: Table, opening: Mask, closing: Mask) -> tuple[float, ...]:
     stages_on_rank = np.bincount(table.header.stage_ranks, minlength=table.header.num_ranks)
     share = 1.0 / (np.where(table.unit < 0, 1, table.units) * stages_on_rank[table.rank])
-    change = np.where(table.is_kind(*opening), share, 0.0) - np.where(table.is_kind(*closing), share, 0.0)
+    change = np.where(opening, share, 0.0) - np.where(closing, share, 0.0)
     peaks = []
     for first, last in zip(table.offsets, table.offsets[1:], strict=False):
         peaks.append(float(np.round(np.cumsum(change[first:last]).max(initial=0.0), 9)))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.compute import layer_flops
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
@@ -43,6 +44,19 @@ class StageLayout:
     def units_per_stage(self) -> tuple[int, ...]:
         """Layers in each stage; a unit is a layer."""
         return tuple(len(each) for each in self.ranges)
+
+    def recomputed(self, config: RecomputeConfig) -> list[list[range]]:
+        """Per stage, the runs of units that are computed again: blocks alone, `every` at a time. Embeddings keep
+        nothing of note, and the backward of a head follows its forward."""
+        if config.method == "none":
+            return []
+        found = []
+        for members in self.ranges:
+            blocks = [unit for unit, layer in enumerate(members) if self.layers[layer].kind == "block"]
+            blocks = blocks[: config.num_blocks]
+            chunks = (blocks[at : at + config.every] for at in range(0, len(blocks), config.every))
+            found.append([range(chunk[0], chunk[-1] + 1) for chunk in chunks])
+        return found
 
 
 def lay_out(

@@ -21,9 +21,9 @@ CPU_ALLOCATOR = "can't allocate memory"
 """How torch's CPU allocator words it; the error is a plain RuntimeError."""
 
 ADVICE = (
-    "what helps: a smaller batch.micro_size or data.sequence_length, more ranks in parallel.pipeline or "
-    "parallel.tensor, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16; on the last stage "
-    "kernels.logit_gradient recompute"
+    "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method full, more ranks in "
+    "parallel.pipeline or parallel.tensor, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16; "
+    "on the last stage kernels.logit_gradient recompute"
 )
 
 Row = tuple[str, tuple[int, ...]]
@@ -169,9 +169,10 @@ def _activation_rows(steps: Sequence[StepState], states: list[UnitState]) -> lis
     rows: list[Row] = []
     messages: list[tuple[Tensor, ...]] = []
     for step in steps:
-        for key in sorted({(stage, microbatch) for stage, microbatch, _ in (*step.pieces, *step.tapes)}):
+        for key in sorted({(stage, microbatch) for stage, microbatch, _ in (*step.pieces, *step.tapes, *step.kept)}):
             storages = saved_bytes(piece for place, piece in step.pieces.items() if place[:2] == key)
             storages |= _storages(t for place, tape in step.tapes.items() if place[:2] == key for t in tape.kept)
+            storages |= _storages(t for place, inputs in step.kept.items() if place[:2] == key for t in inputs)
             name = f"stage {key[0]}, micro-batch {key[1]}"
             rows.append(
                 (f"step {step.input.step}, {name}" if len(steps) > 1 else name, (_new_bytes(storages, counted),))

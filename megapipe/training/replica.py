@@ -79,6 +79,7 @@ class Replica:
             units_per_stage=self.layout.units_per_stage,
             tied_groups=self.layout.tied,
             data_parallel=self._mesh.size("data") > 1,
+            recompute=self.layout.recomputed(config.recompute) if mode == "train" else (),
             mode=mode,
         )
 

@@ -9,6 +9,7 @@ from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import check_assignment
 from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.schedules.load_file import fit_for_training, read_file
+from megapipe.schedules.lowering import Spans
 from megapipe.schedules.schedule import Mode
 from megapipe.training.batch_plan import BatchPlan
 
@@ -47,11 +48,13 @@ def build_schedule(
     units_per_stage: Sequence[int],
     tied_groups: Sequence[Sequence[int]],
     data_parallel: bool,
+    recompute: Spans = (),
     mode: Mode = "train",
 ) -> Schedule:
     """The lowered schedule that the configuration names, for micro-batches of one replica in one step.
 
-    units_per_stage, tied_groups: how the model falls into stages. Raises ScheduleError.
+    units_per_stage, tied_groups: how the model falls into stages. recompute: what of them runs again. Raises
+    ScheduleError.
     """
     pipeline, ahead = config.parallel.pipeline, config.schedule.receive_ahead
     if config.schedule.file:
@@ -64,6 +67,7 @@ def build_schedule(
             tied_groups=tied_groups,
             data_parallel=data_parallel,
             receive_ahead=ahead,
+            recompute=recompute,
         )
     return build(
         config.schedule.name,
@@ -74,6 +78,7 @@ def build_schedule(
         tied_groups=tied_groups,
         data_parallel=data_parallel,
         receive_ahead=ahead,
+        recompute=recompute,
         **schedule_options(config),
     )
 
@@ -106,6 +111,11 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
     ):
         if said != here:
             problems.append(f"schedule.file {config.schedule.file} is for {said} {what}, and this run has {here}")
+    if header.lowered and config.recompute.method != "none":
+        problems.append(
+            f"recompute.method {config.recompute.method}: schedule.file {config.schedule.file} is lowered and says by "
+            "itself what runs again; set recompute.method none, or give compute actions alone"
+        )
     return problems or _asynchronous_problems(config, header.updates_per_step)
 
 

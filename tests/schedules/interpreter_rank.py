@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from megapipe.schedules import Action
+from megapipe.schedules import Action, Kind
 from tests.schedules.serial import Weights, initial, mix
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ class Rank:
         self.gradients: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self.reduced: dict[tuple[object, ...], int] = {}
         self.started: dict[tuple[object, ...], int] = defaultdict(int)
+        self.again: dict[tuple[int, int, int], int] = {}
+        self.runs_again = {
+            (action.stage, unit, action.microbatch)
+            for action in program
+            if action.kind == Kind.RECOMPUTE
+            for unit in self.units(action)
+        }
         self.gathered: dict[tuple[int, int], int] = {}
         self.meant_for: dict[tuple[tuple[object, ...], int], int] = {}
 
@@ -115,6 +122,14 @@ class Rank:
             self.hand_on("activation", stage, microbatch, schedule.next_stage(stage, microbatch), value)
         return True
 
+    def recompute(self, action: Action) -> bool:
+        for unit in self.units(action):
+            place = action.stage, unit, action.microbatch
+            if place not in self.inputs or place in self.again:
+                raise Broken(f"no forward to run again: {action}")
+            self.again[place] = self.weight(action.stage, unit, action.version)
+        return True
+
     def hand_on(self, sort: str, stage: int, microbatch: int, target: int | None, value: int) -> None:
         if target is not None and self.world.schedule.rank_of(target) == self.rank:
             self.values[sort, target, microbatch] = value
@@ -145,6 +160,9 @@ class Rank:
         for unit in units:
             saved = self.saved_input(stage, unit, microbatch)
             weight = self.weight(stage, unit, action.version)
+            place = stage, unit, microbatch
+            if place in self.runs_again and self.again.pop(place, None) != weight:
+                raise Broken(f"did not run again on the same weights: {action}")
             self.halves[stage, unit, microbatch] = gradient
             if weights_too:
                 self.add_gradients(stage, unit, microbatch, weight)

@@ -1,6 +1,8 @@
 """Shared helpers of the schedule tests: reading a rank's order, drawing layouts, changing one action."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,10 +54,20 @@ def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: in
 
 
 @st.composite
+def spans(draw: st.DrawFn, units_per_stage: Sequence[int]) -> list[list[range]]:
+    """What each stage computes again: any runs of its units, apart from each other, or none."""
+    cuts = [sorted(draw(st.sets(st.integers(0, units)))) for units in units_per_stage]
+    return [[range(*pair) for pair in pairwise(edges) if draw(st.booleans())] for edges in cuts]
+
+
+@st.composite
 def schedules(draw: st.DrawFn, mode: Mode = "train", max_ranks: int = 4, max_microbatches: int = 6) -> Schedule:
     """Any schedule that can be built."""
     name = draw(st.sampled_from(sorted(GENERATORS)))
-    return build(name, mode=mode, **draw(layouts(name, max_ranks, max_microbatches)))
+    arguments = draw(layouts(name, max_ranks, max_microbatches))
+    if draw(st.booleans()):
+        arguments["recompute"] = draw(spans(arguments["units_per_stage"]))
+    return build(name, mode=mode, **arguments)
 
 
 def with_rank_rows(schedule: Schedule, section: SectionName, rank: int, rows: Rows) -> Schedule:

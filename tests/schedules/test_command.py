@@ -19,6 +19,11 @@ def output(capsys, *arguments):
     return capsys.readouterr().out
 
 
+def test_a_recomputation_of_nothing_is_refused(capsys):
+    assert main(["simulate", "--schedule", "1f1b", "--recompute", "0"]) == 2
+    assert "--recompute 0 is below 1; leave it out" in capsys.readouterr().err
+
+
 def test_list_names_every_schedule(capsys):
     assert [row["name"] for row in json.loads(output(capsys, "list", "--json"))] == list(GENERATORS)
     assert all(name in output(capsys, "list") for name in GENERATORS)

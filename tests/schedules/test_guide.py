@@ -54,6 +54,16 @@ def test_the_table_of_gathers(capsys):
         assert f"{found['exposed_communication']:.2f}" == exposed
 
 
+def test_what_running_again_costs(capsys):
+    figures = re.search(r"keeps ([\d.]+)\n.+? and not (\d), and a step takes ([\d.]+) and not (\d+),", GUIDE)
+    kept, instead, longer, finish = figures.groups()
+    command = re.search(r"tools/schedule.py (simulate .+ --recompute \d+)\n", GUIDE).group(1)
+    for flags, activations, time in ((command, kept, longer), (command.partition(" --recompute")[0], instead, finish)):
+        assert main([*flags.split(), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["peak_activations"][0], found["finish"]) == (float(activations), float(time))
+
+
 def test_eager_2bw_idles_for_all_but_one_backward_a_step():
     """(p-1) B a step, by the closed form that the guide gives."""
     for ranks, microbatches, backward, steps in ((4, 4, 2.0, 20), (3, 5, 1.0, 7), (2, 6, 3.0, 1)):

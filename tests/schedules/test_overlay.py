@@ -163,7 +163,7 @@ def test_given_times_replace_the_measured_ones(traced: Path, capsys: pytest.Capt
     found = json.loads(capsys.readouterr().out)
     assert found["ranks"][0]["predicted"]["span"] == pytest.approx((8 + 3) * 5 + 0.5)
     assert found["times"]["stages"][1] == {
-        "forward": 2.0, "backward": 3.0, "backward_input": 0.0, "backward_weight": 0.0, "update": 0.5
+        "forward": 2.0, "backward": 3.0, "recompute": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "update": 0.5
     }  # fmt: skip
     assert found["ranks"][0]["measured"]["span"] > 90
     assert found["about"]["model"] == {"num_layers": 4}

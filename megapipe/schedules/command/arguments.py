@@ -71,6 +71,9 @@ def _flags(command: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--weight-buffers", type=int, default=0, help="sharded weights: gathered units that a rank may hold at once"
     )
+    shape.add_argument(
+        "--recompute", type=int, metavar="K", help="keep the input of every K units alone and run them again"
+    )
     shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
     options = command.add_argument_group("options of single schedules")
     options.add_argument("--group-size", type=int, help="interleaved_1f1b: micro-batches in a row through a chunk")
@@ -86,6 +89,7 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument("--placement", help="refuse a schedule that places its stages otherwise")
     times = command.add_argument_group("times, of one whole rank's share of the model, in any unit")
     times.add_argument("--forward", type=float, default=1.0)
+    times.add_argument("--recompute-time", type=float, help="of what runs again; default: the forward's")
     times.add_argument("--backward", type=float, help="default: its halves' sum, or twice the forward")
     times.add_argument("--backward-input", type=float)
     times.add_argument("--backward-weight", type=float)
@@ -118,8 +122,17 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     return build(
         name, flags.ranks, flags.microbatches, units_per_stage=[flags.units] * stages,
         data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0, weight_buffers=flags.weight_buffers,
-        receive_ahead=flags.receive_ahead, **cast(Options, options),
+        receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages), **cast(Options, options),
     )  # fmt: skip
+
+
+def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
+    if flags.recompute is None:
+        return []
+    if flags.recompute < 1:
+        raise ScheduleError(f"--recompute {flags.recompute} is below 1; leave it out to keep all activations")
+    units = range(flags.units)
+    return [[units[at : at + flags.recompute] for at in units[:: flags.recompute]]] * num_stages
 
 
 def _times(flags: argparse.Namespace) -> Times:
@@ -139,10 +152,10 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
         raise ScheduleError(f"--bandwidth {flags.bandwidth:g} must be above 0")
     transfer = 0.0 if flags.bandwidth is None else flags.message / flags.bandwidth
     return rank_costs(
-        header, forward=flags.forward, backward=flags.backward, backward_input=flags.backward_input,
-        backward_weight=flags.backward_weight, update=flags.update_time, reduce_gradients=flags.reduce_time,
-        gather_weights=flags.gather_time, reduce_scalars=flags.scalars_time, link=Link(flags.latency, transfer),
-        blocking_sends=flags.blocking_sends,
+        header, forward=flags.forward, recompute=flags.recompute_time, backward=flags.backward,
+        backward_input=flags.backward_input, backward_weight=flags.backward_weight, update=flags.update_time,
+        reduce_gradients=flags.reduce_time, gather_weights=flags.gather_time, reduce_scalars=flags.scalars_time,
+        link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Kind
+from megapipe.schedules.memory import activations_made
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation.simulate import Simulation
 from megapipe.schedules.table import Table
@@ -74,7 +75,7 @@ def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]
     table = simulation.table
     on_rank = np.bincount(table.header.stage_ranks, minlength=table.header.num_ranks)
     share = 1.0 / (np.where(table.unit < 0, 1, table.units) * on_rank[table.rank])
-    opening, closing = table.rows_with(Kind.FORWARD), table.rows_with(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    opening, closing = np.flatnonzero(activations_made(table)), table.rows_with(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     curves = []
     for rank in range(table.header.num_ranks):
         begins, ends = opening[table.rank[opening] == rank], closing[table.rank[closing] == rank]

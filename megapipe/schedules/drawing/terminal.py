@@ -9,11 +9,12 @@ from megapipe.schedules.drawing.bars import COMPUTE, Bar, bars_of
 from megapipe.schedules.simulation.simulate import Simulation
 
 COLOURS: Final = {
-    Kind.FORWARD: 34, Kind.BACKWARD: 33, Kind.BACKWARD_INPUT: 33, Kind.BACKWARD_WEIGHT: 32, Kind.UPDATE: 35,
+    Kind.FORWARD: 34, Kind.RECOMPUTE: 90, Kind.BACKWARD: 33, Kind.BACKWARD_INPUT: 33, Kind.BACKWARD_WEIGHT: 32,
+    Kind.UPDATE: 35,
 }  # fmt: skip
 LEGEND: Final = (
-    "0-9 forward, a-j backward (or its input half), + weight half, U update, each by the last digit of its "
-    "micro-batch; . idle"
+    "0-9 forward, a-j backward (or its input half), + weight half, r recomputation, U update, digits and "
+    "letters by the last digit of the micro-batch; . idle"
 )
 
 
@@ -40,6 +41,7 @@ def _cell(bar: Bar, colour: bool) -> str:
     digit = bar.microbatch % 10
     letter = {
         Kind.FORWARD: str(digit),
+        Kind.RECOMPUTE: "r",
         Kind.BACKWARD: "abcdefghij"[digit],
         Kind.BACKWARD_INPUT: "abcdefghij"[digit],
         Kind.BACKWARD_WEIGHT: "+",

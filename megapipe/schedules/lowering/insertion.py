@@ -18,13 +18,14 @@ class Place(IntEnum):
     RECEIVE = 1
     UPDATE_AHEAD = 2
     GATHER_WEIGHTS = 3
-    COMPUTE = 4
-    SEND = 5
-    RELEASE_WEIGHTS = 6
-    REDUCE_GRADIENTS = 7
-    REDUCE_TIED = 8
-    REDUCE_SCALARS = 9
-    UPDATE = 10
+    RECOMPUTE = 4
+    COMPUTE = 5
+    SEND = 6
+    RELEASE_WEIGHTS = 7
+    REDUCE_GRADIENTS = 8
+    REDUCE_TIED = 9
+    REDUCE_SCALARS = 10
+    UPDATE = 11
 
 
 PLACES: Final = len(Place)

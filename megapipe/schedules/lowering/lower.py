@@ -5,12 +5,13 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Rows, kind_mask
+from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Ints, Rows, kind_mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import check_weight_buffers
 from megapipe.schedules.lowering.communication import Messages, place_receives
 from megapipe.schedules.lowering.gathers import add_gathers
 from megapipe.schedules.lowering.insertion import insert
+from megapipe.schedules.lowering.recompute import Spans, add_recompute, check_spans
 from megapipe.schedules.lowering.reductions import add_reductions
 from megapipe.schedules.lowering.refine import refine
 from megapipe.schedules.lowering.slots import assign_slots
@@ -21,13 +22,14 @@ STEADY_BODIES: Final = 3
 """Bodies that a never-flushing schedule is lowered over; the middle one is its steady state."""
 
 
-def lower(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule:
+def lower(schedule: Schedule, *, receive_ahead: int = 1, recompute: Spans = ()) -> Schedule:
     """Add to a schedule of compute actions everything else that a step does.
 
     ``receive_ahead``: compute actions between a receive's posting and its use (at least 1: less can hang where sends
     wait for their receive). With two gradient buffers updates wait until right before the first forward that reads the
     new version. With weight buffers every chunk is cut into units, whose weights are gathered before they are used and
-    released after. Raises ScheduleError where the compute actions do not fit together.
+    released after. ``recompute``: what each stage computes again before its backward; then, too, every chunk is cut
+    into units. Raises ScheduleError where the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead {receive_ahead} is below 1: post receives before they are needed")
@@ -35,10 +37,17 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule:
     check_weight_buffers(schedule)
     table = _with_versions(Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES))
     training = schedule.header.mode == "train"
-    if schedule.header.weight_buffers or (training and schedule.header.data_parallel):
-        table = refine(table)
+    again = training and any(len(own) > 0 for own in recompute)
+    if again:
+        check_spans(schedule.header, recompute)
+    everywhere = again or schedule.header.weight_buffers > 0
+    if everywhere or (training and schedule.header.data_parallel):
+        table = refine(table, everywhere=everywhere)
     messages = Messages.of(table)
     post = place_receives(table, messages, receive_ahead)
+    if again:
+        # Behind the search for where receives are posted: what runs again sends and receives nothing.
+        table, messages, post = _with_recompute(table, messages, post, recompute)
     insertions = [messages.sends(table), messages.receives(table, post)]
     if schedule.header.weight_buffers:
         insertions += add_gathers(table)
@@ -48,6 +57,17 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule:
     table = assign_slots(table, flushes=schedule.flushes)
     header = replace(table.header, lowered=True)
     return Schedule(header, _sections(table, flushes=schedule.flushes))
+
+
+def _with_recompute(table: Table, messages: Messages, post: Ints, spans: Spans) -> tuple[Table, Messages, Ints]:
+    """The table with the rows that run again; messages and the rows that receives are posted ahead of, in the new."""
+    again = add_recompute(table, spans)
+    table, index = insert(table, [again])
+    num_compute = len(index) - len(again.rows)
+    opens = index[:num_compute].copy()  # a receive is posted ahead of what runs again for a row, too
+    np.minimum.at(opens, again.anchor, index[num_compute:])
+    moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
+    return table, moved, opens[post]
 
 
 def _require_compute_only(schedule: Schedule) -> None:

@@ -8,10 +8,10 @@ from megapipe.schedules.actions import UNIT, Kind
 from megapipe.schedules.table import Table, last_row_per
 
 
-def refine(table: Table) -> Table:
+def refine(table: Table, *, everywhere: bool) -> Table:
     """Cut each stage's last micro-batch of every update into units: forward ascending, backward descending.
 
-    Where weights are sharded all micro-batches are cut.
+    ``everywhere``: all micro-batches.
 
     Forward and backward of one micro-batch keep one granularity, so that the engine cuts its graph between units.
     """
@@ -19,7 +19,7 @@ def refine(table: Table) -> Table:
     group = table.stage * table.num_updates + table.update
     last = last_row_per(group[adding], adding, table.num_stages * table.num_updates)
     cut = (last[group] >= 0) & (table.microbatch == table.microbatch[last[group]])
-    cut |= table.header.weight_buffers > 0
+    cut |= everywhere
 
     copies = np.where(cut, table.units, 1)
     source = np.repeat(np.arange(len(copies)), copies)

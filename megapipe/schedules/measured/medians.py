@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Kind
+from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.measured.run import Execution, MeasuredRun
 from megapipe.schedules.measured.trace_file import Event
@@ -17,8 +17,6 @@ from megapipe.schedules.simulation import Costs, Link
 
 WAITED = 0.02
 """Milliseconds from which a rank counts as having waited for a message: it saw when it arrived."""
-
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,7 @@ def measured_costs(run: MeasuredRun, window: Window) -> MeasuredCosts:
 
     costs = Costs(
         forward=of(Kind.FORWARD),
+        recompute=of(Kind.RECOMPUTE),
         backward=of(Kind.BACKWARD),
         backward_input=of(Kind.BACKWARD_INPUT),
         backward_weight=of(Kind.BACKWARD_WEIGHT),
@@ -71,7 +70,7 @@ def _work(run: MeasuredRun) -> dict[tuple[Kind, int], float]:
     """Median time of each kind for a whole stage; the units of a chunk or of an update are added up."""
     found: dict[tuple[Kind, int], dict[tuple[Execution, int], float]] = defaultdict(lambda: defaultdict(float))
     for execution, actions, event in _events(run):
-        if actions[0].kind in (*COMPUTE, Kind.UPDATE):
+        if actions[0].kind in (*COMPUTE_STREAM, Kind.UPDATE):
             share = (event.end - event.start - event.wait) / MILLISECOND / len(actions)
             for action in actions:
                 found[action.kind, action.stage][execution, action.microbatch] += share

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.measured.medians import COMPUTE, MeasuredCosts
+from megapipe.schedules.actions import COMPUTE_STREAM, Ints, Kind
+from megapipe.schedules.measured.medians import MeasuredCosts
 from megapipe.schedules.measured.run import MeasuredRun
 from megapipe.schedules.measured.window import Times, Window
 from megapipe.schedules.simulation import Simulation, simulate
@@ -154,7 +154,7 @@ class Overlay:
     def _side(self, mine: Ints, start: Times, end: Times, wait: float) -> Side:
         span = float(end[mine[-1]] - start[mine[0]])
         work = end[mine] - start[mine]
-        compute = float(work[np.isin(self.window.table.kind[self.rows[mine]], COMPUTE)].sum())
+        compute = float(work[np.isin(self.window.table.kind[self.rows[mine]], COMPUTE_STREAM)].sum())
         return Side(span, compute, wait, span - float(work.sum()) - wait)
 
 
@@ -162,11 +162,11 @@ def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
     """The window's rows as measured, and as simulated with the given times."""
     table = window.table
     simulation = simulate(run.schedule, costs.costs, table.steps)
-    wanted = window.seen & table.is_kind(*COMPUTE, Kind.UPDATE)
+    wanted = window.seen & table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)
     rows = np.flatnonzero(wanted)
     end = predicted_ends(window, simulation)
     measured_start = (window.start + window.wait)[rows]
-    compute = np.isin(table.kind[rows], COMPUTE)
+    compute = np.isin(table.kind[rows], COMPUTE_STREAM)
     measured_zero = float(measured_start[compute].min())
     predicted_zero = float(simulation.start[rows][compute].min())
     return Overlay(

@@ -3,8 +3,7 @@
 from statistics import median
 from typing import Any, Final
 
-from megapipe.schedules.actions import Kind
-from megapipe.schedules.measured.medians import COMPUTE
+from megapipe.schedules.actions import COMPUTE_STREAM, Kind
 from megapipe.schedules.measured.overlay import Overlay, Parting
 from megapipe.schedules.measured.run import MeasuredRun
 from megapipe.schedules.measured.window import MILLISECOND
@@ -39,7 +38,7 @@ def sentence(overlay: Overlay) -> str:
 def figures(overlay: Overlay) -> dict[str, Any]:
     """Everything as numbers, in milliseconds."""
     costs = overlay.costs.costs
-    names = [kind.name.lower() for kind in (*COMPUTE, Kind.UPDATE)]
+    names = [kind.name.lower() for kind in (*COMPUTE_STREAM, Kind.UPDATE)]
     columns = [getattr(costs, name) for name in names]
     return {
         "schedule": overlay.window.table.header.name,
@@ -124,7 +123,7 @@ def _times(overlay: Overlay) -> list[str]:
     costs, header = overlay.costs.costs, overlay.window.table.header
     lines = []
     for stage in range(len(header.stages)):
-        times = ((kind, getattr(costs, kind.name.lower())[stage]) for kind in (*COMPUTE, Kind.UPDATE))
+        times = ((kind, getattr(costs, kind.name.lower())[stage]) for kind in (*COMPUTE_STREAM, Kind.UPDATE))
         shown = ", ".join(f"{kind.name.lower()} {_shown(time)}" for kind, time in times if time > 0)
         lines.append(f"  stage {stage} (rank {header.stages[stage].rank}): {shown}")
     latencies = [link.latency for link in costs.links.values()]

@@ -19,14 +19,15 @@ class Link:
 class Costs:
     """How long each action takes.
 
-    ``forward``, ``backward``, ``backward_input``, ``backward_weight``, ``update``, ``reduce_gradients`` and
-    ``gather_weights`` have one entry a stage, for the whole chunk. Gathers and reductions of a rank share one stream
-    beside its compute. ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run beside the
-    compute, one after another on each link; with ``blocking_sends`` they hold the sender until the message arrived,
-    and start only when the receive is posted.
+    ``forward``, ``recompute``, ``backward``, ``backward_input``, ``backward_weight``, ``update``, ``reduce_gradients``
+    and ``gather_weights`` have one entry a stage, for the whole chunk. Gathers and reductions of a rank share one
+    stream beside its compute. ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run beside the compute,
+    one after another on each link; with ``blocking_sends`` they hold the sender until the message arrived, and start
+    only when the receive is posted.
     """
 
     forward: tuple[float, ...]
+    recompute: tuple[float, ...]
     backward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
@@ -44,6 +45,7 @@ def rank_costs(
     header: Header,
     *,
     forward: float = 1.0,
+    recompute: float | None = None,
     backward: float | None = None,
     backward_input: float | None = None,
     backward_weight: float | None = None,
@@ -58,27 +60,31 @@ def rank_costs(
     """Costs from times of one whole rank's share of the model, shared equally by the stages of a rank.
 
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
-    of the three a backward takes twice the forward.
+    of the three a backward takes twice the forward. What runs again takes ``recompute``, or as long as the forward.
     """
+    recompute = forward if recompute is None else recompute
     if backward_input is None and backward_weight is None:
         backward = 2.0 * forward if backward is None else backward
         backward_input = backward_weight = backward / 2.0
     if backward_input is None or backward_weight is None:
         raise ScheduleError("give both halves of the backward (input and weight), or neither")
     backward = backward_input + backward_weight if backward is None else backward
-    times = (forward, backward, backward_input, backward_weight, update, reduce_gradients, gather_weights)
+    times = (
+        forward, recompute, backward, backward_input, backward_weight, update, reduce_gradients, gather_weights
+    )  # fmt: skip
     if min(*times, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must not be negative and compute must take some: got {times}")
     share = [len(header.stages_on(place.rank)) for place in header.stages]
     per_stage = [tuple(time / count for count in share) for time in times]
     return Costs(
         forward=per_stage[0],
-        backward=per_stage[1],
-        backward_input=per_stage[2],
-        backward_weight=per_stage[3],
-        update=per_stage[4],
-        reduce_gradients=per_stage[5],
-        gather_weights=per_stage[6],
+        recompute=per_stage[1],
+        backward=per_stage[2],
+        backward_input=per_stage[3],
+        backward_weight=per_stage[4],
+        update=per_stage[5],
+        reduce_gradients=per_stage[6],
+        gather_weights=per_stage[7],
         reduce_tied=reduce_tied,
         reduce_scalars=reduce_scalars,
         link=link,

@@ -25,6 +25,7 @@ class Durations:
         by_kind = np.zeros((len(Kind), table.num_stages))
         for kind, times in (
             (Kind.FORWARD, costs.forward),
+            (Kind.RECOMPUTE, costs.recompute),
             (Kind.BACKWARD, costs.backward),
             (Kind.BACKWARD_INPUT, costs.backward_input),
             (Kind.BACKWARD_WEIGHT, costs.backward_weight),

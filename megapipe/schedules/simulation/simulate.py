@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import Ints, Kind, Mask
+from megapipe.schedules.actions import COMPUTE_STREAM, Ints, Kind, Mask
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
@@ -52,7 +52,7 @@ class Simulation:
     @property
     def ideal(self) -> float:
         """Compute time of the busiest rank: no schedule of the same work ends earlier."""
-        compute = self.table.is_kind(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        compute = self.table.is_kind(*COMPUTE_STREAM)
         weights = np.where(compute, self.durations, 0.0)
         return float(np.bincount(self.table.rank, weights, minlength=1).max())
 

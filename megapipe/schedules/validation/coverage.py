@@ -40,9 +40,24 @@ def _check_compute(table: Table, on_route: Mask) -> None:
     _require_pairs(table, Kind.BACKWARD, done[Kind.BACKWARD] | split, on_route)
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
         _require_pairs(table, kind, done[kind], split)
+    _check_recompute(table)
     for kind in _GRADIENT:
         differs = done[kind] & (whole[kind] != whole[Kind.FORWARD])
         _refuse(table, kind, differs, "forward and backward of a micro-batch must both be whole or both come in units")
+
+
+def _check_recompute(table: Table) -> None:
+    """What runs again ran before, in the same pieces, and runs again once."""
+    most = max(table.header.units_per_stage) + 1
+    place = table.key * most + table.unit
+    again = table.rows_with(Kind.RECOMPUTE)
+    if len(again) == 0:
+        return
+    if len(np.unique(place[again])) < len(again):
+        raise _repeated(table, again, place[again])
+    known = np.isin(place[again], place[table.rows_with(Kind.FORWARD)])
+    if not known.all():
+        raise failure(table, int(again[np.argmin(known)]), "no forward of this chunk or unit runs, so none runs again")
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:

@@ -4,7 +4,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import MICROBATCH, SLICE, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask
+from megapipe.schedules.actions import COMPUTE_STREAM, MICROBATCH, SLICE, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
@@ -22,6 +22,7 @@ class Shape(NamedTuple):
 _COMPUTE = Shape(stage=True, unit=None, version=True, slot=None)
 SHAPES: Final[dict[Kind, Shape]] = {
     Kind.FORWARD: _COMPUTE,
+    Kind.RECOMPUTE: _COMPUTE._replace(slot=False),
     Kind.BACKWARD: _COMPUTE,
     Kind.BACKWARD_INPUT: _COMPUTE,
     Kind.BACKWARD_WEIGHT: _COMPUTE._replace(slot=False),
@@ -96,8 +97,7 @@ def _check_stages(table: Table) -> None:
 def _check_units(table: Table) -> None:
     """Compute, gathers and reductions name a unit of the stage; tied reductions and updates one that it owns."""
     plain = table.is_kind(
-        Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.REDUCE_GRADIENTS,
-        Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS,
+        *COMPUTE_STREAM, Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS
     )  # fmt: skip
     _require(table, ~plain | (table.unit < table.units), "the stage has fewer units")
     for row in table.rows_with(Kind.REDUCE_TIED, Kind.UPDATE).tolist():
