@@ -1,15 +1,21 @@
 """What is computed twice to be kept once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+RecomputedPart = Literal["attention", "mlp", "norms"]
 
 
 @dataclass(kw_only=True)
 class RecomputeConfig:
     """Activations that a backward computes again instead of finding them kept."""
 
-    method: Literal["none", "full"] = "none"
-    """none; full keeps the input of blocks alone and runs them again right before their backward."""
+    method: Literal["none", "selective", "full"] = "none"
+    """none; selective makes single activations of each block again in its backward, `parts`; full keeps the input of
+    blocks alone and runs them again right before their backward."""
+    parts: list[RecomputedPart] = field(default_factory=lambda: ["attention", "mlp", "norms"])
+    """selective: what is made again. attention: the weights of the unfused path (the fused ones never keep them); mlp:
+    the activation between its two matrices; norms: what they give to the matrices behind them."""
     every: int = 1
     """full: neighbouring blocks that run again together, from the input of the first: the more, the fewer inputs are
     kept and the more activations at once."""
@@ -23,8 +29,10 @@ class RecomputeConfig:
             found.append(f"recompute.every is {self.every}; it must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 1:
             found.append(f"recompute.num_blocks is {self.num_blocks}; it must be at least 1, or null for every block")
-        if self.method == "none" and (self.every != 1 or self.num_blocks is not None):
+        if self.method != "full" and (self.every != 1 or self.num_blocks is not None):
             found.append(
                 "recompute.every and recompute.num_blocks need recompute.method full; set it, or leave them out"
             )
+        if self.method == "selective" and not self.parts:
+            found.append("recompute.parts is empty; name attention, mlp or norms, or set recompute.method none")
         return found

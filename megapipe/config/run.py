@@ -258,6 +258,11 @@ class PretrainConfig:
                 "model.attention is 'flex' but data.isolate_documents is false; flex keeps documents apart: set the "
                 "one to true or the other to auto"
             )
+        if self.recompute.method == "selective" and self.training.compile:
+            found.append(
+                "recompute.method selective does not go with training.compile, which decides by itself what a block "
+                "keeps and what it computes again; leave one out, or set recompute.method full"
+            )
         if self.parallel.timeout_seconds <= 0:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:

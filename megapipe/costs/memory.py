@@ -1,11 +1,12 @@
 """Bytes that a layer holds on one rank, from its configuration alone: state, saved activations, messages."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputedPart
 from megapipe.config.run import OptimizerConfig
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
@@ -83,6 +84,7 @@ def activation_bytes(
     tensor_size: int = 1,
     alignment: int = 1,
     recompute_logits: bool = False,
+    recompute: Collection[RecomputedPart] = (),
 ) -> int:
     """What one layer keeps on one tensor rank from a micro-batch's forward to its backward.
 
@@ -91,7 +93,9 @@ def activation_bytes(
     deviation alone); sdpa's log-sum per query in fp32, or unfused's probabilities [heads, sequence, sequence], twice
     under attention dropout (before and after); one byte per element of a dropout's mask; the head's gradient of its
     logits or, under recompute_logits, the log-sum of each row in fp32. A view counts as the whole tensor that it keeps
-    alive. Not counted: rotary tables and the micro-batch's own tokens, labels and loss mask.
+    alive. What parts of a block `recompute` names are not kept: the unfused path's probabilities and what is made of
+    them, the activation's result, the norms' results. Not counted: rotary tables and the micro-batch's own tokens,
+    labels and loss mask.
     With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
     arXiv 2205.05198, section 4) but for the norms' statistics, which they leave out.
     """
@@ -104,16 +108,28 @@ def activation_bytes(
     if layer.kind == "head":
         rows = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
         return norm + stream + tokens * (FULL_BYTES if recompute_logits else rows * size)
-    replicated = 2 * (norm + stream + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size))
-    shared = _attention_bytes(model, micro_size, sequence_length, size, attention, tensor_size)
-    shared += _mlp_bytes(model, tokens, size)
+    normalised = 0 if "norms" in recompute else stream
+    replicated = 2 * (norm + normalised + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size))
+    shared = _attention_bytes(
+        model, micro_size, sequence_length, size, attention, tensor_size, again="attention" in recompute
+    )
+    shared += _mlp_bytes(model, tokens, size, again="mlp" in recompute)
     return replicated + shared // tensor_size
 
 
 def _attention_bytes(
-    model: ModelConfig, micro_size: int, sequence_length: int, size: int, attention: AttentionPath, tensor_size: int
+    model: ModelConfig,
+    micro_size: int,
+    sequence_length: int,
+    size: int,
+    attention: AttentionPath,
+    tensor_size: int,
+    again: bool,
 ) -> int:
-    """What the tensor ranks share of an attention, over all of them: all but the input of its first product."""
+    """What the tensor ranks share of an attention, over all of them: all but the input of its first product.
+
+    again: the unfused path's weights are made again.
+    """
     query_rows = micro_size * sequence_length * model.num_heads
     key_rows = micro_size * sequence_length * model.kv_heads
     kept = query_rows * model.head_dim * size  # result, the input of the output product
@@ -122,6 +138,8 @@ def _attention_bytes(
         kept += (query_rows + key_rows) * FULL_BYTES
     if attention == "sdpa":
         return kept + query_rows * FULL_BYTES
+    if again:
+        return kept
     weights = query_rows * sequence_length
     copies = 2 if model.attention_dropout else 1
     return kept + weights * size * copies + _mask_bytes(model.attention_dropout, weights)
@@ -150,6 +168,6 @@ def _mask_bytes(probability: float, elements: int) -> int:
     return elements if probability else 0
 
 
-def _mlp_bytes(model: ModelConfig, tokens: int, size: int) -> int:
-    """What the tensor ranks share of an MLP: the activation's one or two inputs and its result."""
-    return tokens * model.ffn_size * size * (3 if model.activation == "swiglu" else 2)
+def _mlp_bytes(model: ModelConfig, tokens: int, size: int, again: bool) -> int:
+    """What the tensor ranks share of an MLP: the activation's one or two inputs and, unless made again, its result."""
+    return tokens * model.ffn_size * size * ((2 if model.activation == "swiglu" else 1) + (not again))

@@ -1,6 +1,7 @@
 """Causal self-attention: grouped-query, sliding window, rotary positions, query and key norms."""
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from megapipe.layers.document_blocks import attend
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
 from megapipe.layers.norms import RMSNorm
+from megapipe.layers.remade import Remade, run_again
 from megapipe.layers.rotary import RotaryAngles
 from megapipe.parallel.groups import Group
 
@@ -56,7 +58,8 @@ class Attention(nn.Module):
     """One block's attention on one tensor rank, which holds an equal share of the kv groups and their query heads.
 
     shapes: of `qkv.weight` (kv groups, query heads per group + 2, head_dim, hidden) and so on, as stored here.
-    site: number of the dropout site of the attention weights.
+    site: number of the dropout site of the attention weights. recompute: make the attention weights again in the
+    backward rather than keep them; the fused paths never do.
     """
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, site: int) -> None:
@@ -70,6 +73,7 @@ class Attention(nn.Module):
         self.path = model.attention
         self.window = model.sliding_window
         self.kernels = kernels
+        self.recompute = False
         self.rotary = RotaryAngles(model) if model.positions == "rotary" else None
         self.dropout = Dropout(model.attention_dropout, site, kernels)
         self.query_norm: RMSNorm | None = None
@@ -79,11 +83,11 @@ class Attention(nn.Module):
             self.query_norm = RMSNorm(within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
             self.key_norm = RMSNorm(within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
 
-    def forward(self, x: Tensor, context: MicrobatchContext) -> Tensor:
-        """Hidden states [b, s, h] to [b, s, h]."""
+    def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
+        """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
         batch, length, _ = x.shape
         heads = self.heads_per_group
-        qkv = self.qkv(x, context.tape).view(batch, length, self.kv_groups, heads + 2, self.head_dim)
+        qkv = self.qkv(x, context.tape, again).view(batch, length, self.kv_groups, heads + 2, self.head_dim)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
         query, key = self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context)
         if context.document_blocks is not None:
@@ -162,9 +166,15 @@ class Attention(nn.Module):
         batch, length, groups, heads, width = query.shape
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
         key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, width) for part in (key, value))
-        weights = self._weights(rows, key, context)
-        if self.dropout.active(context):
-            by_head = weights.view(batch, groups * heads, length, length)
-            weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
-        mixed = torch.bmm(weights, value)
+        mix = partial(self._mixed, context=context)
+        mixed = run_again(mix, rows, key, value) if self.recompute else mix(rows, key, value)
         return mixed.view(batch, groups, heads, length, width).permute(0, 3, 1, 2, 4)
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
+        """Mixed values [n, rows, d] of query [n, rows, d], key and value [n, s, d]; n = b x kv groups."""
+        weights = self._weights(query, key, context)
+        if self.dropout.active(context):
+            length = key.shape[1]
+            by_head = weights.view(-1, self.kv_groups * self.heads_per_group, length, length)
+            weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
+        return torch.bmm(weights, value)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.kernels.opaque import opaque
+from megapipe.layers.remade import Remade
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import copy_to_group, reduce_from_group
 from megapipe.parallel.groups import Group
@@ -59,19 +60,25 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add_bias: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add_bias: bool, again: Remade | None
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
+        ctx.again = again
         ctx.bias_shape = None if bias is None else bias.shape
         return _product(x, weight, bias if add_bias else None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dy @ as_matrix(weight) if needs_x else None
-        dweight = weight_gradient(x, dy).view(weight.shape) if needs_weight else None
+        dweight = None
+        if needs_weight:
+            x = kept[0] if ctx.again is None else ctx.again()
+            dweight = weight_gradient(x, dy).view(weight.shape)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
-        return dx, dweight, dbias, None
+        return dx, dweight, dbias, None, None
 
 
 class _Probed(torch.autograd.Function):
@@ -100,13 +107,21 @@ class Linear(SplitModule):
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
         self.group = group
 
-    def local_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool) -> Tensor:
-        """x W^T [..., out], output axes flattened into one. The bias gets its gradient here even if added later."""
+    def local_product(
+        self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None = None
+    ) -> Tensor:
+        """x W^T [..., out], output axes flattened into one. The bias gets its gradient here even if added later.
+
+        again: makes x again for the gradient of W, so that x need not be kept.
+        """
         if tape is None:
-            return _Fused.apply(x, self.weight, self.bias, add_bias)
+            return _Fused.apply(x, self.weight, self.bias, add_bias, again)
         width = self.weight.numel() // self.weight.shape[-1]
         record = tape.record(self, (*x.shape[:-1], width), x)
-        record.saved = (x.detach(),)
+        if again is None:
+            record.saved = (x.detach(),)
+        else:
+            record.saved, record.again = again.sources, again
         bias = self.bias.detach() if self.bias is not None and add_bias else None
         return _Probed.apply(x, record.probe, self.weight.detach(), bias)
 
@@ -119,23 +134,23 @@ class Linear(SplitModule):
 class ColumnParallelLinear(Linear):
     """A linear layer whose outputs are shared out: every rank has the whole x and computes its own part of y."""
 
-    def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        """[..., in] to this rank's [..., out / size], output axes flattened."""
-        return self.local_product(copy_to_group(x, self.group), tape, add_bias=True)
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+        """[..., in] to this rank's [..., out / size], output axes flattened. again: as in `local_product`."""
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=True, again=again)
 
-    def without_bias(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+    def without_bias(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
         """What `forward` gives before the bias, which the caller adds, detached: its gradient is computed here."""
-        return self.local_product(copy_to_group(x, self.group), tape, add_bias=False)
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=False, again=again)
 
 
 class RowParallelLinear(Linear):
     """A linear layer whose inputs are shared out: the ranks' products are summed, then the bias is added once."""
 
-    def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        """This rank's [..., in / size] to the whole [..., out]."""
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+        """This rank's [..., in / size] to the whole [..., out]. again: as in `local_product`."""
         if self.group.size == 1:
-            return self.local_product(x, tape, add_bias=True)
-        y = reduce_from_group(self.local_product(x, tape, add_bias=False), self.group)
+            return self.local_product(x, tape, add_bias=True, again=again)
+        y = reduce_from_group(self.local_product(x, tape, add_bias=False, again=again), self.group)
         return y if self.bias is None else y + self.bias.detach()
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import Shapes, empty_parameter
+from megapipe.layers.remade import Remade
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
@@ -66,6 +67,7 @@ class Norm(SplitModule):
 
     shapes: of `weight` and `bias`. epsilon: added to the variance (mean square). kernels: runs the op.
     gradient_group: ranks that normalise different rows with one weight, so that its gradient is a sum over them.
+    recompute: whoever computes with the norm is to make it again, see `again`.
     """
 
     op: str
@@ -77,6 +79,7 @@ class Norm(SplitModule):
         self.epsilon = epsilon
         self.kernels = kernels
         self.gradient_group = gradient_group
+        self.recompute = False
 
     def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """[..., h] to [..., h]."""
@@ -99,6 +102,14 @@ class Norm(SplitModule):
         y, total, *statistics = _Probed.apply(x, residual, record.probe, self, *detached)
         record.saved = (total.detach(), *statistics)
         return y, total
+
+    def again(self, x: Tensor) -> Remade | None:
+        """How to make the norm of x (of `add`'s sum) again, where `recompute` says not to keep it."""
+        return Remade(self._normalised, (x.detach(),)) if self.recompute else None
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        y, _, _ = self.run(x, None, *self._parameters_in_order())
+        return y
 
     def run(
         self, x: Tensor, residual: Tensor | None, *parameters: Tensor

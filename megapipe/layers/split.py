@@ -8,7 +8,7 @@ autograd. Probes are inputs and saved tensors are outputs of the forward, so a c
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,12 +44,14 @@ class SplitError(RuntimeError):
 class Record:
     """One use of a module: the probe behind its output, and the detached tensors that its weight half needs.
 
-    probe: a leaf, or the output's own place in the autograd graph.
+    probe: a leaf, or the output's own place in the autograd graph. again: makes the one tensor that the weight half
+    needs out of `saved`.
     """
 
     module: SplitModule
     probe: Tensor | GradientEdge
     saved: tuple[Tensor, ...] = ()
+    again: Callable[[], Tensor] | None = None
 
 
 def unsplit_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -114,7 +116,7 @@ class SplitTape:
     def emptied(self) -> "SplitTape":
         """This tape without the tensors that it keeps: good for `fresh_probes` alone."""
         for record in self._records:
-            record.saved = ()
+            record.saved, record.again = (), None
         return self
 
     @property
@@ -174,7 +176,8 @@ class SplitTape:
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             for record, gradient in reached:
-                for parameter, contribution in record.module.weight_half(record.saved, gradient):
+                saved = record.saved if record.again is None else (record.again(),)
+                for parameter, contribution in record.module.weight_half(saved, gradient):
                     key = id(parameter)
                     uses_left[key] -= 1
                     total = sums.pop(key) + contribution if key in sums else contribution

@@ -64,8 +64,9 @@ class BertBlock(Block):
             return super().forward(hidden, context)
         tape = context.tape
         update = self.attention(hidden, context)
-        hidden = self.attention_norm(_added(self.attention_dropout, update, hidden, context), tape)
-        update = self.mlp(hidden, tape)
+        added = _added(self.attention_dropout, update, hidden, context)
+        hidden = self.attention_norm(added, tape)
+        update = self.mlp(hidden, tape, self.attention_norm.again(added))
         return (self.mlp_norm(_added(self.mlp_dropout, update, hidden, context), tape),)
 
 

@@ -1,8 +1,11 @@
 """GPT as a list of layers: embedding, blocks, head. GPT-2/3, Llama, Mistral and Qwen shapes come from one block."""
 
+from collections.abc import Collection
+
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.parameters import LayerSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
@@ -51,16 +54,22 @@ class Block(nn.Module):
         self.mlp = MLP(model, within(shapes, "mlp"), group, kernels)
         self.mlp_dropout = Dropout(model.hidden_dropout, mlp_output_site, kernels)
 
+    def recompute(self, parts: Collection[RecomputedPart]) -> None:
+        """Have the backward make these again rather than find them kept; same bits."""
+        self.attention.recompute = "attention" in parts
+        self.mlp.recompute = "mlp" in parts
+        self.attention_norm.recompute = self.mlp_norm.recompute = "norms" in parts
+
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
         tape = context.tape
-        update = self.attention(self.attention_norm(hidden, tape), context)
+        update = self.attention(self.attention_norm(hidden, tape), context, self.attention_norm.again(hidden))
         if self.attention_dropout.active(context):
             hidden = self.attention_dropout.add(update, hidden, context)
             normalised = self.mlp_norm(hidden, tape)
         else:
             normalised, hidden = self.mlp_norm.add(update, hidden, tape)
-        update = self.mlp(normalised, tape)
+        update = self.mlp(normalised, tape, self.mlp_norm.again(hidden))
         if self.mlp_dropout.active(context):
             return (self.mlp_dropout.add(update, hidden, context),)
         return (hidden + update,)

@@ -28,7 +28,7 @@ def kernel_uses(
         uses.append(KernelUse("rms_norm", dtype, head))
     if model.positions == "rotary":
         uses.append(KernelUse("rotary", dtype, head))
-    if _unfused(model, dtype, device, sequence_length):
+    if runs_unfused(model, dtype, device, sequence_length):
         uses.append(KernelUse("attention_probabilities", dtype, head))
     if model.attention_dropout:
         uses.append(KernelUse("dropout", dtype, sequence_length))
@@ -43,7 +43,8 @@ def kernel_uses(
     return [*uses, KernelUse("linear_cross_entropy", dtype, hidden)]
 
 
-def _unfused(model: ModelConfig, dtype: torch.dtype, device: str, sequence_length: int) -> bool:
+def runs_unfused(model: ModelConfig, dtype: torch.dtype, device: str, sequence_length: int) -> bool:
+    """Whether attention takes the path that keeps its weights, documents that are kept apart by blocks set aside."""
     if model.attention == "auto":
         return model.attention_dropout > 0 or choose_path(device, dtype, sequence_length) == "unfused"
     return model.attention == "unfused"

@@ -1,13 +1,13 @@
 """From a configuration, a mesh and a schedule to this rank's stages: the one place where model and layout meet."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.recompute import RecomputeConfig, RecomputedPart
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.compute import layer_flops
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
@@ -48,7 +48,7 @@ class StageLayout:
     def recomputed(self, config: RecomputeConfig) -> list[list[range]]:
         """Per stage, the runs of units that are computed again: blocks alone, `every` at a time. Embeddings keep
         nothing of note, and the backward of a head follows its forward."""
-        if config.method == "none":
+        if config.method != "full":
             return []
         found = []
         for members in self.ranges:
@@ -137,6 +137,15 @@ class Assembly:
         )
         state.initialize(self._config.training.seed)
         return state
+
+
+def recompute_parts(stages: Iterable[Stage], parts: Collection[RecomputedPart]) -> None:
+    """Let the transformer blocks of these stages make some of their activations again in their backward."""
+    for stage in stages:
+        for unit in stage.units:
+            for twin in unit:
+                if isinstance(twin, Block):
+                    twin.recompute(parts)
 
 
 def compile_blocks(stages: Iterable[Stage]) -> None:

@@ -10,7 +10,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
 from megapipe.layers.document_blocks import why_a_mask
-from megapipe.models.gpt_kernels import KernelUse
+from megapipe.models.gpt_kernels import KernelUse, runs_unfused
 from megapipe.training.assemble import DTYPES
 from megapipe.training.families import family_of
 
@@ -61,6 +61,17 @@ def document_attention(config: PretrainConfig, device: torch.device) -> str | No
     if config.model.attention == "flex":
         raise ConfigError(f"model.attention is 'flex', but {reason}; set model.attention to auto")
     return f"attention within documents: a mask [samples, tokens, tokens] ({reason})"
+
+
+def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
+    """That there is nothing to make again of attention where recompute.parts asks for it, in words; None otherwise."""
+    if config.recompute.method != "selective" or "attention" not in config.recompute.parts:
+        return None
+    blocks = config.data.isolate_documents and why_a_mask(config.model, device.type) is None
+    dtype = DTYPES[config.training.precision]
+    if not blocks and runs_unfused(config.model, dtype, device.type, config.data.sequence_length):
+        return None
+    return "recompute.parts attention: attention runs fused here and keeps no weights that could be made again"
 
 
 def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
-from megapipe.training.assemble import Assembly, compile_blocks, lay_out
+from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts
 from megapipe.training.families import family_of
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.validate import num_microbatches
@@ -43,6 +43,8 @@ class Replica:
         self.kernels = OPS.with_overrides(config.kernels.backends)
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels)
         self.stages: dict[int, Stage] = assembly.stages()
+        if config.recompute.method == "selective":
+            recompute_parts(self.stages.values(), config.recompute.parts)
         if config.training.compile:
             compile_blocks(self.stages.values())
         self.optimizer = make_optimizer(config.optimizer, self.kernels)

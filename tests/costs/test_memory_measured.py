@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.bert import bert_layers
 from megapipe.costs.bert_memory import bert_activation_bytes
 from megapipe.costs.gpt import gpt_layers
@@ -15,7 +16,7 @@ from megapipe.costs.memory import activation_bytes
 from megapipe.costs.parameters import LayerSpec
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.models import bert
-from megapipe.models.gpt import build_layer
+from megapipe.models.gpt import Block, build_layer
 from megapipe.parallel.groups import SoloGroup
 
 SEQUENCE = 32
@@ -50,10 +51,18 @@ def bound_layer(model: ModelConfig, layer: LayerSpec, dtype: torch.dtype, recomp
 
 
 def saved_bytes(
-    model: ModelConfig, layer: LayerSpec, micro_size: int, dtype: torch.dtype, recompute_logits: bool = False
+    model: ModelConfig,
+    layer: LayerSpec,
+    micro_size: int,
+    dtype: torch.dtype,
+    recompute_logits: bool = False,
+    recompute: list[RecomputedPart] | None = None,
 ) -> int:
     """Bytes of all storages that autograd keeps, parameters and integer tensors (the micro-batch's own) apart."""
     module = bound_layer(model, layer, dtype, recompute_logits)
+    if recompute is not None:
+        assert isinstance(module, Block)
+        module.recompute(recompute)
     known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     tokens = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
     context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(micro_size))
@@ -140,6 +149,26 @@ def test_every_layer_of_a_bert_keeps_what_is_predicted(
     for layer in bert_layers(model):
         predicted = bert_activation_bytes(model, layer, micro_size, SEQUENCE, HIDDEN_TOKENS, precision, attention)
         assert saved_bytes(model, layer, micro_size, DTYPES[precision]) == predicted, layer.name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "unfused"])
+@pytest.mark.parametrize("parts", [["attention"], ["mlp"], ["norms"], ["attention", "mlp", "norms"]], ids="+".join)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_keeps_no_part_that_it_makes_again(
+    shape: str,
+    parts: list[RecomputedPart],
+    attention: Literal["sdpa", "unfused"],
+    precision: Literal["fp32", "bf16"],
+) -> None:
+    model = ModelConfig(
+        vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4, attention=attention, **SHAPES[shape]
+    )
+    if shape == "gpt2-dropout" and attention == "unfused":
+        model.attention_dropout = 0.1
+    block = gpt_layers(model)[1]
+    measured = saved_bytes(model, block, 3, DTYPES[precision], recompute=parts) - shared_bytes(model, block)
+    assert measured == activation_bytes(model, block, 3, SEQUENCE, precision, attention, recompute=parts)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

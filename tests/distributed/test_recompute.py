@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
@@ -18,9 +20,10 @@ from megapipe.schedules import build
 from megapipe.schedules.command.main import main
 from megapipe.schedules.text import dumps
 from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.kernel_choices import attention_kept
 from megapipe.training.replica import Replica
 from megapipe.training.validate import validate
-from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
+from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_close
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt, write_shard
 from tests.support.launch import launch
@@ -58,6 +61,7 @@ def kept(corpus: str, model: str, schedule: str = "1f1b", pipeline: int = 1) -> 
 
 
 FULL = {"method": "full"}
+SELECTIVE = {"method": "selective"}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"name": "gpipe"}, FULL),
     ({"name": "1f1b"}, FULL),
@@ -68,6 +72,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"name": "1f1b", "two_bp": True}, {**FULL, "every": 2}),
     ({"name": "zb_h1"}, FULL),
     ({"name": "zb_v"}, {**FULL, "every": 2}),
+    ({"name": "1f1b"}, SELECTIVE),
+    ({"name": "zb_h1"}, SELECTIVE),
+    ({"name": "1f1b", "two_bp": True}, {**SELECTIVE, "parts": ["norms"]}),
 ]
 
 
@@ -103,13 +110,13 @@ def fed(mesh: Mesh, config: PretrainConfig) -> list[tuple[float, float]]:
     return [(result.loss, result.gradient_norm) for result in results]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_bert_runs_again_too(tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize("model", [PRE_NORM, POST_NORM], ids=["pre", "post"])
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", FULL), ("zb_h1", FULL), ("zb_h1", SELECTIVE)], ids=str)
+def test_bert_runs_again_too(tmp_path: Path, schedule: str, recompute: dict[str, Any], model: BertModelConfig) -> None:
     layout, data = {"pipeline": 2}, write_corpus(tmp_path)
-    config = make_bert_config(data, PRE_NORM, parallel=layout, schedule={"name": schedule}, recompute=FULL)
-    check_bits(
-        run_mesh(layout, run_gpt, config, STEPS), run_mesh({}, run_gpt, make_bert_config(data, PRE_NORM), STEPS)[0]
-    )
+    config = make_bert_config(data, model, parallel=layout, schedule={"name": schedule}, recompute=recompute)
+    (expected,) = run_mesh({}, run_gpt, make_bert_config(data, model), STEPS)
+    check_bits(run_mesh(layout, run_gpt, config, STEPS), expected)
 
 
 def test_a_traced_run_is_laid_over(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,13 +127,26 @@ def test_a_traced_run_is_laid_over(tmp_path: Path, corpus: str, capsys: pytest.C
     assert "recompute" in capsys.readouterr().out
 
 
+def test_what_is_kept_is_told(corpus: str) -> None:
+    config = config_of(corpus, "llama-untied", {}, SELECTIVE)
+    cpu = torch.device("cpu")
+    assert "runs fused here" in str(attention_kept(config, cpu))
+    for other in ({**SELECTIVE, "parts": ["mlp"]}, FULL):
+        assert attention_kept(replace(config, recompute=RecomputeConfig(**other)), cpu) is None
+    assert attention_kept(replace(config, model=replace(config.model, attention="unfused")), cpu) is None
+    config.training = replace(config.training, compile=True)
+    with pytest.raises(ConfigError, match=r"selective does not go with training.compile"):
+        validate(config, 1)
+
+
 def test_what_cannot_run_again_is_told(tmp_path: Path) -> None:
     file = tmp_path / "schedule.txt"
     file.write_text(dumps(build("1f1b", 1, 8, units_per_stage=[6])))
     for recompute, schedule, message in (
         ({"every": 0}, {}, r"recompute.every is 0; it must be at least 1"),
         ({**FULL, "num_blocks": 0}, {}, r"recompute.num_blocks is 0"),
-        ({"every": 2}, {}, r"need recompute.method full; set it"),
+        ({**SELECTIVE, "parts": []}, {}, r"recompute.parts is empty"),
+        ({**SELECTIVE, "every": 2}, {}, r"need recompute.method full; set it"),
         (FULL, {"name": "1f1b", "file": str(file)}, r"is lowered and says by itself what runs again"),
     ):
         config = config_of("corpus", "gpt2-tied-dropout", {}, recompute, **schedule)

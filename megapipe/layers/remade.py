@@ -1,0 +1,48 @@
+"""Tensors that a backward makes again from what is kept anyway (Korthikanti et al. 2022, 2205.05198, section 5)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Remade:
+    """How to make a tensor again, with the same bits.
+
+    make: pure. sources: what it takes, cut out of the graph; others keep them for their own backward.
+    """
+
+    make: Callable[..., Tensor]
+    sources: tuple[Tensor, ...]
+
+    def __call__(self) -> Tensor:
+        """The tensor."""
+        with torch.no_grad():
+            return self.make(*self.sources)
+
+
+class _RunAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.function = function
+        return function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            output = ctx.function(*leaves)
+        return None, *torch.autograd.grad(output, leaves, gradient)
+
+
+def run_again(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`function` of tensors that all require grad, keeping them alone: the backward runs it again.
+
+    function: without parameters, with the same bits every time.
+    """
+    output: Tensor = _RunAgain.apply(function, *tensors)
+    return output
