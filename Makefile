@@ -10,14 +10,14 @@ BIN := .venv/bin
 .PHONY: help setup quickstart quickstart-bert test test-slow gpu-check lint docs format clean
 
 help:
-	@echo "make quickstart  tokenize real text, train a GPT in a two-rank pipeline, resume, sample"
+	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample"
 	@echo "make quickstart-bert  the same for a BERT: sentences, masked tokens, gaps filled in"
-	@echo "make test        fast tests, under 15 minutes on two cores"
-	@echo "make test-slow   the rest"
-	@echo "make gpu-check   GPU tests and benchmarks, on a machine with one"
-	@echo "make lint        ruff, mypy, import-linter"
-	@echo "make docs        API reference in build/docs"
-	@echo "make setup       only the environment, in .venv"
+	@echo "make test             fast tests, under 15 minutes on two cores"
+	@echo "make test-slow        the rest"
+	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one"
+	@echo "make lint             ruff, mypy, import-linter"
+	@echo "make docs             API reference in build/docs"
+	@echo "make setup            only the environment, in .venv"
 
 .venv/.ready: setup.py constraints-cpu.txt
 	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) has no venv module (Debian: apt-get install python3-venv)"; exit 1; }

@@ -36,7 +36,7 @@ from tests.support.meshes import run_mesh, run_threads
 MODELS = {
     "post-norm": POST_NORM,
     "pre-norm-dropout": PRE_NORM,
-    "masked-tokens-alone": replace(POST_NORM, sentence_head=False, tie_embeddings=False),
+    "masked-tokens-alone": replace(POST_NORM, sentence_head=False, tie_embeddings=False, positions="rotary"),
 }
 SLOWER = pytest.mark.slow
 MORE_MODELS = [
