@@ -1,5 +1,6 @@
 """Memory-mapped reader of one .bin/.idx shard. Opening costs the same for one document and for a billion."""
 
+import mmap
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self._map_index(idx_path(prefix), float_tokens)
         self._map_tokens(bin_path(prefix))
+        self._expect("MADV_NORMAL")
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -66,20 +68,35 @@ class IndexedDataset:
         last = bisect_left(self.document_indices, high)
         return np.unique(self.sequence_offsets[self.document_indices[first:last]] // item)
 
+    def search_index(self) -> None:
+        """Says that the index will be searched here and there, not read from front to back.
+
+        The kernel then reads the page that a search touches and not, as it would guess, the hundreds behind it.
+        """
+        self._expect("MADV_RANDOM")
+
+    def _expect(self, advice: str) -> None:
+        if hasattr(mmap, advice):
+            self._index.madvise(getattr(mmap, advice))
+
     def _map_index(self, path: Path, float_tokens: FloatTokens | None) -> None:
         if not path.is_file():
             raise DataError(f"{path} does not exist: give the prefix of a shard without .bin or .idx{_suggest(path)}")
         size = path.stat().st_size
+        if not size:
+            parse_header(path, b"")
         with path.open("rb") as file:
-            self.dtype, self.num_sequences, self.num_documents = parse_header(
-                path, file.read(HEADER.size), float_tokens
-            )
+            self._index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._expect("MADV_RANDOM")
+        self.dtype, self.num_sequences, self.num_documents = parse_header(
+            path, self._index[: HEADER.size], float_tokens
+        )
         shapes = [("<i4", self.num_sequences), ("<i8", self.num_sequences), ("<i8", self.num_documents + 1)]
         expected = HEADER.size + sum(np.dtype(kind).itemsize * count for kind, count in shapes)
         if size != expected:
             raise DataError(_wrong_index_size(path, size, expected, self.num_sequences))
         # As plain arrays, because numpy's memmap class makes every access several times slower.
-        mapped = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        mapped = np.frombuffer(self._index, dtype=np.uint8)
         arrays, position = [], HEADER.size
         for kind, count in shapes:
             stop = position + np.dtype(kind).itemsize * count

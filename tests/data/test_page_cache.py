@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from megapipe.data import page_cache
+from megapipe.data.index_writer import ShardWriter
+from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.page_cache import drop_from_page_cache, memory_for_files, resident_share
+from megapipe.data.shard_format import idx_path
 
 PAGES = 300
 
@@ -58,6 +61,25 @@ def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) ->
         while opened.read(mmap.PAGESIZE):
             pass
     assert resident_share([file]) == pytest.approx(0.5, abs=0.2)
+
+
+def test_a_search_of_an_index_reads_the_pages_it_touches(tmp_path: Path) -> None:
+    """And not the hundreds behind each that the kernel reads ahead of a file that is read from front to back."""
+    prefix = tmp_path / "shard"
+    with ShardWriter(prefix, np.dtype("<u2")) as writer:
+        for _ in range(100_000):
+            writer.add_document([[1]])
+        writer.commit()
+    index = idx_path(prefix)
+    if not made_cold(index):
+        pytest.skip("this folder's file system keeps its files in memory")
+    shard = IndexedDataset(prefix)
+    shard.search_index()
+    for position in (10_000, 50_000, 90_000):
+        assert shard.document_starts_between(position - 1, position + 2).tolist() == [position, position + 1]
+    pages = index.stat().st_size / mmap.PAGESIZE
+    assert pages > 400
+    assert resident_share([index]) * pages <= 100
 
 
 def test_files_count_by_their_pages(file: Path, tmp_path: Path) -> None:
