@@ -102,6 +102,19 @@ def test_files_that_stay_in_memory_are_not_called_cold(config: Path, monkeypatch
     assert found["seconds_per_step"]["cold"] is None
 
 
+def test_a_corpus_that_one_read_brings_in_is_told(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In memory after the first drop, before the second and after it."""
+    shares = iter([0.0, 0.9, 0.0])
+    monkeypatch.setattr(stall_measurement, "resident_share", lambda paths: next(shares))
+    found = stalls(config, "--ingestion-tokens-per-second", "1e6")
+    assert found["resident_share_after_a_cold_run"] == 0.9
+    assert found["storage_not_measured"] is None
+    assert found["seconds_per_step"]["cold"] is not None
+    assert "note: 90% of the shards were in memory after a run from storage" in capsys.readouterr().out
+
+
 def test_a_system_without_the_call_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(page_cache.os, "posix_fadvise")
     shards = ColdShards((write_shard(tmp_path),))
