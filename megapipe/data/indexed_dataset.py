@@ -29,7 +29,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self._map_index(idx_path(prefix), float_tokens)
         self._map_tokens(bin_path(prefix))
-        self._expect("MADV_NORMAL")
+        _advise(self._index, "MADV_NORMAL")
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -73,11 +73,19 @@ class IndexedDataset:
 
         The kernel then reads the page that a search touches and not, as it would guess, the hundreds behind it.
         """
-        self._expect("MADV_RANDOM")
+        _advise(self._index, "MADV_RANDOM")
 
-    def _expect(self, advice: str) -> None:
-        if hasattr(mmap, advice):
-            self._index.madvise(getattr(mmap, advice))
+    def scatter(self) -> None:
+        """Says the same of the tokens, which are then to be read by `window`."""
+        self._scattered = self._tokens is not None and _advise(self._tokens, "MADV_RANDOM")
+
+    def window(self, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end), in the shard's dtype; after `scatter`, its pages are asked for together."""
+        if self._scattered and self._tokens is not None:
+            item = self.dtype.itemsize
+            first = begin * item // mmap.PAGESIZE * mmap.PAGESIZE
+            self._tokens.madvise(mmap.MADV_WILLNEED, first, end * item - first)
+        return self.tokens[begin:end]
 
     def _map_index(self, path: Path, float_tokens: FloatTokens | None) -> None:
         if not path.is_file():
@@ -87,7 +95,7 @@ class IndexedDataset:
             parse_header(path, b"")
         with path.open("rb") as file:
             self._index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._expect("MADV_RANDOM")
+        _advise(self._index, "MADV_RANDOM")
         self.dtype, self.num_sequences, self.num_documents = parse_header(
             path, self._index[: HEADER.size], float_tokens
         )
@@ -124,9 +132,20 @@ class IndexedDataset:
             raise DataError(
                 f"{path} has {size} bytes, but its index describes {expected}: the two files are not one shard's"
             )
-        # An empty file cannot be mapped.
-        mapped = np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray) if size else None
-        self.tokens: np.ndarray = np.empty(0, dtype=self.dtype) if mapped is None else mapped
+        self._tokens: mmap.mmap | None = None
+        self._scattered = False
+        if size:  # an empty file cannot be mapped
+            with path.open("rb") as file:
+                self._tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tokens: np.ndarray = np.frombuffer(self._tokens or b"", dtype=self.dtype)
+
+
+def _advise(mapped: mmap.mmap, advice: str) -> bool:
+    """Tell the kernel how a file will be read; whether the system takes such advice."""
+    if not hasattr(mmap, advice):
+        return False
+    mapped.madvise(getattr(mmap, advice))
+    return True
 
 
 def _wrong_index_size(path: Path, size: int, expected: int, num_sequences: int) -> str:

@@ -45,6 +45,8 @@ class GptSamples:
         self.shards, self.manifests = open_shards(paths, vocabulary_size)
         for shard in self.shards:
             shard.search_index()
+            if shuffle:
+                shard.scatter()
         num_documents = sum(shard.num_documents for shard in self.shards)
         documents = split_documents(num_documents, shares)[split]
         self.sequence_length = sequence_length

@@ -55,6 +55,7 @@ class ComputedShard(IndexedDataset):
         self.sequence_offsets: Any = self.offsets
         self.document_indices: Any = self.indices
         self.tokens: Any = ZeroTokens()
+        self._tokens, self._scattered = None, False
 
     def search_index(self) -> None:
         """No file, no pages."""

@@ -10,8 +10,11 @@ import pytest
 from megapipe.data import page_cache
 from megapipe.data.index_writer import ShardWriter
 from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.packed_samples import PackedSamples
 from megapipe.data.page_cache import drop_from_page_cache, memory_for_files, resident_share
-from megapipe.data.shard_format import idx_path
+from megapipe.data.samples import GptSamples
+from megapipe.data.shard_format import bin_path, idx_path
+from tests.data.shards import write_shard
 
 PAGES = 300
 
@@ -80,6 +83,21 @@ def test_a_search_of_an_index_reads_the_pages_it_touches(tmp_path: Path) -> None
     pages = index.stat().st_size / mmap.PAGESIZE
     assert pages > 400
     assert resident_share([index]) * pages <= 100
+
+
+@pytest.mark.parametrize("kind", [GptSamples, PackedSamples])
+def test_shuffled_samples_read_their_own_pages(tmp_path: Path, kind: type[GptSamples | PackedSamples]) -> None:
+    """And not what the kernel reads ahead, as much as the whole shard for a few samples."""
+    prefix = write_shard(tmp_path / "shard", [[list(range(2000))]] * 2000)
+    tokens = bin_path(prefix)
+    if not made_cold(tokens):
+        pytest.skip("this folder's file system keeps its files in memory")
+    samples = kind(prefix, split="train", shares="1", sequence_length=2048, seed=3)
+    drawn = samples.tokens(np.arange(20))
+    pages = tokens.stat().st_size / mmap.PAGESIZE
+    assert pages > 1900
+    assert resident_share([tokens]) * pages <= 20 * 3  # of 2 pages, across 3
+    assert np.array_equal(drawn, samples.tokens(np.arange(20)))
 
 
 def test_files_count_by_their_pages(file: Path, tmp_path: Path) -> None:
