@@ -284,7 +284,7 @@ def main() -> int:
         print(f"{loader}: {rate:,.1f} million tokens/s")
     for row in documents:
         print(
-            f"{row['documents']:.0e} documents: start {row['start_ms']:.1f} ms with a cold index, documents of a sample "
+            f"{row['documents']:.0e} documents: start {row['start_ms']:.1f} ms, index cold, documents of a sample "
             f"{row['boundaries_us']:.1f} us, {row['memory_bytes'] / 1e6:.1f} MB of memory, "
             f"{row['index_bytes_read'] / 1e6:,.1f} of {row['index_bytes'] / 1e6:,.1f} MB of the index read"
         )

@@ -1,5 +1,6 @@
 """Memory-mapped reader of one .bin/.idx shard. Opening costs the same for one document and for a billion."""
 
+import mmap
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self._map_index(idx_path(prefix), float_tokens)
         self._map_tokens(bin_path(prefix))
+        _advise(self._index, "MADV_NORMAL")
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -66,20 +68,43 @@ class IndexedDataset:
         last = bisect_left(self.document_indices, high)
         return np.unique(self.sequence_offsets[self.document_indices[first:last]] // item)
 
+    def search_index(self) -> None:
+        """Says that the index will be searched here and there, not read from front to back.
+
+        The kernel then reads the page that a search touches and not, as it would guess, the hundreds behind it.
+        """
+        _advise(self._index, "MADV_RANDOM")
+
+    def scatter(self) -> None:
+        """Says the same of the tokens, which are then to be read by `window`."""
+        self._scattered = self._tokens is not None and _advise(self._tokens, "MADV_RANDOM")
+
+    def window(self, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end), in the shard's dtype; after `scatter`, its pages are asked for together."""
+        if self._scattered and self._tokens is not None:
+            item = self.dtype.itemsize
+            first = begin * item // mmap.PAGESIZE * mmap.PAGESIZE
+            self._tokens.madvise(mmap.MADV_WILLNEED, first, end * item - first)
+        return self.tokens[begin:end]
+
     def _map_index(self, path: Path, float_tokens: FloatTokens | None) -> None:
         if not path.is_file():
             raise DataError(f"{path} does not exist: give the prefix of a shard without .bin or .idx{_suggest(path)}")
         size = path.stat().st_size
+        if not size:
+            parse_header(path, b"")
         with path.open("rb") as file:
-            self.dtype, self.num_sequences, self.num_documents = parse_header(
-                path, file.read(HEADER.size), float_tokens
-            )
+            self._index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        _advise(self._index, "MADV_RANDOM")
+        self.dtype, self.num_sequences, self.num_documents = parse_header(
+            path, self._index[: HEADER.size], float_tokens
+        )
         shapes = [("<i4", self.num_sequences), ("<i8", self.num_sequences), ("<i8", self.num_documents + 1)]
         expected = HEADER.size + sum(np.dtype(kind).itemsize * count for kind, count in shapes)
         if size != expected:
             raise DataError(_wrong_index_size(path, size, expected, self.num_sequences))
         # As plain arrays, because numpy's memmap class makes every access several times slower.
-        mapped = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        mapped = np.frombuffer(self._index, dtype=np.uint8)
         arrays, position = [], HEADER.size
         for kind, count in shapes:
             stop = position + np.dtype(kind).itemsize * count
@@ -107,9 +132,20 @@ class IndexedDataset:
             raise DataError(
                 f"{path} has {size} bytes, but its index describes {expected}: the two files are not one shard's"
             )
-        # An empty file cannot be mapped.
-        mapped = np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray) if size else None
-        self.tokens: np.ndarray = np.empty(0, dtype=self.dtype) if mapped is None else mapped
+        self._tokens: mmap.mmap | None = None
+        self._scattered = False
+        if size:  # an empty file cannot be mapped
+            with path.open("rb") as file:
+                self._tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tokens: np.ndarray = np.frombuffer(self._tokens or b"", dtype=self.dtype)
+
+
+def _advise(mapped: mmap.mmap, advice: str) -> bool:
+    """Tell the kernel how a file will be read; whether the system takes such advice."""
+    if not hasattr(mmap, advice):
+        return False
+    mapped.madvise(getattr(mmap, advice))
+    return True
 
 
 def _wrong_index_size(path: Path, size: int, expected: int, num_sequences: int) -> str:

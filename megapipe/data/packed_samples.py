@@ -60,6 +60,8 @@ class PackedSamples:
         self._starts, self._sizes = starts[by_bin], sizes[by_bin]
         self._firsts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
         self._labels = np.append(np.add.reduceat(self._sizes, self._firsts[:-1]) - 1, 0)
+        if shuffle:
+            self._shard.scatter()
         self._order = EpochOrder(len(self._firsts) - 1, seed, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -78,7 +80,7 @@ class PackedSamples:
             place = 0
             for piece in self._pieces_of(number):
                 start, size = int(self._starts[piece]), int(self._sizes[piece])
-                part = self._shard.tokens[start : start + size]
+                part = self._shard.window(start, start + size)
                 unknown = unknown_id(part, self.vocabulary_size)
                 if unknown is not None:
                     raise outside_vocabulary(self._shard, start + unknown, self.vocabulary_size)

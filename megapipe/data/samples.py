@@ -43,6 +43,10 @@ class GptSamples:
             raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
         paths = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
         self.shards, self.manifests = open_shards(paths, vocabulary_size)
+        for shard in self.shards:
+            shard.search_index()
+            if shuffle:
+                shard.scatter()
         num_documents = sum(shard.num_documents for shard in self.shards)
         documents = split_documents(num_documents, shares)[split]
         self.sequence_length = sequence_length

@@ -44,7 +44,7 @@ class TokenStream:
         """Tokens [start, start + count) of the stream: int64 [count]."""
         tokens = np.empty(count, dtype=np.int64)
         for shard, begin, end, position in self._pieces(start, count):
-            tokens[position : position + end - begin] = shard.tokens[begin:end]
+            tokens[position : position + end - begin] = shard.window(begin, end)
         return tokens
 
     def document_starts(self, start: int, count: int) -> np.ndarray:

@@ -54,11 +54,16 @@ class ModelHere:
 
 
 class ColdShards:
-    """Empties the page cache of shards, and knows whether that worked."""
+    """Empties the page cache of shards, and knows whether that worked.
+
+    resident: share of the shards that memory still held then. read: share that it held when they were to be made cold
+    again, which is what a cold run read and what the kernel read ahead of it. why_not: why nothing was made cold.
+    """
 
     def __init__(self, prefixes: tuple[str, ...]) -> None:
         self._paths = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
         self.resident: float | None = None
+        self.read: float | None = None
         self.why_not: str | None = None
 
     @property
@@ -69,6 +74,8 @@ class ColdShards:
         """Whether the files are cold now."""
         gc.collect()  # a loader that is part of a cycle keeps them mapped
         try:
+            if self.resident is not None:
+                self.read = resident_share(self._paths)
             drop_from_page_cache(self._paths)
             self.resident = resident_share(self._paths)
         except OSError as error:
@@ -134,6 +141,7 @@ def measure_stalls(
         given_ingestion=given,
         not_cold=shards.why_not,
         resident_share=shards.resident,
+        read_share=shards.read,
         epochs=(num_steps + warm_up) * samples / num_samples,
         measurement=found,
     )

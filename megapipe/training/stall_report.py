@@ -16,6 +16,9 @@ from megapipe.training.stall_rates import (
 FAST = 1000.0
 """Beyond it a headroom says nothing more."""
 
+MUCH = 0.5
+"""Share of the shards beyond which a run that reads them from storage soon reads them from memory."""
+
 
 @dataclass(frozen=True)
 class StallReport:
@@ -24,7 +27,8 @@ class StallReport:
     prefixes: shards. corpus_bytes: of all their files. memory_bytes: that could cache files, None where unknown.
     samples, tokens: of a replica's step. num_replicas: data-parallel. given_ingestion: tokens a second of one replica
     where the model was not run. not_cold: why storage was not measured, else None. resident_share: of the shards'
-    pages, in memory after they were dropped. epochs: how much of the training split the steps read.
+    pages, in memory after they were dropped. read_share: of them, in memory after a cold run. epochs: how much of the
+    training split the steps read.
     """
 
     prefixes: tuple[str, ...]
@@ -38,6 +42,7 @@ class StallReport:
     given_ingestion: float | None
     not_cold: str | None
     resident_share: float | None
+    read_share: float | None
     epochs: float
     measurement: Measurement
 
@@ -66,6 +71,7 @@ class StallReport:
             "ingestion_was_given": self.given_ingestion is not None,
             "storage_not_measured": self.not_cold,
             "resident_share_after_dropping": self.resident_share,
+            "resident_share_after_a_cold_run": self.read_share,
             "tokens_per_second": {name: _finite(rate) for name, rate in by_name.items()},
             "samples_per_second": {
                 name: _finite(None if rate is None else rate * self.samples / self.tokens)
@@ -96,6 +102,11 @@ class StallReport:
             yield f"one of {self.num_replicas} data-parallel replicas; those of one host share its storage and cores"
         if self.epochs > 1:
             yield "note: the steps read some samples twice, and the second time from memory; give fewer with --steps"
+        if self.read_share is not None and self.read_share > MUCH:
+            yield (
+                f"note: {self.read_share:.0%} of the shards were in memory after a run from storage, so that its later "
+                "steps were warm; a larger corpus waits longer"
+            )
         yield ""
         yield from self._table()
         yield ""

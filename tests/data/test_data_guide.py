@@ -1,5 +1,6 @@
 """The commands of docs/data.md run as they are written."""
 
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) fo
 
 @pytest.mark.slow
 def test_every_command_runs(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 10
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for written in COMMANDS:
         command = written.replace("runs/data", str(tmp_path))
@@ -30,6 +31,7 @@ def test_every_command_runs(tmp_path: Path) -> None:
             timeout=300,
         )
         assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
+    assert json.loads((tmp_path / "stalls.json").read_text())["tokens_per_second"]["preparation"] > 0
     assert (tmp_path / "lengths.png").stat().st_size > 1000
     for kind in ("bin", "idx"):
         merged, original = (tmp_path / f"{name}.{kind}" for name in ("whole", "gpt_text_document"))

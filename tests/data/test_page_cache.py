@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from megapipe.data import page_cache
+from megapipe.data.index_writer import ShardWriter
+from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data.packed_samples import PackedSamples
 from megapipe.data.page_cache import drop_from_page_cache, memory_for_files, resident_share
+from megapipe.data.samples import GptSamples
+from megapipe.data.shard_format import bin_path, idx_path
+from tests.data.shards import write_shard
 
 PAGES = 300
 
@@ -58,6 +64,40 @@ def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) ->
         while opened.read(mmap.PAGESIZE):
             pass
     assert resident_share([file]) == pytest.approx(0.5, abs=0.2)
+
+
+def test_a_search_of_an_index_reads_the_pages_it_touches(tmp_path: Path) -> None:
+    """And not the hundreds behind each that the kernel reads ahead of a file that is read from front to back."""
+    prefix = tmp_path / "shard"
+    with ShardWriter(prefix, np.dtype("<u2")) as writer:
+        for _ in range(100_000):
+            writer.add_document([[1]])
+        writer.commit()
+    index = idx_path(prefix)
+    if not made_cold(index):
+        pytest.skip("this folder's file system keeps its files in memory")
+    shard = IndexedDataset(prefix)
+    shard.search_index()
+    for position in (10_000, 50_000, 90_000):
+        assert shard.document_starts_between(position - 1, position + 2).tolist() == [position, position + 1]
+    pages = index.stat().st_size / mmap.PAGESIZE
+    assert pages > 400
+    assert resident_share([index]) * pages <= 100
+
+
+@pytest.mark.parametrize("kind", [GptSamples, PackedSamples])
+def test_shuffled_samples_read_their_own_pages(tmp_path: Path, kind: type[GptSamples | PackedSamples]) -> None:
+    """And not what the kernel reads ahead, as much as the whole shard for a few samples."""
+    prefix = write_shard(tmp_path / "shard", [[list(range(2000))]] * 2000)
+    tokens = bin_path(prefix)
+    if not made_cold(tokens):
+        pytest.skip("this folder's file system keeps its files in memory")
+    samples = kind(prefix, split="train", shares="1", sequence_length=2048, seed=3)
+    drawn = samples.tokens(np.arange(20))
+    pages = tokens.stat().st_size / mmap.PAGESIZE
+    assert pages > 1900
+    assert resident_share([tokens]) * pages <= 20 * 3  # of 2 pages, across 3
+    assert np.array_equal(drawn, samples.tokens(np.arange(20)))
 
 
 def test_files_count_by_their_pages(file: Path, tmp_path: Path) -> None:

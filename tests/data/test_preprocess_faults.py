@@ -48,7 +48,7 @@ def test_an_interrupted_run_stops_its_workers_and_can_be_repeated(tmp_path: Path
 
 def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
     """A terminal sends it to every process of the command; a worker then imports, and would print where."""
-    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 200)
+    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 800)
     options = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "2"]
     command = [*TOOL, *options, "--output-prefix", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -145,5 +145,5 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while time.monotonic() < deadline:
         if condition():
             return
-        time.sleep(0.05)
+        time.sleep(0.01)
     pytest.fail("waited for 30 s")

@@ -1,5 +1,10 @@
 """A run that is stopped anywhere and goes on at another data-parallel size reads what an undisturbed one reads."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +12,9 @@ from hypothesis import strategies as st
 from megapipe.data.batches import MicrobatchSource
 from megapipe.data.blend import BlendedSamples
 from megapipe.data.blend_order import BlendOrder
+from megapipe.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleRule
+from megapipe.data.megatron_order import MegatronSamples
+from megapipe.data.packed_samples import PackedSamples
 from megapipe.data.sample_set import SampleSet
 from megapipe.data.samples import GptSamples
 from tests.data.shards import numbered_documents, write_shard
@@ -15,23 +23,29 @@ layouts = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))  # 
 Row = tuple[int, tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=["one corpus", "blend"])
-def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+def opened(folder: Path, kind: str) -> SampleSet:
     """Epochs of 17, 23 and 5 samples, so that runs of a few steps end in the middle of one."""
-    folder = tmp_path_factory.mktemp("resume")
-    corpora = [
-        GptSamples(
-            write_shard(folder / f"corpus{first}", numbered_documents(lengths, first)),
-            split="train",
-            shares="1",
-            sequence_length=4,
-            seed=11,
-        )
+    prefixes = [
+        write_shard(folder / f"corpus{first}", numbered_documents(lengths, first))
         for first, lengths in ((0, [30, 39]), (1000, [93]), (2000, [7, 9, 6]))
     ]
-    if request.param == "one corpus":
-        return corpora[0]
-    return BlendedSamples(corpora, BlendOrder([0.5, 0.3, 0.2]), repeats=True)
+    where: dict[str, Any] = {"split": "train", "shares": "1", "sequence_length": 4, "seed": 11}
+    if kind == "packed":
+        return PackedSamples(prefixes[2], **where)
+    if kind == "megatron":
+        return MegatronSamples(prefixes[0], **where, num_samples=600)
+    corpora = [GptSamples(prefix, **where) for prefix in prefixes]
+    if kind == "blend":
+        return BlendedSamples(corpora, BlendOrder([0.5, 0.3, 0.2]), repeats=True)
+    if kind == "fill in the middle":
+        marks = {"prefix": 9001, "suffix": 9002, "middle": 9003, "end_of_document": None}
+        return FillInTheMiddle(corpora[0], FillInTheMiddleRule(rate=0.7, suffix_first=0.5, **marks), seed=3)
+    return corpora[0]
+
+
+@pytest.fixture(scope="module", params=["one corpus", "blend", "packed", "fill in the middle", "megatron"])
+def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return opened(tmp_path_factory.mktemp("resume"), request.param)
 
 
 def read(samples: SampleSet, consumed: int, layout: tuple[int, int, int]) -> list[Row]:
@@ -58,8 +72,27 @@ def test_the_union_is_the_undisturbed_runs(samples: SampleSet, steps: list, star
     assert len({ordinal for ordinal, _ in seen}) == consumed - start
 
 
-def test_epochs_of_the_corpora_are_whole(samples: SampleSet) -> None:
+@settings(max_examples=15, deadline=None)
+@given(
+    microbatches=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 6)), min_size=1, max_size=30),
+    threads=st.integers(2, 4),
+)
+def test_any_number_of_threads_reads_the_same(
+    samples: SampleSet, microbatches: list[tuple[int, int]], threads: int
+) -> None:
+    ordinals = [np.arange(first, first + count) for first, count in microbatches]
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(samples.tokens, ordinals))
+        boundaries = list(pool.map(samples.boundaries, ordinals))
+    for numbers, tokens, begins in zip(ordinals, found, boundaries, strict=True):
+        assert np.array_equal(tokens, samples.tokens(numbers))
+        assert [each.tolist() for each in begins] == [each.tolist() for each in samples.boundaries(numbers)]
+
+
+@pytest.mark.parametrize("kind", ["one corpus", "blend"])
+def test_epochs_of_the_corpora_are_whole(tmp_path: Path, kind: str) -> None:
     """Of each corpus every window comes once before one comes again."""
+    samples = opened(tmp_path, kind)
     rows = [tokens for _, tokens in read(samples, 0, (2, 1, 200))]
     for first, per_epoch in ((0, 17), (1000, 23), (2000, 5)):
         mine = [tokens for tokens in rows if tokens[0] // 1000 == first // 1000]

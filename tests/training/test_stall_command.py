@@ -1,6 +1,8 @@
 """tools/data.py stalls, from a configuration to its table and its JSON."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from megapipe.training import stall_measurement
 from megapipe.training.sources import open_samples
 from megapipe.training.stall_command import main, read_config
 from megapipe.training.stall_measurement import ColdShards
+from tests.data.preprocess_runs import ROOT
 from tests.support.bert_runs import write_corpus
 from tests.support.gpt_runs import VOCABULARY, write_shard
 
@@ -102,6 +105,19 @@ def test_files_that_stay_in_memory_are_not_called_cold(config: Path, monkeypatch
     assert found["seconds_per_step"]["cold"] is None
 
 
+def test_a_corpus_that_one_read_brings_in_is_told(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In memory after the first drop, before the second and after it."""
+    shares = iter([0.0, 0.9, 0.0])
+    monkeypatch.setattr(stall_measurement, "resident_share", lambda paths: next(shares))
+    found = stalls(config, "--ingestion-tokens-per-second", "1e6")
+    assert found["resident_share_after_a_cold_run"] == 0.9
+    assert found["storage_not_measured"] is None
+    assert found["seconds_per_step"]["cold"] is not None
+    assert "note: 90% of the shards were in memory after a run from storage" in capsys.readouterr().out
+
+
 def test_a_system_without_the_call_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(page_cache.os, "posix_fadvise")
     shards = ColdShards((write_shard(tmp_path),))
@@ -154,3 +170,17 @@ def test_a_bert_is_measured_by_the_same_command(tmp_path: Path) -> None:
     assert min(found["tokens_per_second"][name] for name in ("ingestion", "preparation")) > 0
     given = stalls(config, "--ingestion-tokens-per-second", "1e6")
     assert given["tokens_per_second"]["ingestion"] == 1e6
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(["stalls", "--help"], "--ingestion-tokens-per-second"), (["-h"], "stalls")]
+)
+def test_help_imports_no_torch(words: list[str], told: str) -> None:
+    code = (
+        f"import sys, runpy; sys.argv = ['data.py', *{words!r}]\n"
+        "try: runpy.run_path('tools/data.py', run_name='__main__')\n"
+        "except SystemExit: sys.exit(3 if {'torch', 'numpy'} & set(sys.modules) else 0)\n"
+    )
+    helped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert helped.returncode == 0
+    assert told in helped.stdout
