@@ -70,7 +70,7 @@ def tests_parts() -> list[Part]:
     files = [str(path.relative_to(ROOT)) for path in marked]
     commands = {file: [*PYTEST, file] for file in files}
     if build_is_due():
-        commands[OF_CSRC] = ["sh", "-c", f"{shlex.join(BUILD)} && {shlex.join(commands[OF_CSRC])}"]
+        commands[OF_CSRC] = ["sh", "-c", f"MEGAPIPE_CUDA=1 {shlex.join(BUILD)} && {shlex.join(commands[OF_CSRC])}"]
     together = [commands[file] for file in files if file not in TIMED]
     return [Part("tests marked gpu", together, 150), Part("tests of clocks", [[*PYTEST, *TIMED]], 20)]
 
