@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-ALL_SECONDS = 470.0
+ALL_SECONDS = 460.0
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short")
 BUILD = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
 OF_CSRC = "tests/gpu/test_cuda_kernels.py"
@@ -72,7 +72,7 @@ def tests_parts() -> list[Part]:
     if build_is_due():
         commands[OF_CSRC] = ["sh", "-c", f"MEGAPIPE_CUDA=1 {shlex.join(BUILD)} && {shlex.join(commands[OF_CSRC])}"]
     together = [commands[file] for file in files if file not in TIMED]
-    return [Part("tests marked gpu", together, 150), Part("tests of clocks", [[*PYTEST, *TIMED]], 20)]
+    return [Part("tests marked gpu", together, 140), Part("tests of clocks", [[*PYTEST, *TIMED]], 20)]
 
 
 def build_is_due() -> bool:
