@@ -12,7 +12,7 @@ definition over the time taken, as a share of the device's measured copy speed.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 from kernel_speed_contest.case import Case, Size
 from kernel_speed_contest.cases import CASES
 from kernel_speed_contest.clock import Clock, measured_ceiling
-from kernel_speed_contest.race import Figure, run
+from kernel_speed_contest.race import Figure, failure_of, run
 from kernel_speed_contest.table import MEANINGLESS, Findings, document, summary, write
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,14 +34,22 @@ def sizes_of(case: Case, device: torch.device, quick: bool) -> Sequence[Size]:
     return [case.quick] if quick else case.sizes
 
 
-def measure(cases: Sequence[Case], device: torch.device, chosen: argparse.Namespace) -> Findings:
-    """Race after race until all are run or the time is up; each is told as it ends."""
+def measure(
+    cases: Sequence[Case],
+    device: torch.device,
+    chosen: argparse.Namespace,
+    keep: Callable[[Findings], object] = lambda findings: None,
+) -> Findings:
+    """Race after race until all are run or the time is up; each is told as it ends.
+
+    keep: gets what is found so far after each.
+    """
     deadline = time.monotonic() + chosen.seconds
     clock = Clock(device)
-    ceiling = measured_ceiling(clock)
     figures: list[Figure] = []
     absent: dict[str, str] = {}
-    left_out = []
+    left_out: list[str] = []
+    findings = Findings(figures, absent, left_out, measured_ceiling(clock), device)
     for case in cases:
         for size in sizes_of(case, device, chosen.quick):
             place = f"{case.name}, {size.rows} x {size.width}"
@@ -49,15 +57,19 @@ def measure(cases: Sequence[Case], device: torch.device, chosen: argparse.Namesp
                 left_out.append(f"{place}: the time was up")
                 continue
             try:
-                found, missing = run(case, size, clock, ceiling, chosen.repeats)
+                found, missing = run(case, size, clock, findings.ceiling, chosen.repeats)
             except torch.OutOfMemoryError:
                 left_out.append(f"{place}: its inputs need more memory than the device has")
+                continue
+            except Exception as error:  # whatever one race dies of, the others run on, and the document tells
+                left_out.append(f"{place}: {failure_of(error)}")
                 continue
             figures += found
             absent |= {name: why for name, why in missing.items() if name not in absent}
             for figure in found:
                 print(told(figure), flush=True)
-    return Findings(figures, absent, left_out, ceiling, device)
+            keep(findings)
+    return findings
 
 
 def told(figure: Figure) -> str:
@@ -101,7 +113,12 @@ def main() -> None:
     cases = [case for case in CASES if case.op in chosen.ops]
     if device.type != "cuda":
         print(MEANINGLESS)
-    findings = measure(cases, device, chosen)
+
+    def keep(findings: Findings) -> None:
+        if chosen.write is not None:
+            write(document(findings, cases), chosen.write, device)
+
+    findings = measure(cases, device, chosen, keep)
     text = document(findings, cases)
     print(text)
     if chosen.write is not None:

@@ -3,7 +3,7 @@
 All contestants have the same size, dtype, micro-batches, gradient clip and AdamW. On a processor they take turns, so
 that a change of the machine's load meets all of them, and a second part lays a two-rank megapipe pipeline beside one
 rank with as many threads. On a GPU the peers go through torch.compile, and each contestant has the memory to itself.
-The last line of the output is one JSON object.
+The last line of the output is one JSON object; on a GPU one comes after each contestant, with what is known by then.
 
     python benchmarks/train_step.py --repeats 9
     python benchmarks/train_step.py --device cuda --precision bf16 --models 124m 350m 1.3b
@@ -11,6 +11,9 @@ The last line of the output is one JSON object.
 
 import argparse
 import json
+import math
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,37 +21,46 @@ import torch
 from train_step_contest.contestants import Setting, configuration, contestants
 from train_step_contest.models import MODELS
 from train_step_contest.pipeline import ALONE, PIPELINE, pipeline_seconds
-from train_step_contest.timing import in_turns, one_by_one, paired_ratio, rates, ratio_to_best_peer, show, timed
+from train_step_contest.timing import Rate, in_turns, one_by_one, paired_ratio, rates, ratio_to_best_peer, show, timed
 
 from megapipe.costs.gpt import gpt_layers
 from megapipe.training.throughput import UtilisationMeter, device_peak
 
+Result = dict[str, Any]
 
-def measure(name: str, setting: Setting, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All contestants on one model, in this process."""
+
+def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Callable[[Result], None]) -> Result:
+    """All contestants on one model, in this process. tell: gets what is known after each that runs by itself."""
     print(f"{name}, {setting.precision}, {setting.device.type}", flush=True)
     makers = contestants(setting)
-    failures: dict[str, str] = {}
-    if setting.device.type == "cuda":
-        seconds, failures = one_by_one(makers, setting.device, chosen.repeats)
-    else:
-        steps = {contestant: build() for contestant, build in makers.items()}
-        turns = {each: lambda s=step: timed(s, setting.device) for each, step in steps.items()}
-        seconds = in_turns(turns, chosen.repeats)
     config = configuration(setting, 1, compiled=False)
     peak = device_peak(setting.device, setting.precision)
     meter = UtilisationMeter(config, gpt_layers(config.model), peak, 1)
     tokens = setting.training.num_tokens
-    found = rates(seconds, tokens, lambda elapsed: meter.mfu(tokens, elapsed))
-    ratio = ratio_to_best_peer(seconds)
-    show(f"{name}, {setting.precision}, {tokens} tokens a step, peak {peak}", found)
-    print(f"  megapipe over the best peer: {ratio}")
-    return {
-        "model": name,
-        "contestants": {each: asdict(rate) for each, rate in found.items()},
-        "failures": failures,
-        "ratio_to_best_peer": ratio,
-    }
+
+    def found_of(seconds: dict[str, list[float]]) -> dict[str, Rate]:
+        return rates(seconds, tokens, lambda elapsed: meter.mfu(tokens, elapsed))
+
+    def result(seconds: dict[str, list[float]], failures: dict[str, str]) -> Result:
+        return {
+            "model": name,
+            "contestants": {each: asdict(rate) for each, rate in found_of(seconds).items()},
+            "failures": dict(failures),
+            "ratio_to_best_peer": ratio_to_best_peer(seconds),
+        }
+
+    failures: dict[str, str] = {}
+    if setting.device.type == "cuda":
+        seconds, failures = one_by_one(
+            makers, setting.device, chosen.repeats, chosen.deadline, lambda *known: tell(result(*known))
+        )
+    else:
+        steps = {contestant: build() for contestant, build in makers.items()}
+        turns = {each: lambda s=step: timed(s, setting.device) for each, step in steps.items()}
+        seconds = in_turns(turns, chosen.repeats)
+    show(f"{name}, {setting.precision}, {tokens} tokens a step, peak {peak}", found_of(seconds))
+    print(f"  megapipe over the best peer: {ratio_to_best_peer(seconds)}")
+    return result(seconds, failures)
 
 
 def measure_pipeline(setting: Setting, repeats: int) -> dict[str, Any]:
@@ -70,8 +82,11 @@ def summary(results: list[dict[str, Any]]) -> str:
         if best is None:
             parts.append(f"{result['model']}: megapipe failed")
             continue
-        figure = f"{best['tokens_per_second']:,.0f} tokens/s, MFU {best['mfu']:.1%}"
-        parts.append(f"{result['model']}: {figure}, {result['ratio_to_best_peer']} of the best peer")
+        mfu = "unknown" if best["mfu"] is None else f"{best['mfu']:.1%}"
+        ratio = result["ratio_to_best_peer"]
+        beside = "no peer ran" if ratio is None else f"{ratio} of the best peer"
+        lost = f", without {', '.join(result['failures'])}" if result["failures"] else ""
+        parts.append(f"{result['model']}: {best['tokens_per_second']:,.0f} tokens/s, MFU {mfu}, {beside}{lost}")
     return "; ".join(parts)
 
 
@@ -85,11 +100,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="peers too; the default on a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of one process on the CPU")
     parser.add_argument("--repeats", type=int, default=9, help="at least 2")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="on a GPU: start no contestant later than this"
+    )
     found = parser.parse_args()
     if found.device == "cuda" and not on_gpu:
         parser.error("no NVIDIA GPU is visible to torch; take --device cpu")
     if found.repeats < 2:
         parser.error(f"--repeats is {found.repeats}; quartiles need at least 2")
+    found.deadline = time.monotonic() + found.seconds
     found.compile = found.device == "cuda" if found.compile is None else found.compile
     found.models = found.models or (["124m", "350m", "1.3b"] if found.device == "cuda" else ["5m"])
     return found
@@ -101,12 +120,21 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     device = torch.device(chosen.device)
     settings = {name: Setting(MODELS[name], chosen.precision, device, chosen.compile) for name in chosen.models}
-    results = [measure(name, setting, chosen) for name, setting in settings.items()]
-    facts: dict[str, Any] = {"benchmark": "train_step", "arguments": vars(chosen), "torch": torch.__version__}
-    facts |= {"models": results, "summary": summary(results)}
-    if device.type == "cpu":
-        facts["pipeline"] = measure_pipeline(settings[chosen.models[0]], chosen.repeats)
-    print(json.dumps(facts))
+    given = {name: value for name, value in vars(chosen).items() if name not in ("seconds", "deadline")}
+    results: list[Result] = []
+
+    def facts(known: list[Result]) -> Result:
+        about = {"benchmark": "train_step", "arguments": given, "torch": torch.__version__}
+        return {**about, "models": known, "summary": summary(known)}
+
+    for name, setting in settings.items():
+        results.append(
+            measure(name, setting, chosen, lambda known: print(json.dumps(facts([*results, known])), flush=True))
+        )
+    pipeline = (
+        {} if device.type == "cuda" else {"pipeline": measure_pipeline(settings[chosen.models[0]], chosen.repeats)}
+    )
+    print(json.dumps(facts(results) | pipeline))
 
 
 if __name__ == "__main__":

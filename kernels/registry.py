@@ -122,6 +122,14 @@ class Registry:
         }
         self._overrides = dict(overrides or {})
         self._choices: dict[tuple[str, str, torch.dtype, int], Choice] = {}
+
+        # A constant to a compiler, which guards its graphs on device, dtype and shape anyway. No method: torch 2.11
+        # wants constants for arguments.
+        @constant_when_compiled
+        def name_picked(op: str, device: str, dtype: torch.dtype, width: int) -> str:
+            return self.choice(op, device, dtype, width).backend
+
+        self._name_picked = name_picked
         for op, backend in self._overrides.items():
             names = [known.name for known in self._op(op).backends]
             if backend not in names:
@@ -143,7 +151,7 @@ class Registry:
 
         Raises KernelError for an unknown op, and when a demanded backend refuses the tensor.
         """
-        backend = _picked_name(self, op, tensor.device.type, tensor.dtype, tensor.shape[-1])
+        backend = self._name_picked(op, tensor.device.type, tensor.dtype, tensor.shape[-1])
         return self._modules[op, backend]
 
     def choice(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
@@ -180,9 +188,3 @@ class Registry:
         if name not in self._ops:
             raise KernelError(f"there is no op {name!r}{nearest(name, self._ops)}; ops are {', '.join(self._ops)}")
         return self._ops[name]
-
-
-@constant_when_compiled
-def _picked_name(registry: Registry, op: str, device: str, dtype: torch.dtype, width: int) -> str:
-    """A constant to a compiler, which guards its graphs on device, dtype and shape anyway."""
-    return registry.choice(op, device, dtype, width).backend

@@ -21,6 +21,11 @@ TORCH, COMPILED, LIGER = "torch", "torch.compile", "Liger"
 CONTESTANTS = (*BACKENDS, REFERENCE, TORCH, COMPILED, LIGER)
 
 
+NoArguments = Callable[[], object]
+Calls = Callable[[], list[NoArguments]]
+"""Makes one call for each set of inputs."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One measurement. bytes, flops: what the op has to move and multiply. seconds, share: None where it failed.
@@ -70,8 +75,8 @@ def field(case: Case, size: Size, inputs: Sequence[Tensor]) -> Field:
         if case.liger is not None:
             try:
                 entries[LIGER] = case.liger()
-            except (ImportError, AttributeError) as error:
-                absent[LIGER] = str(error)
+            except Exception as error:  # it may not fit the Triton or the GPU at hand
+                absent[LIGER] = failure_of(error)
     return Field(entries, absent)
 
 
@@ -86,7 +91,11 @@ def run(case: Case, size: Size, clock: Clock, ceiling: Ceiling, repeats: int) ->
     contestants = field(case, size, sets[0])
     figures = _measured(case, size, FORWARD, forward, _forward_calls(contestants.entries, sets), clock, repeats)
     if both is not None:
-        figures += _measured(case, size, BOTH, both, _both_calls(contestants.entries, sets), clock, repeats)
+        try:
+            calls = _both_calls(contestants.entries, sets)
+        except Exception as error:  # torch's own results, which all take gradients of, may not fit beside the inputs
+            calls = dict.fromkeys(contestants.entries, partial(_raise, error))
+        figures += _measured(case, size, BOTH, both, calls, clock, repeats)
     return [_with_share(figure, ceiling) for figure in figures], contestants.absent
 
 
@@ -108,17 +117,21 @@ def result_gradients(entry: Entry, inputs: Sequence[Tensor], seed: int) -> list[
     ]
 
 
+def _raise(error: Exception) -> list[NoArguments]:
+    raise error
+
+
+def failure_of(error: Exception) -> str:
+    """An error's kind and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def _compiled(entry: Entry) -> Entry:
     return Entry(torch.compile(entry.forward, dynamic=False), prepare=entry.prepare)
 
 
 def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (cast(Tensor, outputs),)
-
-
-NoArguments = Callable[[], object]
-Calls = Callable[[], list[NoArguments]]
-"""Makes one call for each set of inputs."""
 
 
 @torch.no_grad()
@@ -157,12 +170,17 @@ def _measured(
             made = make()
             clock.warm_up(made, key)
         except Exception as error:  # whatever a contestant dies of, the others run on, and the table tells
-            failures[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            failures[name] = failure_of(error)
             continue
         calls[name], seconds[name] = (made, key), []
     for _ in range(repeats):
         for name, (made, key) in calls.items():
-            seconds[name].append(clock.seconds(made, key))
+            if name in failures:
+                continue
+            try:
+                seconds[name].append(clock.seconds(made, key))
+            except Exception as error:  # memory, that another contestant took meanwhile
+                failures[name] = failure_of(error)
     return [
         Figure(
             case.name,
@@ -173,7 +191,7 @@ def _measured(
             name,
             work.bytes,
             work.flops,
-            statistics.median(seconds[name]) if name in seconds else None,
+            None if name in failures else statistics.median(seconds[name]),
             None,
             failures.get(name),
         )

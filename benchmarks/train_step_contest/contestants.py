@@ -1,8 +1,10 @@
 """One training step of each contestant: the same size, dtype, micro-batches, gradient clip and AdamW."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
+from unittest.mock import patch
 
 import torch
 from plain_gpt import PlainGpt, Shape
@@ -15,6 +17,7 @@ from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.unit_state import UnitState
 from megapipe.training.replica import Replica
 
 from .models import Training
@@ -45,14 +48,15 @@ class Setting:
 
 
 def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
-    """Name -> what builds its step."""
+    """Name -> what builds its step; the fastest peer right behind ours, should the time not suffice for all."""
     behind = ", compiled" if setting.compiled else ""
-    found = {OURS: lambda: megapipe_step(connected_mesh(MeshShape({}), setting.device), setting, compiled=False)}
+
+    def ours(compiled: bool) -> Step:
+        return megapipe_step(connected_mesh(MeshShape({}), setting.device), setting, compiled)
+
+    found = {OURS: lambda: ours(compiled=False), f"plain torch{behind}": lambda: _plain(setting)}
     if setting.compiled:
-        found[f"{OURS}, compiled"] = lambda: megapipe_step(
-            connected_mesh(MeshShape({}), setting.device), setting, compiled=True
-        )
-    found[f"plain torch{behind}"] = lambda: _plain(setting)
+        found[f"{OURS}, compiled"] = lambda: ours(compiled=True)
     found[f"transformers{behind}"] = lambda: _hugging_face(setting)
     return found
 
@@ -82,7 +86,8 @@ def configuration(setting: Setting, pipeline: int, compiled: bool) -> PretrainCo
 def megapipe_step(mesh: Mesh, setting: Setting, compiled: bool) -> Step:
     """A step of this rank's part of megapipe. compiled: each block goes through torch.compile."""
     config = configuration(setting, mesh.size("pipeline"), compiled)
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    with _weights_drawn_on(mesh.device):
+        replica = Replica(config, mesh, gpt_layers(config.model))
     contexts = [
         MicrobatchContext(
             tokens=tokens,
@@ -101,8 +106,29 @@ def megapipe_step(mesh: Mesh, setting: Setting, compiled: bool) -> Step:
     return step
 
 
+@contextmanager
+def _weights_drawn_on(device: torch.device) -> Iterator[None]:
+    """Let a GPU draw its own weights: canonical ones come from the processor, which takes a minute for a billion."""
+
+    def initialize(state: UnitState, seed: int) -> None:
+        for segment in state.table:
+            values, init = state.view(state.master, segment), segment.spec.init
+            if init.kind == "normal":
+                values.normal_(std=init.std)
+            else:
+                values.fill_(init.kind == "ones")
+        state.restore(state.newest)
+
+    if device.type == "cpu":
+        yield
+        return
+    with patch.object(UnitState, "initialize", initialize):
+        yield
+
+
 def _plain(setting: Setting) -> Step:
-    model = PlainGpt(setting.training.shape).to(setting.device)
+    with setting.device:
+        model = PlainGpt(setting.training.shape)
     return _peer_step(model, model, setting)
 
 
@@ -135,7 +161,8 @@ def _peer_step(model: nn.Module, loss: Loss, setting: Setting) -> Step:
 
 
 def _hugging_face(setting: Setting) -> Step:
-    model = hugging_face_model(setting.training.shape).to(setting.device)
+    with setting.device:
+        model = hugging_face_model(setting.training.shape)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         logits = model(input_ids=tokens).logits

@@ -1,6 +1,7 @@
 """Seconds of steps, in turns or one contestant after the other, and what they come to."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -48,13 +49,24 @@ def in_turns(contestants: Mapping[str, Callable[[], float]], repeats: int) -> di
 
 
 def one_by_one(
-    contestants: Mapping[str, Callable[[], Step]], device: torch.device, repeats: int
+    contestants: Mapping[str, Callable[[], Step]],
+    device: torch.device,
+    repeats: int,
+    deadline: float = math.inf,
+    tell: Callable[[dict[str, list[float]], dict[str, str]], None] = lambda seconds, failures: None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """(seconds by contestant, why others failed). Each has the device's memory to itself."""
-    seconds, failures = {}, {}
+    """(seconds by contestant, why others failed). Each has the device's memory to itself.
+
+    deadline: of time.monotonic; none starts behind it, and a running one takes no more than two steps behind it.
+    tell: gets both after each.
+    """
+    seconds: dict[str, list[float]] = {}
+    failures: dict[str, str] = {}
     for name, build in contestants.items():
         try:
-            seconds[name] = _alone(build, device, repeats)
+            if time.monotonic() > deadline:
+                raise TimeoutError("the time was up")
+            seconds[name] = _alone(build, device, repeats, deadline)
         except Exception as error:  # whatever one dies of, memory or a missing library, the others run on
             failures[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         gc.collect()
@@ -62,6 +74,7 @@ def one_by_one(
             torch.cuda.empty_cache()
         told = failures.get(name) or f"{statistics.median(seconds[name]):.4g} s a step"
         print(f"  {name}: {told}", flush=True)
+        tell(seconds, failures)
     return seconds, failures
 
 
@@ -92,7 +105,10 @@ def show(title: str, found: Mapping[str, Rate]) -> None:
 
 
 def ratio_to_best_peer(seconds: Mapping[str, list[float]]) -> float | None:
-    """Median over rounds of (the fastest peer's seconds / ours, at our fastest): above 1, we are faster."""
+    """Median over rounds of (the fastest peer's seconds / ours, at our fastest): above 1, we are faster.
+
+    None before one of each has run.
+    """
     ours = [values for name, values in seconds.items() if name.startswith(OURS)]
     peers = [values for name, values in seconds.items() if not name.startswith(OURS)]
     return paired_ratio(ours, peers) if ours and peers else None
@@ -101,13 +117,19 @@ def ratio_to_best_peer(seconds: Mapping[str, list[float]]) -> float | None:
 def paired_ratio(ours: list[list[float]], peers: list[list[float]]) -> float:
     """Median over rounds of the fastest peer's seconds over our fastest's."""
     best, own = min(peers, key=statistics.median), min(ours, key=statistics.median)
-    return round(statistics.median(b / o for b, o in zip(best, own, strict=True)), 4)
+    # Where time was short one has fewer rounds.
+    return round(statistics.median(b / o for b, o in zip(best, own, strict=False)), 4)
 
 
-def _alone(build: Callable[[], Step], device: torch.device, repeats: int) -> list[float]:
+def _alone(build: Callable[[], Step], device: torch.device, repeats: int, deadline: float) -> list[float]:
     torch.compiler.reset()
     step = build()
-    return [timed(step, device) for _ in range(repeats + WARM_UP)][WARM_UP:]
+    for _ in range(WARM_UP):
+        step()
+    found: list[float] = []
+    while len(found) < repeats and (len(found) < 2 or time.monotonic() < deadline):
+        found.append(timed(step, device))
+    return found
 
 
 def _synchronize(device: torch.device) -> None:

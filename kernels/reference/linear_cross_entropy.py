@@ -13,6 +13,7 @@ added to the logits, or None.
 import torch
 from torch import Tensor
 
+from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference import cross_entropy
 
 CHUNK_ROWS = 256
@@ -27,6 +28,19 @@ def statistics(
     return _statistics(x, weight, columns, owned, num_columns, None, bias)
 
 
+def _fake_statistics_and_gradient(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
+) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(3, x.shape[0], dtype=wide), x.new_empty(x.shape[0], weight.shape[0])
+
+
+# Opaque, as is what follows: chunks written in place would be unrolled into a graph, as many as there are.
+@opaque(
+    "linear_cross_entropy_gradient(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
+    "bool alone) -> (Tensor, Tensor)",
+    _fake_statistics_and_gradient,
+)
 def statistics_and_gradient(
     x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
 ) -> tuple[Tensor, Tensor]:
@@ -42,6 +56,11 @@ def statistics_and_gradient(
     return found, gradient
 
 
+@opaque(
+    "linear_cross_entropy_complete(Tensor(a!) gradient, Tensor columns, Tensor owned, SymInt num_columns, Tensor own, "
+    "Tensor log_sum_exp) -> ()",
+    lambda gradient, columns, owned, num_columns, own, log_sum_exp: None,
+)
 def complete_gradient(
     gradient: Tensor, columns: Tensor, owned: Tensor, num_columns: int, own: Tensor, log_sum_exp: Tensor
 ) -> None:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.opaque import opaque
+from megapipe.kernels.reference.dtypes import to_dtype, wide
 
 
 def forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(normalised [..., h] in x's dtype, reciprocal root of the mean square [..., 1])."""
-    wide = _wide(x)
-    rstd = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + epsilon)
-    return (wide * rstd * weight).to(x.dtype), rstd
+    x_wide = wide(x)
+    rstd = torch.rsqrt(torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square() / x.shape[-1] + epsilon)
+    return to_dtype(x_wide * rstd * weight, x.dtype), rstd
 
 
 def add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,16 +29,16 @@ def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tens
 
     After `add_forward`, x is the sum, dx the gradient of the sum, and the result that of x and of the residual.
     """
-    normalised = _wide(x) * rstd
-    scaled = _wide(dy) * weight
+    normalised = wide(x) * rstd
+    scaled = wide(dy) * weight
     mean = (scaled * normalised).mean(-1, keepdim=True)
-    through = ((scaled - normalised * mean) * rstd).to(x.dtype)
+    through = to_dtype((scaled - normalised * mean) * rstd, x.dtype)
     return through if dx is None else through + dx
 
 
 def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
     """Gradient of weight [h], summed over all other axes in fp32 (fp64), in the weight's dtype."""
-    return (_weight_gradient(dy, x, rstd).to(weight.dtype),)
+    return (to_dtype(_weight_gradient(dy, x, rstd), weight.dtype),)
 
 
 def backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -50,8 +51,4 @@ def backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | N
     lambda dy, x, rstd: rstd.new_empty(x.shape[-1]),
 )
 def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-    return (_wide(x) * rstd).mul_(dy).flatten(0, -2).sum(0)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return (wide(x) * rstd).mul_(dy).flatten(0, -2).sum(0)

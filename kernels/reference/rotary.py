@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.kernels.reference.dtypes import to_dtype
+
 
 class _Rotation(torch.autograd.Function):
     """The gradient of a rotation is the rotation back; x itself is not saved."""
@@ -28,7 +30,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tenso
         first, second = x.chunk(2, dim=-1)
     pairs = [first * cosine - second * sine, second * cosine + first * sine]
     rotated = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
-    return rotated.to(x.dtype)
+    return to_dtype(rotated, x.dtype)
 
 
 def apply(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from megapipe.kernels.reference.dtypes import to_dtype, wide
+
 
 def forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
     """Attention weights of scores [b, heads, q, k], in their shape and dtype: softmax(scale * scores) over the keys.
@@ -14,20 +16,20 @@ def forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, win
     many of them, only with causal. Raises ValueError for arguments that break these rules.
     """
     check(scores, mask, causal, window)
-    wide = _wide(scores) * scale
+    scaled = wide(scores) * scale
     visible = _visible(scores, mask, causal, window)
     if visible is not None:
-        wide = wide.masked_fill(~visible, -torch.inf)
-    largest = wide.detach().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros(())
-    exponentials = (wide - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+        scaled = scaled.masked_fill(~visible, -torch.inf)
+    largest = scaled.detach().amax(-1, keepdim=True) if scaled.shape[-1] else scaled.new_zeros(())
+    exponentials = (scaled - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
     total = exponentials.sum(-1, keepdim=True)
-    return (exponentials / total.masked_fill(total == 0, 1.0)).to(scores.dtype)
+    return to_dtype(exponentials / total.masked_fill(total == 0, 1.0), scores.dtype)
 
 
 def input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     """Gradient of the scores, from that of the weights and the weights y."""
-    weights, gradient = _wide(y), _wide(dy)
-    return (scale * weights * (gradient - (weights * gradient).sum(-1, keepdim=True))).to(y.dtype)
+    weights, gradient = wide(y), wide(dy)
+    return to_dtype(scale * weights * (gradient - (weights * gradient).sum(-1, keepdim=True)), y.dtype)
 
 
 def check(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> None:
@@ -53,7 +55,3 @@ def _visible(scores: Tensor, mask: Tensor | None, causal: bool, window: int | No
     distance = query.unsqueeze(1) - torch.arange(keys, device=scores.device)
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return seen if mask is None else seen & mask
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

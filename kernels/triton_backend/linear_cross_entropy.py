@@ -71,6 +71,11 @@ def statistics_and_gradient(
     return pass_over(logits, columns, owned), gradient
 
 
+@opaque(
+    "linear_cross_entropy_complete_triton(Tensor(a!) gradient, Tensor columns, Tensor owned, SymInt num_columns, "
+    "Tensor own, Tensor log_sum_exp) -> ()",
+    lambda gradient, columns, owned, num_columns, own, log_sum_exp: None,
+)
 def complete_gradient(
     gradient: Tensor, columns: Tensor, owned: Tensor, num_columns: int, own: Tensor, log_sum_exp: Tensor
 ) -> None:

@@ -183,12 +183,10 @@ class KernelsConfig:
     """Which implementation runs each op; the start of a run says what was picked and why."""
 
     backends: dict[str, str] = field(default_factory=dict)
-    """Op -> the backend that must run it: reference, triton, cuda or apex. Ops left out get the fastest that can run
-    them on the device, in the dtype and of the width at hand."""
+    """Op -> the backend that must run it: reference, triton, cuda or apex. Ops left out get the fastest that can."""
     logit_gradient: Literal["keep", "recompute"] = "keep"
-    """What the last stage does between forward and backward of the loss: keep the gradient of the logits [tokens,
-    vocabulary], or keep four bytes a token and compute the logits again, a chunk of tokens at a time: a third more
-    arithmetic in the output projection, and memory for larger micro-batches or vocabularies. Needs whole backwards."""
+    """keep the gradient of the logits [tokens, vocabulary] between forward and backward, or recompute them by chunks:
+    4 bytes a token, a third more arithmetic in the output projection; refused where backwards are split."""
 
     @property
     def recompute_logits(self) -> bool:

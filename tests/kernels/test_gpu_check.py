@@ -1,7 +1,9 @@
 """The parts of `make gpu-check`: limits, what is told of each, and one benchmark of each kind on a processor."""
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -45,14 +47,48 @@ def test_time_left_over_goes_on_and_time_overdrawn_is_missed() -> None:
 def test_details() -> None:
     assert detail('{"summary": "1 token/s"}') == "1 token/s"
     assert detail("3 passed in 1.0s") == "3 passed in 1.0s"
+    assert detail('{"summary": "so far"}\ncompiling\n{"summary": "cut o') == "so far"
+    assert detail("") == ""
+
+
+def test_what_was_told_before_a_stop_is_kept(tmp_path: Path) -> None:
+    """In the table, and in a report that stands before the next part begins."""
+    program = (
+        "import time; print('{\"summary\": \"one of two\"}', flush=True); print('more', flush=True); time.sleep(60)"
+    )
+    report = tmp_path / "report.md"
+    reader = f"print(open({str(report)!r}).read().count('after 2 s: one of two'))"
+    stopped = Part("train_step, toy", [[sys.executable, "-c", program]], 2.0)
+    outcomes = run_all([stopped, part("reader", reader)], 22.0, report)
+    assert [outcome.detail for outcome in outcomes] == ["after 2 s: one of two", "1"]
+    assert "## train_step, toy\n\n```\nmore\n```" in report.read_text("utf-8")
+    assert "reader" in report.read_text("utf-8")
+
+
+def test_much_output_stalls_nobody() -> None:
+    """More than a pipe holds, from the second while the first is waited for, which waits for the second."""
+    waits = "import os, time\nwhile not os.path.exists(path := {!r}): time.sleep(0.05)"
+    with tempfile.TemporaryDirectory() as folder:
+        done = str(Path(folder, "done"))
+        talks = f"print('x' * 1_000_000); open({done!r}, 'w')"
+        assert run(part("talk", waits.format(done), talks), 30).result == "ok"
+
+
+def test_commands_see_the_repository_and_their_own_time() -> None:
+    """Without an installation."""
+    program = "import megapipe, sys; print(megapipe.__file__, sys.argv[1])"
+    outcome = run(Part("where", [[sys.executable, "-c", program, "{seconds}"]], 30, spare=12), 30)
+    assert outcome.detail == f"{gpu_check.ROOT / 'megapipe' / '__init__.py'} 18"
 
 
 def test_the_parts_fit_and_name_every_marked_file() -> None:
-    tests = gpu_check.tests_part()
-    assert sum(each.seconds for each in [tests, *benchmark_parts("cuda")]) <= gpu_check.ALL_SECONDS < 480
-    files = [command[-1] for command in tests.commands]
-    assert "tests/gpu/test_kernels.py" in files
-    assert "tests/optim/test_adamw.py" in files
+    tests = gpu_check.tests_parts()
+    assert sum(each.seconds for each in [*tests, *benchmark_parts("cuda", None)]) <= gpu_check.ALL_SECONDS < 480
+    named = " ".join(argument for part in tests for command in part.commands for argument in command)
+    marked = [path for path in Path(gpu_check.ROOT, "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    assert len(marked) > 8
+    for path in marked:
+        assert named.count(str(path.relative_to(gpu_check.ROOT))) == 1
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ CASES = {
     "gpt2": (GPT2, torch.float32, (1, 1)),
     "gpt2_bf16": (GPT2, torch.bfloat16, (1, 2)),
     "llama_bf16": (LLAMA, torch.bfloat16, (1, 1)),
+    "llama": (LLAMA, torch.float32, (1, 2)),
     "qwen3": (QWEN3, torch.float32, (1, 2)),
     "dropout": ({**GPT2, **DROPOUT}, torch.float32, (1, 2)),
     "embedding": (GPT2, torch.float32, (0, 0)),
@@ -98,7 +99,7 @@ def check(case: str, backend: str, group: Group | None = None) -> None:
     assert not torch.equal(fused[0][0], fused[1][0]), "the weights differ"
 
 
-@pytest.mark.parametrize("case", ["gpt2", "embedding", "head"])
+@pytest.mark.parametrize("case", ["gpt2", "llama", "embedding", "head"])
 def test_traced(case: str) -> None:
     """Traced and differentiated by the compiler, run by torch's own operators."""
     check(case, "aot_eager")

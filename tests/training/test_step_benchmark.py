@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,20 @@ def test_one_by_one_tells_who_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch
     assert failures == {"large": "RuntimeError: out of memory"}
     assert [*seconds] == ["small"]
     assert len(seconds["small"]) == 3
+
+
+def test_one_by_one_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.train_step_contest.timing import WARM_UP, one_by_one
+
+    steps: list[float] = []
+    told: list[tuple[int, int]] = []
+    makers = {"first": lambda: lambda: steps.append(time.sleep(0.3) or 0.0), "second": lambda: lambda: None}
+    deadline = time.monotonic() + 0.2
+    seconds, failures = one_by_one(
+        makers, torch.device("cpu"), 50, deadline, lambda found, lost: told.append((len(found), len(lost)))
+    )
+    assert len(seconds["first"]) == 2, "as many as quartiles need, though the time was up"
+    assert len(steps) == WARM_UP + 2
+    assert failures == {"second": "TimeoutError: the time was up"}
+    assert told == [(1, 0), (1, 1)]
