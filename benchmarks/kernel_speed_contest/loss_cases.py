@@ -64,7 +64,7 @@ def _projection_and_gradients(
 def _projected_twice(
     module: ModuleType, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As it goes about it under kernels.logit_gradient recompute: four products, and no logits but of a chunk."""
+    """As it goes about it under recompute.logits: four products, and no logits but of a chunk."""
     statistics = module.statistics(x, weight, labels, owned, weight.shape[0])
     log_sum_exp = statistics[0] + statistics[1].log()
     scale = torch.ones_like(log_sum_exp)

@@ -22,6 +22,11 @@ class RecomputeConfig:
     num_blocks: int | None = None
     """full: the first blocks of each stage that run again, the others keep all (null: every block)."""
 
+    logits: bool = False
+    """With any method: of the loss keep four bytes a token, not the gradient of the logits [tokens, vocabulary],
+    and compute the logits again, a chunk of tokens at a time: four products in the output projection and not three.
+    Refused where backwards are split."""
+
     def problems(self) -> list[str]:
         """Rules that single fields break, one message each."""
         found = []

@@ -184,14 +184,6 @@ class KernelsConfig:
 
     backends: dict[str, str] = field(default_factory=dict)
     """Op -> the backend that must run it: reference, triton, cuda or apex. Ops left out get the fastest that can."""
-    logit_gradient: Literal["keep", "recompute"] = "keep"
-    """keep the gradient of the logits [tokens, vocabulary] between forward and backward, or recompute them by chunks:
-    4 bytes a token, a third more arithmetic in the output projection; refused where backwards are split."""
-
-    @property
-    def recompute_logits(self) -> bool:
-        """Whether the logits are computed again in the backward."""
-        return self.logit_gradient == "recompute"
 
 
 @dataclass(kw_only=True)

@@ -86,7 +86,7 @@ class VocabParallelHead(Linear):
         if tape is not None:
             raise SplitError(
                 "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
-                "compute them; set kernels.logit_gradient to keep, or take a schedule with whole backwards"
+                "compute them; set recompute.logits false, or take a schedule with whole backwards"
             )
         rows = copy_to_group(x, self.group).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -44,7 +44,7 @@ class ModelFamily:
 def family_of(config: PretrainConfig) -> ModelFamily:
     """GPT's, or BERT's for the configuration of a BERT run."""
     length, tensor = config.data.sequence_length, config.parallel.tensor
-    recompute = config.kernels.recompute_logits
+    recompute = config.recompute.logits
     if isinstance(config, BertPretrainConfig):
         encoder = config.model
         pairs = [PAIR_TERMS[config.data.pairs]] if config.data.pairs != "none" else []

@@ -37,7 +37,7 @@ class Replica:
         by_hand = config.parallel.layers_per_stage
         self.family = family_of(config)
         length, predictions = config.data.sequence_length, self.family.predictions
-        recompute = config.kernels.recompute_logits
+        recompute = config.recompute.logits
         self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions, recompute)
         self.schedule = self._schedule(config)
         self.kernels = OPS.with_overrides(config.kernels.backends)

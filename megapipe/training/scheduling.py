@@ -168,12 +168,12 @@ def splits_backwards(config: PretrainConfig) -> bool:
 
 
 def _recomputation_problems(config: PretrainConfig) -> list[str]:
-    if not config.kernels.recompute_logits or not splits_backwards(config):
+    if not config.recompute.logits or not splits_backwards(config):
         return []
     return [
-        "kernels.logit_gradient is recompute, and this schedule runs the two halves of a backward apart, which would "
-        "each compute the logits; set kernels.logit_gradient to keep, or take a schedule with whole backwards, such "
-        "as 1f1b without schedule.two_bp"
+        "recompute.logits is true, and this schedule runs the two halves of a backward apart, which would each "
+        "compute the logits; set recompute.logits false, or take a schedule with whole backwards, such as 1f1b "
+        "without schedule.two_bp"
     ]
 
 

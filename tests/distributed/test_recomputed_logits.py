@@ -27,7 +27,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         groups: dict[str, Any] = {
             "batch": {"global_size": 8, "micro_size": 2},
             "parallel": {name: sizes.get(name, 1) for name in ("pipeline", "tensor")},
-            "kernels": {"logit_gradient": "recompute" if recompute else "keep"},
+            "recompute": {"logits": recompute},
             "schedule": schedule,
         }
         if request.param == "gpt":

@@ -154,7 +154,7 @@ def test_the_labels_rules_hold() -> None:
 @pytest.mark.parametrize("kind", HEADS)
 def test_halves_are_refused(kind: str) -> None:
     head = bound_head(kind, torch.float32, SoloGroup("tensor"), True, VOCABULARY)
-    with pytest.raises(SplitError, match=r"kernels\.logit_gradient to keep"):
+    with pytest.raises(SplitError, match=r"recompute\.logits false"):
         head.loss_sum(*batch(torch.float32), SplitTape())
 
 

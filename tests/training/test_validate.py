@@ -87,9 +87,9 @@ def test_a_good_configuration_passes() -> None:
         ({"schedule": {"name": "gpipe", "chunks": 2}}, 1, ["gpipe", "chunks"]),
         *(
             (
-                {"schedule": schedule, "kernels": {"logit_gradient": "recompute"}},
+                {"schedule": schedule, "recompute": {"logits": True}},
                 1,
-                ["kernels.logit_gradient is recompute", "two halves of a backward", "to keep", "1f1b without"],
+                ["recompute.logits is true", "two halves of a backward", "recompute.logits false", "1f1b without"],
             )
             for schedule in ({"name": "zb_h1"}, {"name": "gpipe", "two_bp": True})
         ),
@@ -122,7 +122,7 @@ def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None
         splits = find_generator(name).splits
         config = make(
             schedule={"name": name},
-            kernels={"logit_gradient": "recompute"},
+            recompute={"logits": True},
             optimizer={"clip_norm": None},
             model={"tie_embeddings": False},
         )
@@ -137,5 +137,5 @@ def expect_refusal(config: PretrainConfig, refused: bool) -> None:
     if not refused:
         validate(config, world_size=1)
         return
-    with pytest.raises(ConfigError, match=r"kernels\.logit_gradient"):
+    with pytest.raises(ConfigError, match=r"recompute\.logits"):
         validate(config, world_size=1)
