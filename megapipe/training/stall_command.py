@@ -32,7 +32,14 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Exit status: 0, 1 for unusable shards, 2 for a wrong command line or configuration, 130."""
     arguments, fields = build_parser().parse_known_args(list(argv))
+    try:
+        return _run(arguments, fields)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
+
+def _run(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
     # Importing torch takes a second, which --help need not wait for.
     from megapipe.parallel.errors import LaunchError
     from megapipe.training.stall_measurement import measure_stalls
@@ -58,9 +65,6 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     for line in report.lines():
         print(line)
     return 0

@@ -104,8 +104,8 @@ class StallReport:
             yield "note: the steps read some samples twice, and the second time from memory; give fewer with --steps"
         if self.read_share is not None and self.read_share > MUCH:
             yield (
-                f"note: {self.read_share:.0%} of the shards were in memory after a run from storage, so that its later "
-                "steps were warm; a larger corpus waits longer"
+                f"note: {self.read_share:.0%} of the shards were in memory after a run from storage, so that its "
+                "later steps were warm; a larger corpus waits longer"
             )
         yield ""
         yield from self._table()

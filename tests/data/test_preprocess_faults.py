@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.data.errors import DataError
+from megapipe.data.preprocess import command as program
 from megapipe.data.preprocess.workers import interrupts_put_off, map_in_order
 from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
 
@@ -81,6 +82,18 @@ def test_ctrl_c_waits_until_a_worker_is_started() -> None:
         start()
     assert reached
     assert not ctrl_c_is_blocked()
+
+
+def test_ctrl_c_while_a_tokenizer_is_learned_promises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "train_tokenizer", interrupted)
+    options = ["--input", str(tmp_path), "--type", "byte-level-bpe", "--vocabulary-size", "300"]
+    assert program.main(["train-tokenizer", *options, "--output", str(tmp_path / "t.json")]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing was written\n"
 
 
 def test_ctrl_c_while_the_program_starts_is_one_line() -> None:

@@ -142,6 +142,15 @@ def test_what_cannot_be_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_ctrl_c_is_one_line(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stall_measurement, "measure_stalls", interrupted)
+    assert main(["--config", str(config)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_rate_is_a_number_above_0(config: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--config", str(config), "--ingestion-tokens-per-second", "0"])

@@ -23,8 +23,9 @@ from megapipe.data.tokenizers.training import RESERVED_TOKENS, TRAINERS
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Exit status: 0, 1 for unusable input, 2 for a wrong command line, 130 for Ctrl-C."""
     words = with_hyphens(argv)
+    trains = bool(words) and words[0].replace("_", "-") == TRAIN_TOKENIZER
     try:
-        if words and words[0].replace("_", "-") == TRAIN_TOKENIZER:
+        if trains:
             train_tokenizer(build_training_parser().parse_args(words[1:]))
         else:
             run(build_parser().parse_args(words))
@@ -36,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        left = "nothing was written" if trains else "the same command continues where it stopped"
+        print(f"interrupted; {left}", file=sys.stderr)
         return 130
     return 0
 
