@@ -7,7 +7,8 @@ Every value is a hash of what it was made from. A schedule is right when it ends
 from collections import defaultdict, deque
 
 from megapipe.schedules import Action, Kind, Schedule
-from tests.schedules.interpreter_rank import Broken, Rank
+from tests.schedules.interpreter_rank import Rank
+from tests.schedules.interpreter_state import Broken
 from tests.schedules.serial import Weights, mix
 
 

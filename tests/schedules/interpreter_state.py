@@ -1,0 +1,98 @@
+"""What the interpreter knows of one rank: its program, weights and buffers, and what they hold now."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from megapipe.schedules import Action, Kind
+from tests.schedules.serial import Weights, initial, mix
+
+if TYPE_CHECKING:
+    from tests.schedules.interpreter import World
+
+
+class Broken(Exception):
+    """The schedule does something that no machine can do, or hangs."""
+
+
+class RankState:
+    """One pipeline rank: its weights, buffers and program."""
+
+    def __init__(self, world: World, rank: int, program: list[Action]) -> None:
+        self.world, self.rank, self.program, self.position = world, rank, program, 0
+        header = world.schedule.header
+        self.names: dict[tuple[int, int], tuple[str, int, int]] = {}
+        for stage in header.stages_on(rank):
+            for unit in header.state_units(stage):
+                tied = unit - header.units_per_stage[stage]
+                self.names[stage, unit] = ("tied", tied, 0) if tied >= 0 else ("unit", stage, unit)
+        self.weights: Weights = {
+            name: [initial(name)] * header.versions_per_stage[stage] for (stage, _), name in self.names.items()
+        }
+        self.slots: dict[tuple[str, int, int], int | None] = {}
+        self.values: dict[tuple[str, int, int], int] = {}
+        self.inputs: dict[tuple[int, int, int], int] = {}
+        self.input_slot: dict[tuple[int, int], int] = {}
+        self.halves: dict[tuple[int, int, int], int] = {}
+        self.gradients: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        self.reduced: dict[tuple[object, ...], int] = {}
+        self.started: dict[tuple[object, ...], int] = defaultdict(int)
+        self.again: dict[tuple[int, int, int], int] = {}
+        self.runs_again = {
+            (action.stage, unit, action.microbatch)
+            for action in program
+            if action.kind == Kind.RECOMPUTE
+            for unit in self.units(action)
+        }
+        self.gathered: dict[tuple[int, int], int] = {}
+        self.meant_for: dict[tuple[tuple[object, ...], int], int] = {}
+
+    def take(self, sort: str, action: Action) -> int | None:
+        """The input or gradient that a chunk starts from; None where it has not arrived."""
+        if action.slot >= 0:
+            if (sort, action.stage, action.slot) not in self.slots:
+                raise Broken(f"reads a slot that was never posted: {action}")
+            return self.slots[sort, action.stage, action.slot]
+        key = (sort, action.stage, action.microbatch)
+        if key not in self.values:
+            raise Broken(f"nothing to start from: {action}")
+        return self.values.pop(key)
+
+    def weight(self, stage: int, unit: int, version: int, needs_gather: bool = True) -> int:
+        """What a unit computes with: its own weights, and the tied ones at the stage's first unit."""
+        header = self.world.schedule.header
+        names = [("unit", stage, unit)]
+        if unit == 0:
+            names += [("tied", group, 0) for group, uses in enumerate(header.tied_groups) if stage in uses]
+        values = [self.weights[name][version % len(self.weights[name])] for name in names]
+        if header.weight_buffers and needs_gather:
+            if (stage, unit) not in self.gathered:
+                raise Broken(f"weights of unit {unit} of stage {stage} are not gathered")
+            values[0] = self.gathered[stage, unit]
+        return mix(*values)
+
+    def gather_weights(self, action: Action) -> bool:
+        place = action.stage, action.unit
+        if place in self.gathered or len(self.gathered) == self.world.schedule.header.weight_buffers:
+            raise Broken(f"no buffer: {action}")
+        copies = self.weights["unit", action.stage, action.unit]
+        self.gathered[place] = copies[action.version % len(copies)]
+        return True
+
+    def release_weights(self, action: Action) -> bool:
+        del self.gathered[action.stage, action.unit]
+        return True
+
+    def units(self, action: Action) -> list[int]:
+        count = self.world.schedule.header.units_per_stage[action.stage]
+        return list(range(count)) if action.unit < 0 else [action.unit]
+
+    def saved_input(self, stage: int, unit: int, microbatch: int) -> int:
+        """What the unit's input holds now: a receive buffer may have been overwritten since the forward."""
+        if (stage, unit, microbatch) not in self.inputs:
+            raise Broken("backward without forward")
+        slot = self.input_slot[stage, microbatch]
+        if unit == 0 and slot >= 0:
+            return mix(self.slots["activation", stage, slot])
+        return mix(self.inputs[stage, unit, microbatch])
