@@ -40,6 +40,7 @@ class FastCore:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")
         import gigatoken
 
+        self._core = None  # what it remembers goes before the next one comes
         self._core = gigatoken.Tokenizer.from_json(self._definition).backend
         self._left = _RENEWED_AFTER
 
