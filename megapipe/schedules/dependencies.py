@@ -169,7 +169,8 @@ class Dependencies:
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.
 
-        Where a step has several updates they do not wait for its scalars, which then tell of its losses alone.
+        Where a step has several updates they do not wait for its scalars, which then tell of losses and the last
+        update's gradients.
         """
         table, header = self.table, self.table.header
         last = self._last_added
@@ -196,12 +197,13 @@ class Dependencies:
         every = header.updates_per_step
         for stage, rank in enumerate(header.stage_ranks.tolist()):
             yield Needs(scalars[rank], last[stage, every - 1 :: every])
+        for rows in (reductions, tied):
+            closing = rows[(table.update[rows] + 1) % every == 0]
+            yield Needs(scalars[table.rank[closing], table.update[closing] // every], closing)
         if every > 1:
             yield Needs(updates, last[table.stage[updates], table.update[updates]])
             yield self._updates_after_reductions(updates)
             return
-        for rows in (reductions, tied):
-            yield Needs(scalars[table.rank[rows], table.update[rows]], rows)
         yield Needs(updates, scalars[table.rank[updates], table.update[updates]])
 
     def _updates_after_reductions(self, updates: Ints) -> Needs:
