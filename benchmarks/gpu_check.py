@@ -6,7 +6,7 @@ that nothing found is lost with a later part. csrc/ is built first, beside the f
 library is not. Exit status 1 when a part failed or was stopped, 2 without a GPU.
 
     python benchmarks/gpu_check.py
-    python benchmarks/gpu_check.py --write /tmp/results     # instead of benchmarks/results
+    python benchmarks/gpu_check.py --write results          # instead of benchmarks/results
     python benchmarks/gpu_check.py --device cpu     # tries the script: the same parts at tiny sizes, without GPU tests
 """
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megapipe.config.errors import ConfigError
-from megapipe.data.errors import DataError
 from megapipe.data.preprocess.arguments import with_hyphens
+from megapipe.training.checkpoint_command import status_of
 from megapipe.training.generate_arguments import positive
 
 if TYPE_CHECKING:
@@ -54,22 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Exit status: 0, 1 for unusable input, 2 for a wrong command line, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(with_hyphens(argv))
-
-    # Importing torch takes a second, which --help and a misspelt flag need not wait for.
-    from megapipe.checkpoint.errors import CheckpointError
-    from megapipe.parallel.errors import LaunchError
-    from megapipe.training.generation_request import PromptError
-
-    try:
-        _run(arguments)
-    except (CheckpointError, ConfigError, DataError, LaunchError, PromptError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return status_of(lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> None:
