@@ -1,12 +1,15 @@
 """What a training run needs: model, data, batch, layout, schedule, optimizer, duration."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megapipe.config.between_steps import CheckpointConfig, EvaluationConfig, ProfileConfig, TrackingConfig
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import ParallelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.schedule import ScheduleConfig
 
 
 @dataclass(kw_only=True)
@@ -43,111 +46,6 @@ class BatchConfig:
                 f"batch.ramp_samples is {self.ramp_samples}; a ramp from batch.ramp_start {self.ramp_start} needs at "
                 "least 1, or leave batch.ramp_start out"
             )
-        return found
-
-
-@dataclass(kw_only=True)
-class ParallelConfig:
-    """How the ranks are laid out: data x pipeline x tensor, tensor ranks adjacent."""
-
-    tensor: int = 1
-    """Ranks that share every matrix."""
-    pipeline: int = 1
-    """Ranks that hold successive stages."""
-    data: int | None = None
-    """Replicas that share every batch; null takes what the world size leaves."""
-    layers_per_stage: list[int] | None = None
-    """Layers of every stage in order, embedding and head counted as one each; null balances them by FLOPs."""
-    links: Literal["auto", "gloo", "shared_memory", "nccl"] = "auto"
-    """Transport between stages; auto is nccl on GPUs, shared memory on one host's CPUs, else gloo."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; auto takes a GPU where there is one."""
-    timeout_seconds: float = 600.0
-    """How long a rank waits for a silent peer before it names it and ends the job."""
-
-
-@dataclass(kw_only=True)
-class ScheduleConfig:
-    """Order of forwards and backwards in a step."""
-
-    name: str = "1f1b"
-    """Name of a pipeline schedule; `tools/schedule.py list` has them all."""
-    chunks: int | None = None
-    """Stages on each rank, for schedules that place several (null: the schedule's own default)."""
-    group_size: int | None = None
-    """interleaved_1f1b: micro-batches that go through a chunk in a row (null: the number of pipeline ranks)."""
-    two_bp: bool = False
-    """Split every backward of a schedule that has whole ones, and fill idle time with the weight halves (2BP)."""
-    max_pending: int | None = None
-    """two_bp: most weight halves that a rank may put off (null: no limit)."""
-    receive_ahead: int = 1
-    """How many compute actions before its use a receive is posted."""
-    update: Literal["eager", "lazy"] | None = None
-    """2bw: when the optimizer steps: right behind a batch's last backward, or right before the new weights are needed
-    (null: lazy, which hides the gradient norm and costs a second gradient buffer)."""
-    file: str = ""
-    """Schedule in text form (docs/schedules.md) instead of a named one, compute actions alone or lowered; leave name
-    and the options above out then."""
-
-    def problems(self) -> list[str]:
-        """Every option that a schedule file rules out, one message each."""
-        if not self.file:
-            return []
-        options = (each for each in fields(self) if each.name not in ("file", "receive_ahead"))
-        return [
-            f"schedule.{each.name} is {getattr(self, each.name)!r} beside schedule.file {self.file!r}; a file says "
-            "itself what its schedule does: leave one of the two out"
-            for each in options
-            if getattr(self, each.name) != each.default
-        ]
-
-
-@dataclass(kw_only=True)
-class OptimizerConfig:
-    """The optimizer, gradient clipping and the learning rate over time."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw, or sgd: gradient descent with momentum, as torch.optim.SGD has it."""
-    learning_rate: float = 3e-4
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """adamw: decay of the first and second moment."""
-    epsilon: float = 1e-8
-    """adamw: added to the root of the second moment."""
-    momentum: float = 0.0
-    """sgd: share of the last step's momentum that is kept; 0 keeps none and needs no memory for it."""
-    weight_decay: float = 0.1
-    """Decay of matrices and embeddings, decoupled (adamw) or added to the gradient (sgd); not of biases and norms."""
-    clip_norm: float | None = 1.0
-    """Largest global gradient norm; null turns clipping off."""
-    decay: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after the warm-up; wsd stays at the peak and decays linearly over the last decay_steps."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
-    decay_steps: int | None = None
-    """linear, cosine: the step at which the floor is reached (null: the last); wsd: length of the final decay
-    (null: a tenth of the run)."""
-    floor: float = 0.1
-    """Final learning rate as a share of the peak."""
-
-    def problems(self) -> list[str]:
-        """Every rule that single fields break, one message each; optim/learning_rate.py knows those between them."""
-        found = []
-        if self.epsilon <= 0:
-            found.append(f"optimizer.epsilon is {self.epsilon}; it must be above 0, for example 1e-8")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            found.append(f"optimizer.betas is {list(self.betas)}; both must be at least 0 and below 1")
-        if not 0 <= self.momentum < 1:
-            found.append(f"optimizer.momentum is {self.momentum}; it must be at least 0 and below 1")
-        elif self.momentum and self.name != "sgd":
-            found.append(
-                f"optimizer.momentum is {self.momentum}, but optimizer.name is {self.name}, whose momentum is the "
-                "first of optimizer.betas; set that one, or optimizer.name to sgd"
-            )
-        if self.weight_decay < 0:
-            found.append(f"optimizer.weight_decay is {self.weight_decay}; it must be at least 0")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            found.append(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
         return found
 
 

@@ -6,8 +6,8 @@ from math import prod
 from typing import Literal
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.recompute import RecomputedPart
-from megapipe.config.run import OptimizerConfig
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
 Precision = Literal["fp32", "bf16"]

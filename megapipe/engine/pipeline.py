@@ -14,7 +14,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.groups import communicators, counted_states

@@ -2,7 +2,7 @@
 
 import math
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

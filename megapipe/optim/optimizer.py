@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.adamw import AdamW, adamw_step

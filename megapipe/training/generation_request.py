@@ -13,7 +13,8 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Config, parse_as
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import ParallelConfig, PretrainConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest

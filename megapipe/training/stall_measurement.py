@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.run import PretrainConfig, ScheduleConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.data.page_cache import drop_from_page_cache, memory_for_files, resident_share
 from megapipe.data.shard_format import bin_path, idx_path
 from megapipe.engine.step import StepInput

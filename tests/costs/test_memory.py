@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes, boundary_bytes, num_moments, state_bytes
 from megapipe.optim.optimizer import make_optimizer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import connected_mesh

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.errors import EngineError
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import ScheduleError

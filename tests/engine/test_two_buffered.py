@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.step import StepResult
 from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.parallel.groups.group import ReduceOperation

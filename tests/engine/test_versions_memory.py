@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.parallel.mesh import Mesh
 from tests.engine.asynchronous_toy import Case, Replica, with_options
 from tests.support.live_bytes import LiveBytes

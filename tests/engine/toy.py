@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions

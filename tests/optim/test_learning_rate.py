@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.optim.learning_rate import learning_rate, learning_rate_problems
 
 PEAK, FLOOR = 3e-4, 0.1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config.run import OptimizerConfig
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.optim.optimizer import FlatAdamW, FlatOptimizer, FlatSGD, make_optimizer
 from megapipe.parallel.unit_state import UnitState

@@ -8,7 +8,8 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig, RopeScaling
-from megapipe.config.run import PretrainConfig, ScheduleConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.schedules import GENERATORS, build
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.text import dumps
