@@ -194,6 +194,12 @@ class _WatchedGroup(Group):
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         return self._stopwatch.wait(lambda: self._group.reduce_scatter(tensor))
 
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        return _WatchedWork(self._group.gather_into(whole, part), self._stopwatch)
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        return _WatchedWork(self._group.reduce_into_part(whole), self._stopwatch)
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._stopwatch.wait(lambda: self._group.broadcast(tensor, source))
 

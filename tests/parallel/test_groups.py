@@ -35,9 +35,23 @@ def all_collectives(mesh: Mesh, dtype: torch.dtype) -> dict[str, object]:
     gathered = group.all_gather(mine)
     work.wait()
     scattered = group.reduce_scatter(torch.stack([mine + peer for peer in range(group.size)]))
+    whole, into = torch.empty(group.size * mine.numel(), dtype=dtype), torch.empty(group.size * 12, dtype=dtype)
+    group.own_part(into).copy_(mine.view(-1))
+    pieces = torch.cat([(mine + peer).view(-1) for peer in range(group.size)])
+    works = [
+        group.gather_into(whole, mine.view(-1)),
+        group.reduce_into_part(pieces),
+        group.gather_into(into, group.own_part(into)),
+    ]
+    for work in reversed(works):
+        work.wait()
+    works[1].wait()
     group.broadcast(mine, source=group.size - 1)
     group.barrier()
     return {
+        "gathered into": whole.view(group.size, 3, 4),
+        "gathered in place": into.view(group.size, 3, 4),
+        "reduced": group.own_part(pieces).view(3, 4),
         "sum": total,
         "max": largest,
         "late": late,
@@ -64,6 +78,12 @@ def test_collectives_equal_one_process(backend: Backend, dtype: torch.dtype, siz
         assert torch.equal(result["gathered"], parts)
         shifted = (parts + rank).double().sum(0)
         torch.testing.assert_close(result["scattered"].double(), shifted, rtol=tolerance, atol=8 * tolerance)
+        in_order = [part + rank for part in parts]
+        for part in in_order[1:]:
+            in_order[0] = in_order[0] + part
+        assert torch.equal(result["reduced"], in_order[0])
+        assert torch.equal(result["gathered into"], parts)
+        assert torch.equal(result["gathered in place"], parts)
         assert torch.equal(result["broadcast"], parts[-1])
         assert result["objects"] == [{"rank": peer} for peer in range(size)]
 

@@ -45,6 +45,10 @@ class Group(ABC):
         """This member's rank in the world."""
         return self.ranks[self.rank]
 
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This member's n elements of a flat tensor [size * n]."""
+        return whole.view(self.size, -1)[self.rank]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, ranks={list(self.ranks)}, rank={self.rank})"
 
@@ -63,6 +67,20 @@ class Group(ABC):
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Sum over the members of the slice that belongs to this one: (size, ...) -> (...)."""
+
+    @abstractmethod
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        """Start to fill `whole` [size * n] by every member's `part` [n] in rank order.
+
+        `part` may be its own place in `whole`. Neither may be touched before `wait()` of the returned work.
+        """
+
+    @abstractmethod
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        """Start to sum `whole` [size * n] over the members; each gets its own n elements of the sum, in their place.
+
+        `whole` must not be touched before `wait()` of the returned work; its other elements are then of no use.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:

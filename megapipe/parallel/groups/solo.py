@@ -27,6 +27,14 @@ class SoloGroup(Group):
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone().squeeze(0)
 
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        if whole.data_ptr() != part.data_ptr():
+            whole.copy_(part)
+        return _Finished()
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        return _Finished()
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Nothing to do."""
 

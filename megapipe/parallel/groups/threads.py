@@ -104,7 +104,7 @@ class ThreadGroup(Group):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         # The snapshot lets a member that has read everything go on and overwrite its tensor.
         number = self._post(_described(f"all_reduce {op}", tensor), Deposit(tensor.detach().clone()))
-        work = _ThreadReduction(self, number, tensor.detach(), op)
+        work = _ThreadWork(self, number, lambda deposits: _reduce_into(tensor.detach(), deposits, op))
         if not async_op:
             work.wait()
         return work
@@ -118,6 +118,22 @@ class ThreadGroup(Group):
         reduced = tensor.new_empty(tensor.shape[1:])
         _reduce_into(reduced, [deposit.take()[self.rank] for deposit in self._read(number)], "sum")
         return reduced
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        number = self._post(_described("gather_into", part), Deposit(part.detach().clone()))
+
+        def finish(deposits: list[Tensor]) -> None:
+            for place, deposit in zip(whole.detach().view(self.size, -1), deposits, strict=True):
+                place.copy_(deposit)
+
+        return _ThreadWork(self, number, finish)
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        number = self._post(_described("reduce_into_part", whole), Deposit(whole.detach().clone()))
+        own = self.own_part(whole.detach())
+        return _ThreadWork(
+            self, number, lambda deposits: _reduce_into(own, [self.own_part(each) for each in deposits], "sum")
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         mine = Deposit(tensor.detach().clone()) if self.rank == source else None
@@ -166,18 +182,18 @@ class ThreadGroup(Group):
             return [round_.posted[rank] for rank in range(self.size)]
 
 
-class _ThreadReduction(Work):
-    def __init__(self, group: ThreadGroup, number: int, tensor: Tensor, op: ReduceOperation) -> None:
+class _ThreadWork(Work):
+    """A collective that was started; `finish` takes every member's tensor, in rank order."""
+
+    def __init__(self, group: ThreadGroup, number: int, finish: Callable[[list[Tensor]], None]) -> None:
         self._group = group
         self._number = number
-        self._tensor = tensor
-        self._op = op
+        self._finish = finish
         self._finished = False
 
     def wait(self) -> None:
         if not self._finished:
-            deposits = self._group._read(self._number)
-            _reduce_into(self._tensor, [deposit.take() for deposit in deposits], self._op)
+            self._finish([deposit.take() for deposit in self._group._read(self._number)])
             self._finished = True
 
 
