@@ -47,6 +47,8 @@ def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelCon
             message names the fields to set. The same on every rank; states are then not to be used.
     """
     agreed(mesh.world, lambda: _read(folder, states, model))
+    for state in states:
+        state.gather_versions(mesh.shard_group(state.sharding.count))
 
 
 def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None:
@@ -136,7 +138,8 @@ class _Weights:
             )
         box = shard.segment.box
         index = tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
-        return whole[index].reshape(-1)
+        held = shard.extent
+        return whole[index].reshape(-1)[held.start : held.stop]
 
 
 class _Files:

@@ -53,14 +53,14 @@ def load(
         count = _applied_updates(manifest, state)
         applied[state.name] = count
         state.moments = {kind: torch.zeros_like(state.master) for kind in moments} if count else {}
-    _copy(transfers, states, run.step * updates_per_step)
+    _copy(transfers, states, run.step * updates_per_step, mesh)
     return run
 
 
 def load_weights(path: Path, states: Sequence[UnitState], mesh: Mesh) -> Manifest:
     """Take the newest weights of a checkpoint alone, as the weights before a first step. Otherwise as `load`."""
     manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, None))
-    _copy(transfers, states, versions_made=0)
+    _copy(transfers, states, 0, mesh)
     return manifest
 
 
@@ -153,7 +153,7 @@ def _checked_source(path: Path, files: dict[str, TensorFile], chunk: Chunk, span
     return source
 
 
-def _copy(transfers: Sequence[_Transfer], states: Sequence[UnitState], versions_made: int) -> None:
+def _copy(transfers: Sequence[_Transfer], states: Sequence[UnitState], versions_made: int, mesh: Mesh) -> None:
     """Newest weights to every version, then whatever else is stored to its own buffer."""
     for transfer in transfers:
         if transfer.kind == WEIGHTS:
@@ -163,3 +163,5 @@ def _copy(transfers: Sequence[_Transfer], states: Sequence[UnitState], versions_
     for transfer in transfers:
         if transfer.kind != WEIGHTS:
             transfer.copy_to(buffers(transfer.shard.state)[transfer.kind])
+    for state in states:
+        state.gather_versions(mesh.shard_group(state.sharding.count))

@@ -79,7 +79,7 @@ def _write_share(
 ) -> _Written:
     file = f"rank-{world.rank:05d}.safetensors"
     contents = [
-        (shard, kind, FileTensor(f"{kind}/{shard.name}", shard.extent.box.shape, shard.of(buffer)))
+        (shard, kind, FileTensor(f"{kind}/{shard.name}", shard.shape, shard.of(buffer)))
         for shard in shards
         for kind, buffer in buffers(shard.state).items()
     ]

@@ -14,7 +14,7 @@ from megapipe.parallel.unit_state import UnitState
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of one parameter; padding is not in it."""
+    """One rank's part of one parameter: of its tensor-parallel shard what the rank keeps; padding is not in it."""
 
     state: UnitState
     segment: Segment
@@ -27,25 +27,33 @@ class Shard:
     @property
     def extent(self) -> Extent:
         """Which elements these are."""
-        return Extent.whole(self.segment.box)
+        held = self.state.held(self.segment)
+        return Extent(self.segment.box, held.start, held.stop)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How readers of a file see it: the box, or a part of its elements in one dimension."""
+        extent = self.extent
+        whole = extent == Extent.whole(extent.box)
+        return extent.box.shape if whole else (extent.num_elements,)
 
     def of(self, buffer: Tensor) -> Tensor:
-        """This part of one of the state's flat buffers, in one dimension."""
-        return buffer[self.segment.start : self.segment.start + self.segment.owned]
+        """This part of one of the state's buffers, in one dimension."""
+        return self.state.in_shard(buffer, self.segment)
 
 
 def shards_of(states: Iterable[UnitState]) -> Iterator[Shard]:
     """Everything that a rank holds; shards that are padding alone are left out."""
     for state in states:
         for segment in state.table:
-            if segment.owned:
+            if state.held(segment):
                 yield Shard(state, segment)
 
 
 def buffers(state: UnitState) -> dict[str, Tensor]:
-    """Kind -> flat buffer of everything that a checkpoint keeps of a unit."""
+    """Kind -> this rank's flat buffer of everything that a checkpoint keeps of a unit."""
     copies = len(state.weights)
-    earlier = {earlier_weights(age): state.weights[(state.newest - age) % copies] for age in range(1, copies)}
+    earlier = {earlier_weights(age): state.weight_shards[(state.newest - age) % copies] for age in range(1, copies)}
     return {WEIGHTS: state.master, **earlier, **state.moments}
 
 

@@ -10,6 +10,7 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.schedule import ScheduleConfig
+from megapipe.config.zero import ZeroConfig
 
 
 @dataclass(kw_only=True)
@@ -92,6 +93,7 @@ class PretrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -155,5 +157,5 @@ class PretrainConfig:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        parts = (self.batch, self.schedule, self.optimizer, self.recompute)
+        parts = (self.batch, self.zero, self.schedule, self.optimizer, self.recompute)
         return found + [problem for part in parts for problem in part.problems()]

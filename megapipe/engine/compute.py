@@ -1,6 +1,6 @@
 """Forward and backward of one micro-batch through units: the only place of the engine that speaks to autograd."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,14 @@ def unsplit_parameters(units: Sequence[Unit]) -> tuple[nn.Parameter, ...]:
     return tuple(parameter for module in modules for parameter in split.unsplit_parameters(module))
 
 
-def run_units(units: Sequence[Unit], inputs: tuple[Tensor, ...], context: Any) -> tuple[Tensor, ...]:
-    """Run a chain of units. Raises UnitError from what one of them raises."""
+def run_units(
+    units: Sequence[Unit], inputs: tuple[Tensor, ...], context: Any, ready: Callable[[int], None] | None = None
+) -> tuple[Tensor, ...]:
+    """Run a chain of units. ready: called ahead of each. Raises UnitError from what one of them raises."""
     for index, unit in enumerate(units):
         try:
+            if ready is not None:
+                ready(index)
             inputs = unit(*inputs, context=context)
         except Exception as error:
             raise UnitError(index) from error

@@ -16,10 +16,12 @@ from megapipe.engine.compute import (
     run_units,
     unsplit_parameters,
 )
+from megapipe.engine.shared_state import shared_states
 from megapipe.engine.stage import Stage, Unit
 from megapipe.engine.step import StepState, UnitKey
 from megapipe.engine.transfers import Transfers
 from megapipe.layers.split import SplitTape
+from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import SECTIONS, Schedule
 
@@ -32,16 +34,29 @@ class Chain:
     """Units that one action runs, by physical weight version.
 
     twins[copy]: the units. unsplit[copy]: their parameters that a split backward's input half has to do.
+    shared: by unit, states whose weights replicas share out; empty where none do.
     """
 
     twins: Sequence[Sequence[Unit]]
     unsplit: Sequence[tuple[torch.nn.Parameter, ...]]
     split: bool
+    shared: Sequence[tuple[UnitState, ...]]
+
+    def forward(self, copy: int, inputs: Tensors, context: Any) -> Tensors:
+        """The units' outputs, each unit run once its weights are there."""
+        if not self.shared:
+            return run_units(self.twins[copy], inputs, context)
+
+        def ready(unit: int) -> None:
+            for state in self.shared[unit]:
+                state.await_weights(copy)
+
+        return run_units(self.twins[copy], inputs, context, ready)
 
     def run(self, copy: int, inputs: Tensors, context: Any) -> tuple[Tensors, SplitTape | None]:
         """Outputs with their graph, and the tape of a split backward."""
         tape = SplitTape(self.unsplit[copy]) if self.split else None
-        return run_units(self.twins[copy], inputs, replace(context, tape=tape) if self.split else context), tape
+        return self.forward(copy, inputs, replace(context, tape=tape) if self.split else context), tape
 
 
 class Forwards:
@@ -100,7 +115,7 @@ class Forwards:
             context = step.input.contexts[microbatch]
             if not training:
                 with torch.no_grad():
-                    outputs = run_units(chain.twins[stage.newest % len(chain.twins)], inputs, context)
+                    outputs = chain.forward(stage.newest % len(chain.twins), inputs, context)
                     hand_on(step, outputs if slots is None else apart(outputs, inputs))
                 return
             copy = (step.input.step * per_step + version) % len(chain.twins)
@@ -139,7 +154,10 @@ class Forwards:
         chain = units if action.unit == WHOLE else units[action.unit : action.unit + 1]
         twins = [[versions[copy] for versions in chain] for copy in range(len(units[0]))]
         split = (action.stage, action.microbatch) in self._split
-        return Chain(twins, [unsplit_parameters(each) if split else () for each in twins], split)
+        shared = shared_states(self._stages, action.stage)
+        shared = shared if action.unit == WHOLE else shared[action.unit : action.unit + 1]
+        unsplit = [unsplit_parameters(each) if split else () for each in twins]
+        return Chain(twins, unsplit, split, shared if any(shared) else ())
 
     def _run_bare(self, action: Action, chain: Chain) -> Callable[[StepState, int, Tensors], Tensors]:
         """A forward that leaves nothing for a backward but its inputs, and not even these inside a run of units.
@@ -154,7 +172,7 @@ class Forwards:
         def run(step: StepState, copy: int, inputs: Tensors) -> Tensors:
             context = step.input.contexts[microbatch]
             with torch.set_grad_enabled(place not in known):
-                outputs = run_units(chain.twins[copy], inputs, context)
+                outputs = chain.forward(copy, inputs, context)
             flags = known.setdefault(place, requires_grad_flags(outputs))
             if keeps:
                 step.kept[kept] = inputs

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from megapipe.engine.reductions import Communicators
 from megapipe.engine.stage import Stage
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sharding import WHOLE
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.schedule import Schedule
 
@@ -16,6 +17,9 @@ def communicators(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage]) -
         members = mesh.stage_group(tuple(sorted({schedule.rank_of(stage) for stage in users})))
         if members is not None:
             tied[group] = members
+    sharding = next((state.sharding for state in unit_states(stages)), WHOLE)
+    shards = mesh.shard_group(sharding.count) if sharding.count > 1 else None
+    copies = mesh.shard_replicas(sharding.count) if sharding.count > 1 else None
     ends_here = any(route[-1] in stages for route in schedule.header.routes)
     return Communicators(
         world=mesh.world,
@@ -23,7 +27,9 @@ def communicators(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage]) -
         tied=tied,
         scalars=mesh.world if schedule.flushes else mesh.second_world(),
         counts_loss=ends_here and mesh.coordinate("tensor") == 0,
-        counts_norm=mesh.coordinate("data") == 0,
+        counts_norm=mesh.coordinate("data") < sharding.count,
+        shards=shards,
+        copies=None if copies is None or copies.size == 1 else copies,
     )
 
 
@@ -34,11 +40,11 @@ def unit_states(stages: Mapping[int, Stage]) -> list[UnitState]:
 
 
 def counted_states(stages: Mapping[int, Stage], groups: Communicators) -> list[UnitState]:
-    """States whose gradient norm this rank contributes: a tied weight counts on the first of its ranks alone."""
+    """States whose gradient norm this rank contributes: a tied weight counts on the first of its replica's ranks."""
     elsewhere = {
         id(stage.states[len(stage.units) + group])
         for stage in stages.values()
         for group, members in groups.tied.items()
-        if members.rank > 0 and len(stage.units) + group in stage.states
+        if members.rank % max(1, members.size // groups.data.size) > 0 and len(stage.units) + group in stage.states
     }
     return [state for state in unit_states(stages) if id(state) not in elsewhere]

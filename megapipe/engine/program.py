@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megapipe.engine.compute import WHOLE, apart, backward, backward_input
+from megapipe.engine.compute import WHOLE, apart, backward, backward_input, unsplit_parameters
 from megapipe.engine.errors import EngineError
 from megapipe.engine.forwards import Forwards
 from megapipe.engine.reductions import Reductions
@@ -51,16 +51,24 @@ class Program:
         self._transfers = transfers
         self._reductions = reductions
         forwards = Forwards(schedule, rank, stages, transfers)
+        # Of the reductions of one unit in a step; the micro-batch that the last one in order names.
+        self._last_reduced = {
+            (action.stage, action.unit): action.microbatch
+            for action in schedule.actions("body", rank)
+            if action.kind == Kind.REDUCE_GRADIENTS
+        }
         self._makers: dict[Kind, Callable[[Action], Closure]] = {
             Kind.FORWARD: forwards.forward,
             Kind.RECOMPUTE: forwards.recompute,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.BACKWARD: self._on_shared_state(self._backward),
+            Kind.BACKWARD_INPUT: self._on_shared_state(self._backward),
+            Kind.BACKWARD_WEIGHT: self._on_shared_state(self._backward_weight),
             Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECV_ACTIVATION: self._receive_activation,
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.RECV_GRADIENT: self._receive_gradient,
+            Kind.GATHER_WEIGHTS: self._gather_weights,
+            Kind.RELEASE_WEIGHTS: self._release_weights,
             Kind.REDUCE_COUNTS: lambda action: self._reductions.start_counts,
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
             Kind.REDUCE_TIED: self._reduce_tied,
@@ -94,6 +102,31 @@ class Program:
 
     def _state(self, action: Action) -> UnitState:
         return self._stages[action.stage].states[action.unit]
+
+    def _on_shared_state(self, make: Callable[[Action], Closure]) -> Callable[[Action], Closure]:
+        """The same closures; where replicas share state out, behind what a backward needs of it: its unit's gathered
+        weights, and memory for its gradient."""
+
+        def made(action: Action) -> Closure:
+            run, stage = make(action), self._stages[action.stage]
+            state = stage.states.get(action.unit)
+            if state is None or not state.sharding.gradients:
+                return run
+            halves = action.kind == Kind.BACKWARD_INPUT
+            adds = not halves or any(unsplit_parameters([twin]) for twin in stage.units[action.unit])
+            uses = state.sharding.weights and action.kind != Kind.BACKWARD_WEIGHT
+            buffers = self._reductions.gradient_buffers
+
+            def run_on_shared_state(step: StepState) -> None:
+                if uses:
+                    state.await_weights(0)
+                if adds:
+                    buffers.open(state)
+                run(step)
+
+            return run_on_shared_state
+
+        return made
 
     def _backward(self, action: Action) -> Closure:
         stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
@@ -149,9 +182,19 @@ class Program:
         slots, slot = self._transfers.receive_gradient[action.stage], action.slot
         return lambda step: slots.post(slot)
 
+    def _gather_weights(self, action: Action) -> Closure:
+        state = self._state(action)
+        return lambda step: self._reductions.gather_weights(state, 0)
+
+    def _release_weights(self, action: Action) -> Closure:
+        state = self._state(action)
+        return lambda step: state.release_weights(0)
+
     def _reduce_gradients(self, action: Action) -> Closure:
         state, number = self._state(action), self._update_number(action)
-        return lambda step: self._reductions.reduce_gradients(step, state, number(step))
+        sharded = self._header.whole_gradients > 0
+        last = not sharded or self._last_reduced[action.stage, action.unit] == action.microbatch
+        return lambda step: self._reductions.reduce_gradients(step, state, number(step), last=last)
 
     def _reduce_tied(self, action: Action) -> Closure:
         state, group = self._state(action), action.unit - self._header.units_per_stage[action.stage]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.background import Turns, run_now
+from megapipe.engine.shared_state import GradientBuffers, GradientReduction
 from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
 from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms
@@ -30,6 +31,8 @@ class Communicators:
     scalars: all ranks; other than the world where sums are hidden. By default the world.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     counts_norm: this rank's squared gradient norms do (one data replica; the others hold the same sums).
+    shards: the replicas that share one copy of the units' state; None where each keeps it whole. copies: the replicas
+    with the same shard as this one.
     """
 
     world: Group
@@ -38,6 +41,8 @@ class Communicators:
     scalars: Group | None = None
     counts_loss: bool = True
     counts_norm: bool = True
+    shards: Group | None = None
+    copies: Group | None = None
 
     def through(self, change: Callable[[Group], Group]) -> "Communicators":
         """The same, each group replaced by what `change` makes of it."""
@@ -47,6 +52,8 @@ class Communicators:
             data=change(self.data),
             tied={group: change(members) for group, members in self.tied.items()},
             scalars=None if self.scalars is None else change(self.scalars),
+            shards=None if self.shards is None else change(self.shards),
+            copies=None if self.copies is None else change(self.copies),
         )
 
 
@@ -65,6 +72,8 @@ class Reductions:
         hidden: bool = False,
         squared_norm: SquaredNorm = squared_norm,
         loss_terms: int = 1,
+        whole_gradients: int = 0,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """Nothing is communicated yet.
 
@@ -74,6 +83,8 @@ class Reductions:
         meanwhile; other collectives of this rank may then start before or after, so they need a group of their own.
         squared_norm: of one parameter's gradient. loss_terms: numbers that the last stage's loss consists of, each a
         sum with a count of its own.
+        whole_gradients: how many units' whole gradients may have memory at once, where they are kept in shards.
+        reduce_dtype: in which gradients travel where units' state is shared out; None: that of their accumulators.
 
         Raises ValueError where sums are to be hidden and share the world's group.
         """
@@ -93,6 +104,8 @@ class Reductions:
         self._loss_terms = loss_terms
         self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
         self._one = torch.ones((), device=device)
+        self.gradient_buffers = GradientBuffers(whole_gradients)
+        self._reduce_dtype = reduce_dtype
 
     def through(self, change: Callable[[Group], Group]) -> "Reductions":
         """The same reductions, each group replaced by what `change` makes of it."""
@@ -112,9 +125,29 @@ class Reductions:
         step.counts = torch.tensor(counts, dtype=torch.float64, device=self._device)
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
-    def reduce_gradients(self, step: StepState, state: UnitState, update: int) -> None:
-        """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number."""
-        step.reductions.append(self._communicators.data.all_reduce(state.gradients_of(update)[0], async_op=True))
+    def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
+        """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number.
+
+        last: nothing is added to this update's gradient after it.
+        """
+        groups = self._communicators
+        if state.table.num_elements == 0:
+            return
+        if groups.shards is None:
+            step.reductions.append(groups.data.all_reduce(state.gradients_of(update)[0], async_op=True))
+            return
+        if step.reductions and isinstance(step.reductions[-1], GradientReduction) and groups.copies is not None:
+            step.reductions[-1].go_on()
+        copies = groups.copies if last else None
+        reduction = GradientReduction(state, update, groups.shards, copies, self._reduce_dtype)
+        step.reductions.append(reduction)
+        if state.sharding.gradients:
+            self.gradient_buffers.reduce(reduction)
+
+    def gather_weights(self, state: UnitState, copy: int) -> None:
+        """Start to bring a copy of a unit's weights together from the ranks that share it out."""
+        assert self._communicators.shards is not None
+        state.gather_weights(copy, self._communicators.shards)
 
     def reduce_tied(self, step: StepState, state: UnitState, group: int, update: int) -> None:
         """Start the sum of a tied weight's gradients over its uses and replicas, here and on other ranks.
@@ -130,6 +163,9 @@ class Reductions:
         if not self._hidden:
             step.scalars = run_now(lambda: self._shared(step, self._local_scalars(step, update)))
             return
+        for work in step.reductions:
+            if isinstance(work, GradientReduction):
+                work.go_on()  # what it starts, all ranks start in the order of their actions
         # Of several updates the last one comes right behind, and clears the gradients.
         at_once = self._local_scalars(step, update) if step.updates > 1 else None
 
@@ -161,8 +197,11 @@ class Reductions:
         for state in states:
             state.publish()
             state.zero_gradients(update)
+            if state.sharding.count > 1 and not state.sharding.weights:
+                self.gather_weights(state, version % len(state.weights))
 
     def _await_gradients(self, step: StepState) -> None:
+        self.gradient_buffers.finish()
         for work in step.reductions:
             work.wait()
         step.reductions.clear()

@@ -133,7 +133,10 @@ class Norm(SplitModule):
         return tuple(reduce_from_group(gradient, self.gradient_group) for gradient in gradients)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        return zip(self._parameters_in_order(), self.weight_gradients(gradient, *saved, self.weight), strict=True)
+        weight: Tensor = self.weight
+        if weight.untyped_storage().nbytes() == 0:  # sharded, and released: its shape and type are all that is read
+            weight = torch.zeros_like(weight)
+        return zip(self._parameters_in_order(), self.weight_gradients(gradient, *saved, weight), strict=True)
 
     def _parameters_in_order(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]

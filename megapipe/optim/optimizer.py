@@ -81,7 +81,7 @@ class FlatOptimizer(ABC):
             step,
             [state.master[part] for state, part in filled],
             # A version's number is that of the update behind it plus the versions, a multiple of the gradient buffers.
-            [state.gradients_of(state.newest)[0][part] for state, part in filled],
+            [state.reduced_gradient(state.newest)[part] for state, part in filled],
             {name: [state.moments[name][part] for state, part in filled] for name in self.moment_names},
             self._config.weight_decay if decayed else 0.0,
             [copy[part] for state, part in filled if (copy := self._copied(state)) is not None],
@@ -93,8 +93,10 @@ class FlatOptimizer(ABC):
 
     @staticmethod
     def _range(state: UnitState, decayed: bool) -> slice:
-        stop = state.table.decay_stop
-        return slice(0, stop) if decayed else slice(stop, state.table.num_elements)
+        """The decayed elements of this rank's shard, or the others."""
+        size = state.shard.stop - state.shard.start
+        stop = min(max(state.table.decay_stop - state.shard.start, 0), size)
+        return slice(0, stop) if decayed else slice(stop, size)
 
 
 class FlatAdamW(FlatOptimizer):

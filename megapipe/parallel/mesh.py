@@ -104,6 +104,7 @@ class Mesh:
         self._coordinates = shape.coordinates(rank)
         self._stage_groups: dict[tuple[int, ...], Group | None] = {}
         self._second_world: Group | None = None
+        self._part_groups: dict[tuple[str, int], Group] = {}
         self.world = self._create(WORLD, shape.partition(*DIMENSIONS))
         self._groups: dict[tuple[str, ...], Group] = {
             (name,): self.world if size == shape.world_size else self._create(name, shape.partition(name))
@@ -163,6 +164,34 @@ class Mesh:
         if self._second_world is None:
             self._second_world = self._create("second world", self.shape.partition(*DIMENSIONS))
         return self._second_world
+
+    def shard_group(self, size: int) -> Group:
+        """The `size` neighbours in the data dimension that share one copy of sharded state, this rank among them.
+
+        A collective call. Asking twice gives the same group. Raises ValueError where `size` does not divide the data
+        size.
+        """
+        return self._replicas("data shards", size, lambda place: place // size)
+
+    def shard_replicas(self, size: int) -> Group:
+        """The ranks that hold the same shard as this one where `size` neighbours share a copy. As `shard_group`."""
+        return self._replicas("data copies", size, lambda place: place % size)
+
+    def _replicas(self, name: str, size: int, part_of: Callable[[int], int]) -> Group:
+        """The group of those replicas of this rank that are in the same part of the data dimension."""
+        count = self.size("data")
+        if size < 1 or count % size:
+            raise ValueError(f"{size} replicas a copy must be 1 or more and divide the data size {count}")
+        places = [place for place in range(count) if part_of(place) == part_of(self.coordinate("data"))]
+        if len(places) == count:
+            return self.group("data")
+        if (name, size) not in self._part_groups:
+            parts: dict[tuple[int, int], list[int]] = {}
+            for index, ranks in enumerate(self.shape.partition("data")):
+                for place, rank in enumerate(ranks):
+                    parts.setdefault((index, part_of(place)), []).append(rank)
+            self._part_groups[name, size] = self._create(name, tuple(tuple(ranks) for ranks in parts.values()))
+        return self._part_groups[name, size]
 
     def _combined(self, names: tuple[str, ...]) -> Group:
         """The group over several dimensions; a new one only where it is none of those that already exist."""

@@ -33,14 +33,16 @@ def squared_norms(
 ) -> dict[str, Tensor]:
     """Each counted parameter's squared gradient norm by its name: float64 scalars, for those with elements here.
 
+    Where replicas share the state out, that of the elements in this rank's shard.
+
     update: whose gradients, where several are alive. squared_norm: of one parameter's owned elements.
     """
     found = {}
     for state in states:
-        gradient = state.gradients_of(update)[0]
+        gradient = state.reduced_gradient(update)
         for segment in state.table.counted():
-            if segment.owned:
-                found[segment.spec.name] = squared_norm(gradient[segment.start : segment.start + segment.owned])
+            if state.held(segment):
+                found[segment.spec.name] = squared_norm(state.in_shard(gradient, segment))
     return found
 
 

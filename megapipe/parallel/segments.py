@@ -33,9 +33,18 @@ class SegmentTable:
     """Segments of one unit, decayed parameters first so that each optimizer group is one contiguous range."""
 
     def __init__(
-        self, specs: Iterable[ParameterSpec], *, tensor_rank: int = 0, tensor_size: int = 1, alignment: int = 1
+        self,
+        specs: Iterable[ParameterSpec],
+        *,
+        tensor_rank: int = 0,
+        tensor_size: int = 1,
+        alignment: int = 1,
+        num_shards: int = 1,
     ) -> None:
-        """Lay `specs` out. `alignment` rounds the shards of padded specs (see ParameterSpec.local_shape)."""
+        """Lay `specs` out. `alignment` rounds the shards of padded specs (see ParameterSpec.local_shape).
+
+        num_shards: equal, aligned ranges that the whole is to be cut into; padding at its end makes it divide.
+        """
         self._segments: dict[str, Segment] = {}
         position = 0
         self.decay_stop = 0
@@ -49,7 +58,8 @@ class SegmentTable:
             position = -(-(position + stored) // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
             if spec.decay:
                 self.decay_stop = position
-        self.num_elements = position
+        shards = SEGMENT_ALIGNMENT * num_shards
+        self.num_elements = -(-position // shards) * shards
         self.tensor_rank = tensor_rank
 
     def __iter__(self) -> Iterator[Segment]:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.costs.parameters import ParameterSpec
+from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.segments import Segment, SegmentTable
+from megapipe.parallel.sharding import WHOLE, Sharding, allocate, allocated, free, is_allocated, transient
 from megapipe.random.weights import fill_box
 
 
@@ -24,6 +26,12 @@ class UnitState:
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
     moments: name -> flat buffer, filled in by the optimizer.
+
+    Where replicas share the state out, `shard` says which elements of the table this rank keeps. The master, the
+    moments, `reduced_gradient` and `weight_shards[i]` have these alone. Of sharded gradients the whole accumulator has
+    memory from `open_gradients` to `close_gradients`, of sharded weights the whole copy from `gather_weights` to
+    `release_weights`: the same tensor throughout, whose memory is what comes and goes, so that parameters, `.grad` and
+    what autograd saved stay what they are.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class UnitState:
         num_versions: int = 1,
         num_uses: int = 1,
         gradient_buffers: int = 1,
+        sharding: Sharding = WHOLE,
     ) -> None:
         """Allocate zeroed buffers. Raises ValueError on a count below one, or gradient buffers that do not go evenly
         into the versions: what computes with one version always accumulates in the same buffer."""
@@ -48,45 +57,117 @@ class UnitState:
             raise ValueError(
                 f"unit {name}: {gradient_buffers} gradient buffers must divide its {num_versions} weight versions"
             )
+        if sharding.gradients and (num_versions > 1 or num_uses > 1):
+            raise ValueError(
+                f"unit {name}: gradients and weights of {num_versions} versions and {num_uses} uses cannot be sharded, "
+                "only those of one; shard its optimizer state alone (stage 1)"
+            )
         self.name = name
-        self.table = SegmentTable(specs, tensor_rank=tensor_rank, tensor_size=tensor_size, alignment=alignment)
+        self.sharding = sharding
+        self.table = SegmentTable(
+            specs, tensor_rank=tensor_rank, tensor_size=tensor_size, alignment=alignment, num_shards=sharding.count
+        )
         self.accumulate_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         size = self.table.num_elements
-        self.weights = [torch.zeros(size, dtype=compute_dtype, device=device) for _ in range(num_versions)]
+        self.shard = sharding.part_of(size)
+        shard_size = self.shard.stop - self.shard.start
+        buffer = transient if sharding.weights else torch.zeros
+        self.weights = [buffer(size, dtype=compute_dtype, device=device) for _ in range(num_versions)]
+        self.weight_shards = self.weights
+        if sharding.weights:
+            self.weight_shards = [torch.zeros(shard_size, dtype=compute_dtype, device=device) for _ in self.weights]
+        elif sharding.count > 1:
+            self.weight_shards = [whole[self.shard] for whole in self.weights]
         self.num_uses = num_uses
+        buffer = transient if sharding.gradients else torch.zeros
         self.gradients = [
-            torch.zeros(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
+            buffer(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
         ]
+        self._gradient_shard: Tensor | None = None
+        if sharding.gradients:
+            self._gradient_shard = torch.zeros(shard_size, dtype=self.accumulate_dtype, device=device)
+        self._has_reduced = False
+        self._gathers: dict[int, Work] = {}
         self.moments: dict[str, Tensor] = {}
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False
         if compute_dtype != self.accumulate_dtype:
-            self._master = torch.zeros(size, dtype=self.accumulate_dtype, device=device)
+            self._master = torch.zeros(shard_size, dtype=self.accumulate_dtype, device=device)
 
     @property
     def master(self) -> Tensor:
-        """The newest weights in the accumulation dtype."""
-        return self.weights[self.newest % len(self.weights)] if self._master is None else self._master
+        """This rank's part of the newest weights in the accumulation dtype."""
+        return self.weight_shards[self.newest % len(self.weights)] if self._master is None else self._master
 
     @property
     def working_copy(self) -> Tensor | None:
-        """The newest weights in the compute dtype; None where the master itself is in it."""
-        return None if self._master is None else self.weights[self.newest % len(self.weights)]
+        """This rank's part of the newest weights in the compute dtype; None where the master itself is in it."""
+        return None if self._master is None else self.weight_shards[self.newest % len(self.weights)]
+
+    def held(self, segment: Segment) -> range:
+        """Which of a parameter's owned elements, counted from its first, lie in this rank's shard."""
+        start = min(max(self.shard.start - segment.start, 0), segment.owned)
+        return range(start, max(start, min(self.shard.stop - segment.start, segment.owned)))
+
+    def in_shard(self, shard: Tensor, segment: Segment) -> Tensor:
+        """A parameter's owned elements in a buffer of this rank's shard: those of `held`, flat."""
+        first = segment.start - self.shard.start
+        held = self.held(segment)
+        return shard[first + held.start : first + held.stop] if held else shard[:0]
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""
         for segment in self.table:
             values = fill_box(segment.spec.name, segment.spec.shape, segment.box, segment.spec.init, seed)
             flat = torch.from_numpy(values).reshape(-1)
-            self.master[segment.start : segment.start + segment.owned].copy_(flat)
+            held = self.held(segment)
+            self.in_shard(self.master, segment).copy_(flat[held.start : held.stop])
+            if not self.sharding.weights:
+                for copy in self.weights:
+                    copy[segment.start : segment.start + segment.owned].copy_(flat)
         self.restore(self.newest)
 
     def restore(self, newest: int) -> None:
-        """Give every version the weights that stand in the master, and number the youngest one `newest`."""
-        for copy in self.weights:
+        """Give every version the weights that stand in the master, and number the youngest one `newest`.
+
+        Where replicas share the state out, each does so for its shard; `gather_versions` brings the shards together.
+        """
+        for copy in self.weight_shards:
             copy.copy_(self.master)
         self.newest = newest
+
+    def gather_versions(self, group: Group) -> None:
+        """Fill every whole copy of the weights from all shards; nothing to do where there are none to fill.
+
+        A collective call of the group of the ranks that share the state.
+        """
+        if self.sharding.count == 1 or self.sharding.weights:
+            return
+        for copy in range(len(self.weights)):
+            self.gather_weights(copy, group)
+            self.await_weights(copy)
+
+    def gather_weights(self, copy: int, group: Group) -> None:
+        """Start to fill a whole copy of the weights from all ranks' shards. Its next use awaits it first."""
+        whole = self.weights[copy]
+        if self.sharding.weights:
+            allocate(whole)
+        if whole.numel() == 0:
+            return
+        # Not a change that autograd is to know of: what it saved of the copy are these very values.
+        self._gathers[copy] = group.gather_into(whole.data, self.weight_shards[copy])
+
+    def await_weights(self, copy: int) -> None:
+        """Return once a copy of the weights may be used."""
+        work = self._gathers.pop(copy, None)
+        if work is not None:
+            work.wait()
+
+    def release_weights(self, copy: int) -> None:
+        """Give the memory of a gathered copy of sharded weights back."""
+        self.await_weights(copy)
+        free(self.weights[copy])
 
     def publish(self) -> None:
         """Cast the master into the working copy; nothing to do where they are one buffer, or it has been written."""
@@ -107,6 +188,7 @@ class UnitState:
                 f"unit {self.name}: version {version} does not follow version {self.newest}; updates go one by one"
             )
         previous = self.master
+        self.await_weights(version % len(self.weights))
         self.newest = version
         self._published = False
         if self._master is None and len(self.weights) > 1:
@@ -119,16 +201,18 @@ class UnitState:
         parameters: attribute path in the module -> spec; only specs of this unit are bound.
         """
         names = {segment.spec.name for segment in self.table}
-        for path, spec in parameters.items():
-            if spec.name not in names:
-                continue
-            segment = self.table[spec.name]
-            parameter = nn.Parameter(self.view(self.weights[copy], segment))
-            # Lets autograd add into the wider accumulator in place where compute is bf16.
-            parameter.grad_dtype = self.accumulate_dtype
-            parameter.grad = self.view(self.gradients_of(copy)[use], segment)
-            owner, _, leaf = path.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, parameter)
+        weights, gradients = self.weights[copy], self.gradients_of(copy)[use]
+        with allocated(weights), allocated(gradients):
+            for path, spec in parameters.items():
+                if spec.name not in names:
+                    continue
+                segment = self.table[spec.name]
+                parameter = nn.Parameter(self.view(weights, segment))
+                # Lets autograd add into the wider accumulator in place where compute is bf16.
+                parameter.grad_dtype = self.accumulate_dtype
+                parameter.grad = self.view(gradients, segment)
+                owner, _, leaf = path.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, parameter)
 
     @staticmethod
     def view(flat: Tensor, segment: Segment) -> Tensor:
@@ -153,5 +237,33 @@ class UnitState:
 
     def zero_gradients(self, update: int = 0) -> None:
         """Clear the accumulators of an update for the next one that takes their buffer."""
+        self._has_reduced = False
+        if self._gradient_shard is not None:
+            return
         for gradient in self.gradients_of(update):
             gradient.zero_()
+
+    def reduced_gradient(self, update: int = 0) -> Tensor:
+        """This rank's part of the gradient of an update, once it is reduced."""
+        return self.gradients_of(update)[0][self.shard] if self._gradient_shard is None else self._gradient_shard
+
+    @property
+    def has_open_gradients(self) -> bool:
+        """Whether there is memory for backwards to add to."""
+        return is_allocated(self.gradients[0])
+
+    def open_gradients(self) -> None:
+        """Give the accumulator of sharded gradients memory, cleared."""
+        allocate(self.gradients[0])
+        self.gradients[0].zero_()
+
+    def close_gradients(self) -> None:
+        """Add what a reduction left in this rank's part of the accumulator to the shard, and free the accumulator."""
+        assert self._gradient_shard is not None
+        part = self.gradients[0][self.shard]
+        if self._has_reduced:
+            self._gradient_shard.add_(part)
+        else:
+            self._gradient_shard.copy_(part)
+        self._has_reduced = True
+        free(self.gradients[0])

@@ -22,6 +22,7 @@ def build(
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
     weight_buffers: int = 0,
+    whole_gradients: int = 0,
     receive_ahead: int = 1,
     recompute: Spans = (),
     **options: Unpack[Options],
@@ -37,6 +38,7 @@ def build(
         tied_groups: per tied weight, the stages that hold a use of it.
         data_parallel: reduce gradients over data-parallel replicas, unit by unit.
         weight_buffers: units whose gathered weights a rank may hold at once (ZeRO-3); 0 keeps weights whole.
+        whole_gradients: units whose gradients a rank may hold whole at once (ZeRO-2); 0 keeps all of them whole.
         receive_ahead: compute actions between a receive's posting and its use.
         recompute: per stage, runs of units whose forwards keep their input alone and run again before the backward;
             nothing by default.
@@ -47,7 +49,7 @@ def build(
     """
     compute = order(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
-        data_parallel=data_parallel, weight_buffers=weight_buffers, **options,
+        data_parallel=data_parallel, weight_buffers=weight_buffers, whole_gradients=whole_gradients, **options,
     )  # fmt: skip
     return lower(compute, receive_ahead=receive_ahead, recompute=recompute)
 
@@ -62,12 +64,15 @@ def order(
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
     weight_buffers: int = 0,
+    whole_gradients: int = 0,
     **options: Unpack[Options],
 ) -> Schedule:
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
     check_microbatches(name, num_ranks, num_microbatches, **options)
     if weight_buffers < 0:
         raise ScheduleError(f"weight_buffers {weight_buffers} is below 0; 0 keeps weights whole")
+    if whole_gradients < 0:
+        raise ScheduleError(f"whole_gradients {whole_gradients} is below 0; 0 keeps gradients whole")
     generator = find_generator(name)
     placement = generator.placement(num_ranks, generator.number_of_chunks(options))
     arguments = generator.arguments(generator.order_options, options)
@@ -90,6 +95,7 @@ def order(
         updates_per_step=policy.updates_per_step,
         gradient_buffers=policy.gradient_buffers,
         weight_buffers=weight_buffers,
+        whole_gradients=whole_gradients,
     )
     schedule = Schedule(header, sections)
     return forward_only(schedule) if mode == "forward" else schedule

@@ -11,13 +11,11 @@ from functools import cached_property
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.gathers import USES
+from megapipe.schedules.gathers import ADDING, USES, awaited_reductions
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """Kinds that make the gradient of a stage's input."""
-ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""Kinds that add to a stage's weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,11 @@ class Dependencies:
         gathering = table.is_kind(Kind.GATHER_WEIGHTS)[rows]
         latest = np.maximum.accumulate(np.where(gathering, np.arange(len(rows)), 0))
         return Needs(rows[~gathering], rows[latest[~gathering]])
+
+    @cached_property
+    def gradient_buffers(self) -> Needs:
+        """Every backward that opens a unit's sharded gradient needs the reduction whose buffer it takes."""
+        return Needs(*awaited_reductions(self.table)).where_known()
 
     def local_needs(self) -> Iterator[Needs]:
         """Needs between rows of one rank, by kind of need."""
@@ -183,7 +186,8 @@ class Dependencies:
         whole = adding[table.unit[adding] < 0]
         by_unit = last_row_per((place + table.unit)[own], own, table.num_stages * table.num_updates * most_units)
         by_stage = last_row_per((place // most_units)[whole], whole, table.num_stages * table.num_updates)
-        yield Needs(reductions, by_unit[(place + table.unit)[reductions]]).where_known()
+        if header.whole_gradients == 0:
+            yield Needs(reductions, by_unit[(place + table.unit)[reductions]]).where_known()
         yield Needs(reductions, by_stage[(place // most_units)[reductions]]).where_known()
         tied = table.rows_with(Kind.REDUCE_TIED)
         for stage, uses in self._local_uses().items():

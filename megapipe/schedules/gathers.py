@@ -1,4 +1,4 @@
-"""Sharded weights: when each unit's weights are gathered and released, with a given number of buffers a rank (ZeRO-3).
+"""Sharded weights and gradients: when they are gathered, released and reduced, with so many buffers a rank (ZeRO-3).
 
 A *run* is a stretch of neighbouring compute actions of a rank that use one unit's weights. While a run computes, the
 rank holds, or is gathering, the first ``weight_buffers`` different units that are used from there on: one buffer means
@@ -31,20 +31,24 @@ class Residence:
 
 
 def check_weight_buffers(schedule: Schedule) -> None:
-    """Raise ScheduleError where a schedule cannot run on sharded weights."""
+    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients."""
     header = schedule.header
-    if header.weight_buffers == 0:
-        return
-    if header.mode == "train" and not header.data_parallel:
+    if header.weight_buffers and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
             f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is nobody "
             "to gather from; say data_parallel too, or leave weight_buffers out"
         )
-    if not schedule.flushes:
+    if header.whole_gradients and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
-            f"{header.name} never flushes and keeps its weight versions whole: weight_buffers "
-            f"{header.weight_buffers} must be 0; take a schedule that flushes to shard weights"
+            f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is "
+            "nobody to share them with; say data_parallel too, or leave whole_gradients out"
         )
+    for name, value in (("weight_buffers", header.weight_buffers), ("whole_gradients", header.whole_gradients)):
+        if value and not schedule.flushes:
+            raise ScheduleError(
+                f"{header.name} never flushes and keeps its weight versions whole: {name} {value} must be 0; take a "
+                "schedule that flushes to shard weights or gradients"
+            )
 
 
 def residences(table: Table) -> Residence:
@@ -61,6 +65,53 @@ def residences(table: Table) -> Residence:
     ]
     first_use, last_use, start = np.array(found, dtype=np.int64).T
     return Residence(first[first_use], last[last_use], first[start])
+
+
+ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""Kinds that add to a unit's gradient."""
+
+
+def last_additions(table: Table) -> Ints:
+    """Rows behind which gradients are reduced where they are sharded; the table's compute is cut into units.
+
+    The mirror of `residences`: at every run of backwards a rank holds the gradients of the last ``whole_gradients``
+    different units, those of the others are reduced right behind their last run. So no order of reductions with as
+    many buffers reduces less, and with two one is on its way while the next unit's is computed.
+    """
+    rows = table.rows_with(*ADDING)
+    unit = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
+    closes = np.flatnonzero(np.append((unit[1:] != unit[:-1]) | (np.diff(table.rank[rows]) != 0), True))
+    last, rank = rows[closes], table.rank[rows[closes]]
+    found = []
+    for first, behind in pairwise(np.searchsorted(rank, np.arange(table.header.num_ranks + 1)).tolist()):
+        backwards = unit[closes][first:behind][::-1].tolist()
+        found += [behind - 1 - uses for uses, _, _ in _held(backwards, table.header.whole_gradients)]
+    return last[np.sort(np.array(found, dtype=np.int64))]
+
+
+def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
+    """Rows that open a unit's gradient in a buffer, and for each the reduction that frees the buffer, -1 for none."""
+    opening: list[int] = []
+    freeing: list[int] = []
+    rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS) if table.header.whole_gradients else np.empty(0, np.int64)
+    place = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
+    reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[rows].tolist()
+    ranks, places = table.rank[rows].tolist(), place.tolist()
+    held: set[int] = set()
+    opened: Counter[int] = Counter()
+    reductions: dict[int, list[int]] = {}
+    for row, rank, unit, reduces in zip(rows.tolist(), ranks, places, reducing, strict=True):
+        if reduces:
+            held.discard(unit)
+            reductions.setdefault(rank, []).append(row)
+        elif unit not in held:
+            held.add(unit)
+            number = opened[rank] - table.header.whole_gradients
+            done = reductions.get(rank, [])
+            opening.append(row)
+            freeing.append(done[number] if 0 <= number < len(done) else -1)
+            opened[rank] += 1
+    return np.array(opening, dtype=np.int64), np.array(freeing, dtype=np.int64)
 
 
 def _held(units: list[int], buffers: int) -> list[tuple[int, int, int]]:

@@ -40,6 +40,8 @@ def fit_for_training(
     units_per_stage: Sequence[int],
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
+    weight_buffers: int = 0,
+    whole_gradients: int = 0,
     receive_ahead: int = 1,
     recompute: Spans = (),
 ) -> Schedule:
@@ -56,6 +58,8 @@ def fit_for_training(
         units_per_stage: units (layers) of each stage, ascending by stage.
         tied_groups: per tied weight, the stages that hold a use of it.
         data_parallel: whether gradients are to be reduced over replicas.
+        weight_buffers, whole_gradients: units whose weights and gradients a rank may hold whole at once where they are
+            sharded; 0 where they are not.
         receive_ahead: compute actions between a receive's posting and its use; a lowered file has its own.
         recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
 
@@ -74,13 +78,22 @@ def fit_for_training(
         ("units (layers) by stage", header.units_per_stage, units, (1,) * len(units)),
         ("tied groups", header.tied_groups, tied, ()),
         ("reduction over data-parallel replicas", header.data_parallel, data_parallel, False),
+        ("weight_buffers", header.weight_buffers, weight_buffers, 0),
+        ("whole_gradients", header.whole_gradients, whole_gradients, 0),
     ):
         if header.lowered or said != unsaid:
             _check_equal(header, name, said, wanted)
     if mode == "forward":
         schedule = forward_only(_whole_forwards(schedule))
     if not schedule.header.lowered:
-        filled = replace(schedule.header, units_per_stage=units, tied_groups=tied, data_parallel=data_parallel)
+        filled = replace(
+            schedule.header,
+            units_per_stage=units,
+            tied_groups=tied,
+            data_parallel=data_parallel,
+            weight_buffers=weight_buffers,
+            whole_gradients=whole_gradients,
+        )
         schedule = lower(replace(schedule, header=filled), receive_ahead=receive_ahead, recompute=recompute)
     validate(schedule)
     return schedule
@@ -106,7 +119,9 @@ def _whole_forwards(schedule: Schedule) -> Schedule:
         whole = rows[(rows[:, KIND] == Kind.FORWARD) & (rows[:, UNIT] <= 0)]
         whole[:, [UNIT, VERSION, SLOT]] = -1
         body.append(whole)
-    header = replace(schedule.header, lowered=False, activation_slots=(), gradient_slots=(), weight_buffers=0)
+    header = replace(
+        schedule.header, lowered=False, activation_slots=(), gradient_slots=(), weight_buffers=0, whole_gradients=0
+    )
     return replace(schedule, header=header, sections=Sections.flushing(tuple(body)))
 
 

@@ -58,6 +58,8 @@ class Header:
     keeps that many copies and its gradients are ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers
     per stage; ``gradient_buffers`` is how many updates' gradients may be alive at once. ``weight_buffers`` is how many
     units' weights a rank may hold gathered at once where they are sharded; 0 where weights are whole.
+    ``whole_gradients`` is how many units' gradients a rank may hold unreduced or on their way at once where they are
+    sharded; 0 where gradients are whole, and reduced once an update.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Header:
     updates_per_step: int = 1
     gradient_buffers: int = 1
     weight_buffers: int = 0
+    whole_gradients: int = 0
     activation_slots: tuple[int, ...] = ()
     gradient_slots: tuple[int, ...] = ()
     lowered: bool = False

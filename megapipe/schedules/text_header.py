@@ -14,6 +14,7 @@ _NUMBERS: Final = {
     "updates": "updates_per_step",
     "gradient_buffers": "gradient_buffers",
     "weight_buffers": "weight_buffers",
+    "whole_gradients": "whole_gradients",
 }
 _FLAGS: Final = ("data_parallel", "lowered")
 _CHOICES: Final = {"mode": ("mode", ("train", "forward")), "class": ("numerical_class", ("A", "B", "C"))}

@@ -1,7 +1,7 @@
 """From a configuration, a mesh and a schedule to this rank's stages: the one place where model and layout meet."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,12 +12,13 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.compute import layer_flops
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 from megapipe.engine.stage import Stage, TensorSpec
-from megapipe.engine.stages import StageBuilder, tied_stages
+from megapipe.engine.stages import StageBuilder, tied_names, tied_stages
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
 from megapipe.models.gpt import Block
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.schedule import Header
@@ -88,17 +89,26 @@ def lay_out(
 class Assembly:
     """Builds the stages that a schedule places on this rank, with weights drawn from the seed.
 
-    kernels: which backends run the layers' ops.
+    kernels: which backends run the layers' ops. sharding: what replicas share out of a unit's state; of a tied weight,
+    whose gradients are summed over several stages, that is master weights and moments alone.
     """
 
     def __init__(
-        self, config: PretrainConfig, mesh: Mesh, layout: StageLayout, header: Header, kernels: Registry = OPS
+        self,
+        config: PretrainConfig,
+        mesh: Mesh,
+        layout: StageLayout,
+        header: Header,
+        kernels: Registry = OPS,
+        sharding: Sharding = WHOLE,
     ) -> None:
         self._config = config
         self._mesh = mesh
         self._layout = layout
         self._header = header
         self._kernels = kernels
+        self._sharding = sharding
+        self._tied = frozenset(tied_names(layout.layers))
         self._rank = mesh.coordinate("pipeline")
         self._family = family_of(config)
         self._dtype = DTYPES[config.training.precision]
@@ -122,7 +132,9 @@ class Assembly:
         return [build(layer, tensor, VOCABULARY_ALIGNMENT, self._kernels) for _ in range(self._copies)]
 
     def _state(self, name: str, specs: list[ParameterSpec], num_uses: int) -> UnitState:
-        tensor = self._mesh.group("tensor")
+        tensor, sharding = self._mesh.group("tensor"), self._sharding
+        if name in self._tied:
+            sharding = replace(sharding, stage=min(sharding.stage, 1))
         state = UnitState(
             name,
             specs,
@@ -134,6 +146,7 @@ class Assembly:
             num_versions=self._copies,
             num_uses=num_uses,
             gradient_buffers=self._header.gradient_buffers,
+            sharding=sharding,
         )
         state.initialize(self._config.training.seed)
         return state

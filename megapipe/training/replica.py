@@ -17,6 +17,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.optimizer import make_optimizer
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
@@ -41,7 +42,9 @@ class Replica:
         self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions, recompute)
         self.schedule = self._schedule(config)
         self.kernels = OPS.with_overrides(config.kernels.backends)
-        assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels)
+        count = config.zero.num_shards(mesh.size("data"))
+        sharding = Sharding(config.zero.stage, mesh.coordinate("data") % count, count) if count > 1 else WHOLE
+        assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels, sharding)
         self.stages: dict[int, Stage] = assembly.stages()
         if config.recompute.method == "selective":
             recompute_parts(self.stages.values(), config.recompute.parts)
@@ -103,6 +106,8 @@ class Replica:
             hidden=not schedule.flushes,
             squared_norm=self._squared_norm,
             loss_terms=len(self.family.loss_terms),
+            whole_gradients=schedule.header.whole_gradients,
+            reduce_dtype=torch.bfloat16 if self._config.zero.reduce_dtype == "bf16" else None,
         )
 
     def _squared_norm(self, values: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     if not problems:
         problems = _layout_problems(config, world_size) or _batch_problems(config, world_size)
         problems += tensor_problems(config.model, config.parallel.tensor)
+        problems += config.zero.replica_problems(data_parallel_size(config, world_size))
     if not problems:
         problems = schedule_problems(config, data_parallel_size(config, world_size))
     if problems:

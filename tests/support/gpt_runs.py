@@ -71,11 +71,12 @@ def make_config(prefix: str, model: ModelConfig, **groups: dict[str, Any]) -> Pr
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of one tensor of the model."""
+    """One rank's part of one tensor of the model: of the elements of a box those in the range `held`, flat."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
+    held: range
     values: Tensor
 
 
@@ -89,9 +90,15 @@ class RankRun:
 
 
 def shards(states: Sequence[UnitState], flats: Sequence[Tensor]) -> list[Shard]:
-    """Owned parts of one flat buffer per state, by parameter."""
+    """Owned parts of one flat buffer per state, a rank's shard, by parameter."""
     return [
-        Shard(segment.spec.name, segment.spec.shape, segment.box, state.owned_view(flat, segment).clone())
+        Shard(
+            segment.spec.name,
+            segment.spec.shape,
+            segment.box,
+            state.held(segment),
+            state.in_shard(flat, segment).clone(),
+        )
         for state, flat in zip(states, flats, strict=True)
         for segment in state.table
     ]
@@ -112,7 +119,7 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeou
 
     def recording_update(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
         if version == 1:
-            gradients.extend(shards(states, [state.gradients[0] for state in states]))
+            gradients.extend(shards(states, [state.reduced_gradient() for state in states]))
         update(states, version, rate, coefficient)
 
     replica.optimizer.update = recording_update  # type: ignore[method-assign]
@@ -134,11 +141,13 @@ def assembled(parts: Sequence[list[Shard]]) -> dict[str, Tensor]:
             tensors[shard.name] = torch.zeros(shard.shape, dtype=shard.values.dtype)
             seen[shard.name] = torch.zeros(shard.shape, dtype=torch.bool)
         index = tuple(slice(start, stop) for start, stop in zip(shard.box.starts, shard.box.stops, strict=True))
-        known = seen[shard.name][index]
-        if known.any():
-            assert torch.equal(tensors[shard.name][index], shard.values), f"ranks disagree about {shard.name}"
-        tensors[shard.name][index] = shard.values
-        seen[shard.name][index] = True
+        held = slice(shard.held.start, shard.held.stop)
+        values, known = tensors[shard.name][index].flatten(), seen[shard.name][index].flatten()
+        if known[held].any():
+            assert torch.equal(values[held], shard.values), f"ranks disagree about {shard.name}"
+        values[held], known[held] = shard.values, True
+        tensors[shard.name][index] = values.view(shard.box.shape)
+        seen[shard.name][index] = known.view(shard.box.shape)
     incomplete = [name for name, covered in seen.items() if not covered.all()]
     assert not incomplete, f"no rank holds all of {incomplete}"
     return tensors

@@ -40,7 +40,8 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1, recompute: Spans = ()) 
     again = training and any(len(own) > 0 for own in recompute)
     if again:
         check_spans(schedule.header, recompute)
-    everywhere = again or schedule.header.weight_buffers > 0
+    sharded = schedule.header.weight_buffers > 0 or (training and schedule.header.whole_gradients > 0)
+    everywhere = again or sharded
     if everywhere or (training and schedule.header.data_parallel):
         table = refine(table, everywhere=everywhere)
     messages = Messages.of(table)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import COLUMNS, Ints, Kind, Rows, rows_of
+from megapipe.schedules.gathers import last_additions
 from megapipe.schedules.lowering.insertion import Insertion, Place
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
@@ -34,7 +35,16 @@ def _counts(table: Table) -> Insertion:
 
 
 def _gradients(table: Table) -> Insertion:
-    """One reduction a unit and update, right behind the backward that completes the unit's gradient."""
+    """One reduction a unit and update, right behind the backward that completes the unit's gradient.
+
+    Of sharded gradients one for each stay in a buffer, which names the micro-batch behind whose backward it stands.
+    """
+    if table.header.whole_gradients:
+        anchor = last_additions(table)
+        rows = rows_of(
+            Kind.REDUCE_GRADIENTS, table.stage[anchor], table.microbatch[anchor], unit=table.unit[anchor]
+        )  # fmt: skip
+        return Insertion(rows, anchor, Place.REDUCE_GRADIENTS, table.section[anchor])
     adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     cut = adding[table.unit[adding] >= 0]
     most_units = max(table.header.units_per_stage)

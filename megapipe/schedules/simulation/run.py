@@ -90,6 +90,7 @@ class _Clocks:
         if self._blocking:
             self._note_waits(messages.send.tolist(), messages.receive.tolist())
         self._note_waits(dependencies.gathers.row.tolist(), dependencies.gathers.needed.tolist())
+        self._note_waits(dependencies.gradient_buffers.row.tolist(), dependencies.gradient_buffers.needed.tolist())
         collectives = dependencies.collective_needs()
         self._note_waits(collectives.row.tolist(), collectives.needed.tolist())
         self._link_of = dict(

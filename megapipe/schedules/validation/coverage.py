@@ -134,7 +134,7 @@ def _check_reductions(table: Table) -> None:
     _require_each(table, Kind.REDUCE_COUNTS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
     _require_each(table, Kind.REDUCE_SCALARS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
     for kind, places in (
-        (Kind.REDUCE_GRADIENTS, plain if header.data_parallel else []),
+        *([] if header.whole_gradients else [(Kind.REDUCE_GRADIENTS, plain if header.data_parallel else [])]),
         (Kind.REDUCE_TIED, tied),
         (Kind.UPDATE, state),
     ):

@@ -109,7 +109,9 @@ def _check_units(table: Table) -> None:
 
 def _check_last_included(table: Table) -> None:
     """Reductions and updates name the last micro-batch of their update; counts that of their step."""
-    reducing = table.is_kind(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE)
+    reducing = table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE)
+    if table.header.whole_gradients == 0:  # else several may stand in an update, each behind what it includes
+        reducing |= table.is_kind(Kind.REDUCE_GRADIENTS)
     for rows, count in (
         (np.flatnonzero(reducing), table.header.microbatches_per_update),
         (table.rows_with(Kind.REDUCE_COUNTS), table.header.num_microbatches),

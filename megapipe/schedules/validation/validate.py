@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.schedules.dependencies import ADDING, Dependencies
+from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import check_weight_buffers
+from megapipe.schedules.gathers import ADDING, check_weight_buffers
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
@@ -14,6 +14,7 @@ from megapipe.schedules.validation.buffers import check_buffers
 from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields
 from megapipe.schedules.validation.gathers import check_gathers
+from megapipe.schedules.validation.gradients import check_gradients
 from megapipe.schedules.validation.header import check_header
 from megapipe.schedules.validation.order import check_order
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
@@ -69,6 +70,7 @@ def _check(table: Table) -> None:
     check_fields(table)
     check_coverage(table)
     check_gathers(table)
+    check_gradients(table)
     dependencies = Dependencies(table)
     check_order(dependencies)
     check_links(dependencies)
