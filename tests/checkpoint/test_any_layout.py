@@ -36,14 +36,19 @@ def layouts(draw: st.DrawFn) -> Layout:
     """Any mesh of up to eight ranks; `table` on the first and the last stage, the other units anywhere."""
     tensor = draw(st.sampled_from([1, 2, 4]))
     pipeline = draw(st.sampled_from([1, 2, 3] if tensor < 4 else [1, 2]))
-    data = draw(st.sampled_from([1, 2] if tensor * pipeline <= 4 else [1]))
+    data = draw(st.sampled_from([1, 2, 4] if tensor * pipeline <= 2 else [1, 2] if tensor * pipeline <= 4 else [1]))
+    count = draw(st.sampled_from([each for each in (1, 2, 4) if data % each == 0]))
     units: list[list[str]] = [[] for _ in range(pipeline)]
     for unit in UNITS[1:]:
         units[draw(st.integers(0, pipeline - 1))].append(unit)
     for stage in {0, pipeline - 1}:
         units[stage].append("table")
     return Layout(
-        {"tensor": tensor, "pipeline": pipeline, "data": data}, units, alignment=draw(st.sampled_from([1, 2, 8]))
+        {"tensor": tensor, "pipeline": pipeline, "data": data},
+        units,
+        alignment=draw(st.sampled_from([1, 2, 8])),
+        stage=draw(st.integers(1, 3)) if count > 1 else 0,
+        count=count,
     )
 
 

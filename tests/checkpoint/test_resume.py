@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,3 +121,36 @@ def test_bf16_goes_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:
     )
     run({}, cut, 3)
     assert_same_bits(run({"pipeline": 2}, cut, 6), run({"pipeline": 2}, whole, 6))
+
+
+ZERO: list[tuple[Sizes, dict[str, Any], Sizes, dict[str, Any]]] = [
+    ({"data": 2}, {"stage": 1}, {"data": 2}, {"stage": 3}),
+    ({"data": 2, "pipeline": 2}, {"stage": 3}, {}, {}),
+    ({"data": 4}, {"stage": 2, "shard_size": 2}, {"data": 2, "pipeline": 2}, {"stage": 1}),
+]
+
+
+@pytest.mark.parametrize(("saved_on", "saved_zero", "resumed_on", "resumed_zero"), ZERO, ids=str)
+def test_shared_state_moves_to_any_other_sharing_bit_for_bit(
+    tmp_path: Path, corpus: str, saved_on: Sizes, saved_zero: dict[str, Any], resumed_on: Sizes, resumed_zero: Any
+) -> None:
+    model = replace(GPT2_SHAPE, num_layers=3)
+    saved = run(saved_on, config_in(tmp_path, corpus, model, zero=saved_zero, checkpoint={"every": 3}), 3)
+    found = run(resumed_on, config_in(tmp_path, corpus, model, zero=resumed_zero, checkpoint={"every": 3}), 3)
+    assert found.start == 3
+    assert_same_bits(found, saved)
+    assert run(resumed_on, config_in(tmp_path, corpus, model, zero=resumed_zero), 5).start == 3
+
+
+def test_bf16_shards_go_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:
+    options: dict[str, Any] = {"training": {"precision": "bf16"}, "zero": {"stage": 3}}
+    cut, whole = (config_in(tmp_path / folder, corpus, GPT2_SHAPE, **options) for folder in ("cut", "whole"))
+    run({"data": 2}, cut, 3)
+    assert_same_bits(run({"data": 2}, cut, 6), run({"data": 2}, whole, 6))
+
+
+def test_a_2bw_run_with_shared_optimizer_state_goes_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:
+    options: dict[str, Any] = {"schedule": {"name": "2bw"}, "zero": {"stage": 1}}
+    cut, whole = (config_in(tmp_path / folder, corpus, GPT2_SHAPE, **options) for folder in ("cut", "whole"))
+    run({"data": 2}, cut, 3)
+    assert_same_bits(run({"data": 2}, cut, 6), run({"data": 2}, whole, 6))

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from megapipe.checkpoint import RunState, load, save
 from megapipe.checkpoint.manifest import WEIGHTS, earlier_weights
-from megapipe.checkpoint.shards import buffers, shards_of
+from megapipe.checkpoint.shards import Shard, buffers, shards_of
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.segments import Segment
+from megapipe.parallel.sharding import Sharding
 from megapipe.parallel.unit_state import UnitState
 
 MOMENTS = ("first_moment", "second_moment")
@@ -27,7 +29,7 @@ def spec(name: str, shape: tuple[int, ...], axis: int | None = 0, padded: bool =
 
 MODEL: dict[str, tuple[ParameterSpec, ...]] = {
     "table": (spec("table", (11, 3), padded=True),),
-    "one": (spec("one.qkv", (4, 3, 2)), spec("one.bias", (5,), None), spec("one.output", (3, 8), 1)),
+    "one": (spec("one.qkv", (4, 3, 20)), spec("one.bias", (5,), None), spec("one.output", (3, 8), 1)),
     "two": (spec("two.up", (2, 8, 3), 1), spec("two.norm", (3,), None)),
 }
 """Unit -> parameters. `table` is tied: the first and the last pipeline rank both hold it."""
@@ -35,13 +37,18 @@ MODEL: dict[str, tuple[ParameterSpec, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """sizes: of the mesh. units: those of each pipeline rank. alignment: of padded shards. versions: of each unit."""
+    """sizes: of the mesh. units: those of each pipeline rank. alignment: of padded shards. versions: of each unit.
+
+    stage, count: what replicas share out, so many a copy.
+    """
 
     sizes: Mapping[str, int]
     units: Sequence[Sequence[str]]
     alignment: int = 1
     versions: int = 1
     dtype: torch.dtype = torch.float32
+    stage: int = 0
+    count: int = 1
 
 
 ALONE = Layout({}, [list(MODEL)])
@@ -64,6 +71,7 @@ def make_states(mesh: Mesh, layout: Layout, model: Mapping[str, Sequence[Paramet
             tensor_size=mesh.size("tensor"),
             alignment=layout.alignment,
             num_versions=layout.versions,
+            sharding=Sharding(layout.stage, mesh.coordinate("data") % layout.count, layout.count),
         )
         for unit in layout.units[mesh.coordinate("pipeline")]
     ]
@@ -76,15 +84,21 @@ def fill(states: Sequence[UnitState], step: int, moments: Sequence[str] = MOMENT
         state.moments = {kind: torch.zeros_like(state.master) for kind in moments}
     for shard in shards_of(states):
         for kind, buffer in buffers(shard.state).items():
-            shard.of(buffer).copy_(expected(shard.name, kind, shard.segment.spec.shape, shard.segment.box, step))
+            shard.of(buffer).copy_(expected(shard, kind, step))
     for state in states:
         state.publish()
 
 
-def expected(name: str, kind: str, shape: tuple[int, ...], box: object, step: int) -> Tensor:
-    """The part of a whole tensor that lies in a box, in one dimension."""
-    index = tuple(slice(a, b) for a, b in zip(box.starts, box.stops, strict=True))  # type: ignore[attr-defined]
-    return value(name, kind, shape, step)[index].reshape(-1)
+def expected(shard: Shard, kind: str, step: int) -> Tensor:
+    """The part of a whole tensor that a shard holds, in one dimension."""
+    held = shard.extent
+    return whole_box(shard.segment, kind, step)[held.start : held.stop]
+
+
+def whole_box(segment: Segment, kind: str, step: int) -> Tensor:
+    """The part of a whole tensor that lies in a segment's box, in one dimension."""
+    index = tuple(slice(a, b) for a, b in zip(segment.box.starts, segment.box.stops, strict=True))
+    return value(segment.spec.name, kind, segment.spec.shape, step)[index].reshape(-1)
 
 
 def check(states: Sequence[UnitState], step: int, kinds: Sequence[str] = (WEIGHTS, *MOMENTS)) -> None:
@@ -95,8 +109,13 @@ def check(states: Sequence[UnitState], step: int, kinds: Sequence[str] = (WEIGHT
         for kind in kinds:
             whole = torch.zeros_like(found[kind])
             for shard in shards_of([state]):
-                shard.of(whole).copy_(expected(shard.name, kind, shard.segment.spec.shape, shard.segment.box, step))
+                shard.of(whole).copy_(expected(shard, kind, step))
             assert torch.equal(found[kind], whole), f"{kind} of {state.name}"
+        if not state.sharding.weights:
+            newest = state.weights[state.newest % len(state.weights)]
+            for segment in state.table:
+                values = whole_box(segment, WEIGHTS, step).to(newest.dtype)
+                assert torch.equal(state.owned_view(newest, segment).reshape(-1), values), f"whole {state.name}"
 
 
 def run_state(step: int) -> RunState:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
+from megapipe.config.zero import ZeroConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
@@ -155,10 +156,15 @@ def test_where_2bw_is_drained_changes_nothing(corpus: str, update: str) -> None:
         check_equal(run_threads({"pipeline": 2}, trained, config, drained, False), expected)
 
 
-@pytest.mark.parametrize("sizes", [{"pipeline": 2, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
-def test_2bw_with_replicas_and_tensor_shards_is_its_recursion(corpus: str, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    [({"pipeline": 2, "data": 2}, 0), ({"pipeline": 2, "tensor": 2}, 0), ({"pipeline": 2, "data": 2}, 1)],
+    ids=str,
+)
+def test_2bw_with_replicas_and_tensor_shards_is_its_recursion(corpus: str, sizes: dict[str, int], zero: int) -> None:
     config = make_config(corpus, MODELS["gpt2-tied-dropout"], schedule={"name": "2bw"})
     (expected,) = run_threads({}, recursion, config, False)
+    config.zero = ZeroConfig(stage=zero)
     ranks = run_mesh(sizes, trained, config, (2,), False)
     for rank in ranks:
         losses = torch.tensor([result.loss for result in rank.results], dtype=torch.float64)
