@@ -24,6 +24,7 @@ def communicators(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage]) -
         scalars=mesh.world if schedule.flushes else mesh.second_world(),
         counts_loss=ends_here and mesh.coordinate("tensor") == 0,
         counts_norm=mesh.coordinate("data") == 0,
+        tensor=mesh.group("tensor"),
     )
 
 

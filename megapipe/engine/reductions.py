@@ -12,6 +12,7 @@ from megapipe.engine.background import Turns, run_now
 from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
 from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms
+from megapipe.parallel.partial_gradients import sum_partial_gradients
 from megapipe.parallel.unit_state import UnitState
 
 
@@ -30,6 +31,7 @@ class Communicators:
     scalars: all ranks; other than the world where sums are hidden. By default the world.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     counts_norm: this rank's squared gradient norms do (one data replica; the others hold the same sums).
+    tensor: ranks that share matrices, for gradients of which each has a part; needed where states have such.
     """
 
     world: Group
@@ -38,6 +40,7 @@ class Communicators:
     scalars: Group | None = None
     counts_loss: bool = True
     counts_norm: bool = True
+    tensor: Group | None = None
 
     def through(self, change: Callable[[Group], Group]) -> "Communicators":
         """The same, each group replaced by what `change` makes of it."""
@@ -47,6 +50,7 @@ class Communicators:
             data=change(self.data),
             tied={group: change(members) for group, members in self.tied.items()},
             scalars=None if self.scalars is None else change(self.scalars),
+            tensor=None if self.tensor is None else change(self.tensor),
         )
 
 
@@ -113,8 +117,14 @@ class Reductions:
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
     def reduce_gradients(self, step: StepState, state: UnitState, update: int) -> None:
-        """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number."""
-        step.reductions.append(self._communicators.data.all_reduce(state.gradients_of(update)[0], async_op=True))
+        """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number.
+
+        What tensor ranks have parts of is a few vectors, and summed first: over replicas it then is as any other.
+        """
+        gradient = state.gradients_of(update)[0]
+        if self._communicators.tensor is not None:
+            sum_partial_gradients(state, gradient, self._communicators.tensor)
+        step.reductions.append(self._communicators.data.all_reduce(gradient, async_op=True))
 
     def reduce_tied(self, step: StepState, state: UnitState, group: int, update: int) -> None:
         """Start the sum of a tied weight's gradients over its uses and replicas, here and on other ranks.

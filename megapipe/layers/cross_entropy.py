@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megapipe.kernels.reference.cross_entropy import merged
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import Linear, Shapes, weight_gradient
+from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_from_group
 from megapipe.parallel.groups import Group
@@ -34,7 +35,7 @@ class Targets:
     known: Tensor
 
 
-class VocabParallelHead(Linear):
+class VocabParallelHead(Linear, OnShards):
     """Projection to the vocabulary, a share of whose rows each rank holds, with the loss behind it.
 
     shapes: of `weight` (stored rows, hidden). vocabulary_size: true number of tokens; rows behind it are padding,
@@ -55,7 +56,7 @@ class VocabParallelHead(Linear):
 
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """x [b, s, h] to logits over the true vocabulary [b, s, v], on every rank."""
-        local = self.local_product(copy_to_group(x, self.group), tape, add_bias=False)
+        local = self.local_product(self._all_tokens(x), tape, add_bias=False)
         return gather_from_group(local, self.group, dim=-1)[..., : self.vocabulary_size]
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
@@ -67,7 +68,7 @@ class VocabParallelHead(Linear):
         """
         if self.recompute:
             return self.recomputed_loss_sum(x, labels, loss_mask, tape)
-        rows = copy_to_group(x, self.group).flatten(0, -2)
+        rows = self._all_tokens(x).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
         targets = self._targets(labels.flatten(), row_weight)
@@ -88,7 +89,7 @@ class VocabParallelHead(Linear):
                 "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
                 "compute them; set recompute.logits false, or take a schedule with whole backwards"
             )
-        rows = copy_to_group(x, self.group).flatten(0, -2)
+        rows = self._all_tokens(x).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
         return _Recomputed.apply(rows, self.weight, self.bias, self, labels.flatten(), row_weight)
@@ -98,6 +99,10 @@ class VocabParallelHead(Linear):
             return super().weight_half(saved, gradient)
         row_weight = saved[2] if len(saved) == 3 else None
         return [(self.weight, loss_weight_gradient(saved[0], saved[1], row_weight, gradient))]
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        """What every rank multiplies with its share of the matrix."""
+        return copy_to_group(x, self.group) if self.sequence is None else self.sequence.whole(x)
 
     def _targets(self, labels: Tensor, row_weight: Tensor | None) -> Targets:
         known = (labels >= 0) & (labels < self.vocabulary_size)

@@ -24,6 +24,7 @@ class UnitState:
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
     moments: name -> flat buffer, filled in by the optimizer.
+    partial: names of parameters whose gradient is of this tensor rank's tokens alone, to be summed over the ranks.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class UnitState:
             torch.zeros(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
         ]
         self.moments: dict[str, Tensor] = {}
+        self.partial: frozenset[str] = frozenset()
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False

@@ -1,10 +1,11 @@
 """A group of processes over torch.distributed: gloo on the CPU, NCCL on a GPU."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -70,6 +71,27 @@ class DistributedGroup(Group):
         with self.errors_named("reduce_scatter"):
             _reduce_scatter_single(reduced.view(-1), tensor.detach().reshape(-1), group=self.process_group)
         return reduced
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._errors_named_where_run("all_gather"):
+            rows = tensor.reshape(1, -1)
+            started = torch.ops._c10d_functional.all_gather_into_tensor(rows, self.size, self.group_name)
+        return lambda: self._finished(started, "all_gather").view(self.size, *tensor.shape)
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._errors_named_where_run("reduce_scatter"):
+            rows = tensor.reshape(self.size, -1)
+            started = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", self.size, self.group_name)
+        return lambda: self._finished(started, "reduce_scatter").view(tensor.shape[1:])
+
+    def _finished(self, started: Tensor, operation: str) -> Tensor:
+        with self._errors_named_where_run(operation):
+            finished: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+            return finished
+
+    def _errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
+        """For functional collectives, which a compiler may trace: its graphs have no exception handlers."""
+        return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         with self.errors_named("broadcast"):
