@@ -100,23 +100,23 @@ def activation_bytes(
     under attention dropout (before and after); one byte per element of a dropout's mask; the head's gradient of its
     logits or, under recompute_logits, the log-sum of each row in fp32. A view counts as the whole tensor that it keeps
     alive. What parts of a block `recompute` names are not kept: the unfused path's probabilities and what is made of
-    them, the activation's result, the norms' results. Not counted: rotary tables and the micro-batch's own tokens,
-    labels and loss mask.
+    them, the activation's result, the norms' results. Of a shared embedding one byte a token: whether another rank has
+    its row. Not counted: rotary tables, numbers of rows, and the micro-batch's own tokens, labels and loss mask.
     With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
     arXiv 2205.05198, section 4, table 2) but for the norms' statistics, which they leave out.
-    sequence_parallel: the tensor ranks share the tokens of what each would otherwise keep whole; only the input of the
-    head's product is whole all the same.
+    sequence_parallel: the tensor ranks share the tokens of what each would otherwise keep whole.
     """
     tokens = micro_size * sequence_length
     shards = tensor_size if sequence_parallel else 1
     size = ELEMENT_BYTES[precision]
     if layer.kind == "embedding":
-        return _mask_bytes(model.embedding_dropout, tokens // shards * model.hidden_size)
+        elsewhere = tokens if tensor_size > 1 else 0
+        return elsewhere + _mask_bytes(model.embedding_dropout, tokens // shards * model.hidden_size)
     stream = tokens * model.hidden_size * size
     norm = stream + tokens * FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
     if layer.kind == "head":
         rows = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
-        return norm // shards + stream + tokens * (FULL_BYTES if recompute_logits else rows * size)
+        return (norm + stream) // shards + tokens * (FULL_BYTES if recompute_logits else rows * size)
     normalised = 0 if "norms" in recompute else stream
     replicated = 2 * (norm + normalised + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size)) // shards
     shared = _attention_bytes(
