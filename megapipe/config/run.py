@@ -138,6 +138,7 @@ class PretrainConfig:
             if value is not None and value < 1
         ]
         found += self.data.problems(self.model.vocabulary_size)
+        found += self.parallel.sequence_problems(self.data.sequence_length)
         if self.data.sequence_length > self.model.max_positions:
             found.append(
                 f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "

@@ -17,6 +17,7 @@ def bert_activation_bytes(
     *,
     tensor_size: int = 1,
     alignment: int = 1,
+    sequence_parallel: bool = False,
 ) -> int:
     """As `activation_bytes`, for a layer of costs.bert.bert_layers. predictions: hidden tokens of a sample at most.
 
@@ -39,16 +40,18 @@ def bert_activation_bytes(
             attention,
             tensor_size=tensor_size,
             alignment=alignment,
+            sequence_parallel=sequence_parallel,
         )
+    norm = (stream + tokens * statistics) // (tensor_size if sequence_parallel else 1)
     if layer.kind == "embedding":
-        return kept + (stream + tokens * statistics if model.norm_position == "post" else 0)
+        return kept + (norm if model.norm_position == "post" else 0)
     if layer.kind == "block":
         return kept + (tokens * size if attention == "sdpa" else 0)
     rows = micro_size * predictions
     columns = min(layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0], model.vocabulary_size)
     kept = stream + 4 * rows * model.hidden_size * size + rows * (statistics + columns * size + FULL_BYTES)
     if model.norm_position == "pre":
-        kept += stream + tokens * statistics
+        kept += norm
     return kept + (_sentence_bytes(model, micro_size, size) if model.sentence_head else 0)
 
 

@@ -68,9 +68,14 @@ def state_bytes(
     )
 
 
-def boundary_bytes(model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision) -> int:
-    """One message between two stages: a micro-batch's residual stream [micro, sequence, hidden], or its gradient."""
-    return micro_size * sequence_length * model.hidden_size * ELEMENT_BYTES[precision]
+def boundary_bytes(
+    model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision, *, sequence_shards: int = 1
+) -> int:
+    """One message between two stages: a micro-batch's residual stream [micro, sequence, hidden], or its gradient.
+
+    sequence_shards: tensor ranks that share the tokens; each sends its own.
+    """
+    return micro_size * (sequence_length // sequence_shards) * model.hidden_size * ELEMENT_BYTES[precision]
 
 
 def activation_bytes(
@@ -85,6 +90,7 @@ def activation_bytes(
     alignment: int = 1,
     recompute_logits: bool = False,
     recompute: Collection[RecomputedPart] = (),
+    sequence_parallel: bool = False,
 ) -> int:
     """What one layer keeps on one tensor rank from a micro-batch's forward to its backward.
 
@@ -94,22 +100,25 @@ def activation_bytes(
     under attention dropout (before and after); one byte per element of a dropout's mask; the head's gradient of its
     logits or, under recompute_logits, the log-sum of each row in fp32. A view counts as the whole tensor that it keeps
     alive. What parts of a block `recompute` names are not kept: the unfused path's probabilities and what is made of
-    them, the activation's result, the norms' results. Not counted: rotary tables and the micro-batch's own tokens,
-    labels and loss mask.
+    them, the activation's result, the norms' results. Of a shared embedding one byte a token: whether another rank has
+    its row. Not counted: rotary tables, numbers of rows, and the micro-batch's own tokens, labels and loss mask.
     With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
-    arXiv 2205.05198, section 4) but for the norms' statistics, which they leave out.
+    arXiv 2205.05198, section 4, table 2) but for the norms' statistics, which they leave out.
+    sequence_parallel: the tensor ranks share the tokens of what each would otherwise keep whole.
     """
     tokens = micro_size * sequence_length
+    shards = tensor_size if sequence_parallel else 1
     size = ELEMENT_BYTES[precision]
     if layer.kind == "embedding":
-        return _mask_bytes(model.embedding_dropout, tokens * model.hidden_size)
+        elsewhere = tokens if tensor_size > 1 else 0
+        return elsewhere + _mask_bytes(model.embedding_dropout, tokens // shards * model.hidden_size)
     stream = tokens * model.hidden_size * size
     norm = stream + tokens * FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
     if layer.kind == "head":
         rows = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
-        return norm + stream + tokens * (FULL_BYTES if recompute_logits else rows * size)
+        return (norm + stream) // shards + tokens * (FULL_BYTES if recompute_logits else rows * size)
     normalised = 0 if "norms" in recompute else stream
-    replicated = 2 * (norm + normalised + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size))
+    replicated = 2 * (norm + normalised + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size)) // shards
     shared = _attention_bytes(
         model, micro_size, sequence_length, size, attention, tensor_size, again="attention" in recompute
     )

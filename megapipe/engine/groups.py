@@ -30,6 +30,7 @@ def communicators(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage]) -
         counts_norm=mesh.coordinate("data") < sharding.count,
         shards=shards,
         copies=None if copies is None or copies.size == 1 else copies,
+        tensor=mesh.group("tensor"),
     )
 
 

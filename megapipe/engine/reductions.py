@@ -13,6 +13,7 @@ from megapipe.engine.shared_state import GradientBuffers, GradientReduction
 from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
 from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms
+from megapipe.parallel.partial_gradients import sum_partial_gradients
 from megapipe.parallel.unit_state import UnitState
 
 
@@ -33,6 +34,7 @@ class Communicators:
     counts_norm: this rank's squared gradient norms do (one data replica; the others hold the same sums).
     shards: the replicas that share one copy of the units' state; None where each keeps it whole. copies: the replicas
     with the same shard as this one.
+    tensor: ranks that share matrices, for gradients of which each has a part; needed where states have such.
     """
 
     world: Group
@@ -43,6 +45,7 @@ class Communicators:
     counts_norm: bool = True
     shards: Group | None = None
     copies: Group | None = None
+    tensor: Group | None = None
 
     def through(self, change: Callable[[Group], Group]) -> "Communicators":
         """The same, each group replaced by what `change` makes of it."""
@@ -54,6 +57,7 @@ class Communicators:
             scalars=None if self.scalars is None else change(self.scalars),
             shards=None if self.shards is None else change(self.shards),
             copies=None if self.copies is None else change(self.copies),
+            tensor=None if self.tensor is None else change(self.tensor),
         )
 
 
@@ -128,11 +132,14 @@ class Reductions:
     def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
         """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number.
 
-        last: nothing is added to this update's gradient after it.
+        last: nothing is added to this update's gradient after it. What tensor ranks have parts of is a few vectors, and
+        summed first: over replicas it then is as any other.
         """
         groups = self._communicators
         if state.table.num_elements == 0:
             return
+        if groups.tensor is not None:
+            sum_partial_gradients(state, state.gradients_of(update)[0], groups.tensor)
         if groups.shards is None:
             step.reductions.append(groups.data.all_reduce(state.gradients_of(update)[0], async_op=True))
             return

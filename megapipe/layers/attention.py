@@ -85,14 +85,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
         """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
-        batch, length, _ = x.shape
+        projected = self.qkv(x, context.tape, again)
+        batch, length, _ = projected.shape  # all tokens, of which x may be this rank's own
         heads = self.heads_per_group
-        qkv = self.qkv(x, context.tape, again).view(batch, length, self.kv_groups, heads + 2, self.head_dim)
+        qkv = projected.view(batch, length, self.kv_groups, heads + 2, self.head_dim)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
         query, key = self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context)
         if context.document_blocks is not None:
             mixed = self._within_blocks(query, key, value, context.document_blocks)
-        elif self._picked_path(x, context) == "unfused":
+        elif self._picked_path(projected, context) == "unfused":
             mixed = self._unfused(query, key, value, context)
         else:
             mixed = self._fused(query, key, value, context)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megapipe.kernels.reference.cross_entropy import merged
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import Linear, Shapes, weight_gradient
+from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_from_group
 from megapipe.parallel.groups import Group
@@ -34,7 +35,7 @@ class Targets:
     known: Tensor
 
 
-class VocabParallelHead(Linear):
+class VocabParallelHead(Linear, OnShards):
     """Projection to the vocabulary, a share of whose rows each rank holds, with the loss behind it.
 
     shapes: of `weight` (stored rows, hidden). vocabulary_size: true number of tokens; rows behind it are padding,
@@ -55,7 +56,7 @@ class VocabParallelHead(Linear):
 
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """x [b, s, h] to logits over the true vocabulary [b, s, v], on every rank."""
-        local = self.local_product(copy_to_group(x, self.group), tape, add_bias=False)
+        local = self.local_product(self._all_tokens(x), tape, add_bias=False)
         return gather_from_group(local, self.group, dim=-1)[..., : self.vocabulary_size]
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
@@ -67,16 +68,18 @@ class VocabParallelHead(Linear):
         """
         if self.recompute:
             return self.recomputed_loss_sum(x, labels, loss_mask, tape)
-        rows = copy_to_group(x, self.group).flatten(0, -2)
+        rows = self._all_tokens(x).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
         targets = self._targets(labels.flatten(), row_weight)
         if tape is None:
             # Inside of the function autograd is always off.
-            return _Fused.apply(rows, self.weight, self, targets, row_weight, torch.is_grad_enabled())
+            keep = torch.is_grad_enabled()
+            return _Fused.apply(rows, self.weight, self, targets, row_weight, keep, self._kept(x, rows))
         record = tape.record(self, (), rows.new_empty((), dtype=wide))
         loss, gradient = _Probed.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
-        record.saved = (rows.detach(), gradient) if row_weight is None else (rows.detach(), gradient, row_weight)
+        kept = self._kept(x, rows)
+        record.saved = (kept, gradient) if row_weight is None else (kept, gradient, row_weight)
         return loss
 
     def recomputed_loss_sum(
@@ -88,16 +91,29 @@ class VocabParallelHead(Linear):
                 "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
                 "compute them; set recompute.logits false, or take a schedule with whole backwards"
             )
-        rows = copy_to_group(x, self.group).flatten(0, -2)
+        rows = self._all_tokens(x).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
-        return _Recomputed.apply(rows, self.weight, self.bias, self, labels.flatten(), row_weight)
+        kept = self._kept(x, rows)
+        return _Recomputed.apply(rows, self.weight, self.bias, self, labels.flatten(), row_weight, kept)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         if len(saved) == 1:  # the logits were the output, not a loss
             return super().weight_half(saved, gradient)
         row_weight = saved[2] if len(saved) == 3 else None
-        return [(self.weight, loss_weight_gradient(saved[0], saved[1], row_weight, gradient))]
+        return [(self.weight, loss_weight_gradient(self.rows_of(saved[0]), saved[1], row_weight, gradient))]
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        """What every rank multiplies with its share of the matrix."""
+        return copy_to_group(x, self.group) if self.sequence is None else self.sequence.whole(x)
+
+    def _kept(self, x: Tensor, rows: Tensor) -> Tensor:
+        """What a backward makes the rows [n, h] out of: this rank's tokens x [b, s / t, h], or the rows themselves."""
+        return rows.detach() if self.sequence is None else x.detach()
+
+    def rows_of(self, kept: Tensor) -> Tensor:
+        """The rows [n, h] from what was kept of them."""
+        return kept if self.sequence is None else self.sequence.whole(kept).flatten(0, -2)
 
     def _targets(self, labels: Tensor, row_weight: Tensor | None) -> Targets:
         known = (labels >= 0) & (labels < self.vocabulary_size)
@@ -168,17 +184,21 @@ class _Fused(torch.autograd.Function):
         targets: Targets,
         row_weight: Tensor | None,
         keep: bool,
+        kept: Tensor,
     ) -> Tensor:
         loss, gradient = loss_and_logit_gradient(rows, weight, head, targets, row_weight, keep)
-        ctx.save_for_backward(rows, weight, gradient, row_weight)
+        ctx.save_for_backward(kept, weight, gradient, row_weight)
+        ctx.head = head
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, gradient, row_weight = ctx.saved_tensors
+        kept, weight, gradient, row_weight = ctx.saved_tensors
         dx = loss_input_gradient(weight, gradient, row_weight, dloss) if ctx.needs_input_grad[0] else None
-        dweight = loss_weight_gradient(rows, gradient, row_weight, dloss) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None, None, None
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = loss_weight_gradient(ctx.head.rows_of(kept), gradient, row_weight, dloss)
+        return dx, dweight, None, None, None, None, None
 
 
 class _Recomputed(torch.autograd.Function):
@@ -191,24 +211,26 @@ class _Recomputed(torch.autograd.Function):
         head: VocabParallelHead,
         labels: Tensor,
         row_weight: Tensor | None,
+        kept: Tensor,
     ) -> Tensor:
         targets = head._targets(labels, row_weight)
         op = head.kernels.pick("linear_cross_entropy", rows)
         own = op.statistics(rows, weight, targets.columns, targets.owned, head.num_columns, bias)
         log_sum_exp, loss = merged_loss(own, head.group, targets, row_weight)
-        ctx.save_for_backward(rows, weight, bias, labels, row_weight, log_sum_exp)
+        ctx.save_for_backward(kept, weight, bias, labels, row_weight, log_sum_exp)
         ctx.head = head
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, labels, row_weight, log_sum_exp = ctx.saved_tensors
+        kept, weight, bias, labels, row_weight, log_sum_exp = ctx.saved_tensors
         head = ctx.head
+        rows = head.rows_of(kept)
         op = head.kernels.pick("linear_cross_entropy", rows)
         scale = dloss.expand(len(rows)).contiguous() if row_weight is None else dloss * row_weight
         columns, owned = head.columns_of(labels)
         found = op.backward(rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias)
-        return (*found, *[None] * (6 - len(found)))
+        return (*found, *[None] * (7 - len(found)))
 
 
 class _Probed(torch.autograd.Function):

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from megapipe.kernels.reference.dropout import numbers, site_word, token_keys
 from megapipe.kernels.registry import Registry
 from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.sequence_shard import OnShards, num_tokens, own_tokens
 
 EMBEDDING_SITE = 0
 
@@ -14,7 +15,7 @@ def block_sites(index: int) -> tuple[int, int, int]:
     return 1 + 4 * index, 2 + 4 * index, 3 + 4 * index
 
 
-class Dropout(nn.Module):
+class Dropout(nn.Module, OnShards):
     """Dropout at one site of the model.
 
     probability: of zeroing an element. site: global number of this dropout.
@@ -31,16 +32,15 @@ class Dropout(nn.Module):
         return self.probability > 0.0 and context.training
 
     def forward(self, x: Tensor, context: MicrobatchContext) -> Tensor:
-        """Hidden states [b, s, h], whole on every tensor rank."""
+        """Hidden states [b, s, h], of all tokens or of this rank's own."""
         if not self.active(context):
             return x
-        keys = self._keys(context, x.shape[1]).unsqueeze(-1)
-        return self._drop(x, keys, numbers(0, x.shape[2], x.device))
+        return self._drop(x, self._row_keys(context, x).unsqueeze(-1), numbers(0, x.shape[2], x.device))
 
     def add(self, update: Tensor, residual: Tensor, context: MicrobatchContext) -> Tensor:
         """Residual [b, s, h] plus an update with channels dropped, for an active dropout."""
         op = self.kernels.pick("bias_dropout_residual", update)
-        return op.apply(update, None, residual, self._keys(context, update.shape[1]), self.probability)
+        return op.apply(update, None, residual, self._row_keys(context, update), self.probability)
 
     def drop_attention(self, weights: Tensor, first_head: int, context: MicrobatchContext) -> Tensor:
         """Attention weights [b, heads, s, s] of the global heads from `first_head` on: channel = head * s + key."""
@@ -50,6 +50,10 @@ class Dropout(nn.Module):
         keys = self._keys(context, length)[:, None, :, None]
         channels = numbers(first_head * length, heads * length, weights.device)
         return self._drop(weights, keys, channels.view(heads, 1, length))
+
+    def _row_keys(self, context: MicrobatchContext, x: Tensor) -> Tensor:
+        """Keys of the tokens whose hidden states x [b, s, h] holds."""
+        return own_tokens(self._keys(context, num_tokens(x, self.sequence)), self.sequence)
 
     def _keys(self, context: MicrobatchContext, num_tokens: int) -> Tensor:
         if context.ordinals is None:

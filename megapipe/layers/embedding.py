@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from megapipe.kernels.opaque import opaque
 from megapipe.layers.linear import Shapes, empty_parameter
+from megapipe.layers.sequence_shard import OnShards, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
+from megapipe.parallel.sequence_collectives import scatter_sum
 
 
 @opaque(
@@ -79,7 +81,7 @@ class _Table(SplitModule):
         yield self.weight, _table_gradient(saved[0], absent, gradient, self.weight.shape[0])
 
 
-class VocabParallelEmbedding(_Table):
+class VocabParallelEmbedding(_Table, OnShards):
     """Word embedding: each rank of the group holds an equal share of the rows, padded ones behind the last.
 
     vocabulary_size: true number of tokens.
@@ -91,7 +93,7 @@ class VocabParallelEmbedding(_Table):
         self.group = group
 
     def forward(self, tokens: Tensor, tape: SplitTape | None) -> Tensor:
-        """Tokens int64 [b, s] to [b, s, h], the same on every rank.
+        """Tokens int64 [b, s] to [b, s, h], the same on every rank; where tokens are sharded to its own [b, s / t, h].
 
         Raises ValueError on the CPU for a token outside of the vocabulary; on a GPU, looking would stall the device.
         """
@@ -107,21 +109,30 @@ class VocabParallelEmbedding(_Table):
         share = self.weight.shape[0]
         rows = tokens - self.group.rank * share
         absent = (rows < 0) | (rows >= share)
-        return reduce_from_group(self.look_up(rows.masked_fill(absent, 0), absent, tape), self.group)
+        found = self.look_up(rows.masked_fill(absent, 0), absent, tape)
+        return reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
 
 
-class LearnedPositions(_Table):
+class LearnedPositions(_Table, OnShards):
     """One learned vector per position."""
 
+    partial = ("weight",)
+
     def forward(self, num_tokens: int, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """[s, h] for the positions 0 to s - 1; [b, s, h] for those in documents that begin at `document_starts`."""
+        """[s, h] for the positions 0 to s - 1; [b, s, h] for those in documents that begin at `document_starts`.
+
+        Of these the rank's own tokens, where they are sharded.
+        """
         positions = torch.arange(num_tokens, device=self.weight.device)
-        return self.look_up(positions if document_starts is None else positions - document_starts, None, tape)
+        positions = positions if document_starts is None else positions - document_starts
+        return self.look_up(own_tokens(positions, self.sequence), None, tape)
 
 
-class TokenTypes(_Table):
+class TokenTypes(_Table, OnShards):
     """One learned vector per type of token: which of a sample's two parts it belongs to."""
 
+    partial = ("weight",)
+
     def forward(self, types: Tensor, tape: SplitTape | None) -> Tensor:
-        """Types int64 [b, s] to [b, s, h]."""
-        return self.look_up(types, None, tape)
+        """Types int64 [b, s] to [b, s, h], where tokens are sharded to [b, s / t, h]."""
+        return self.look_up(own_tokens(types, self.sequence), None, tape)

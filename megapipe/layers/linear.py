@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from megapipe.kernels.opaque import opaque
 from megapipe.layers.remade import Remade
+from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import copy_to_group, reduce_from_group
 from megapipe.parallel.groups import Group
@@ -131,27 +132,53 @@ class Linear(SplitModule):
             yield self.bias, bias_gradient(gradient)
 
 
-class ColumnParallelLinear(Linear):
-    """A linear layer whose outputs are shared out: every rank has the whole x and computes its own part of y."""
+class ColumnParallelLinear(Linear, OnShards):
+    """A linear layer whose outputs are shared out: every rank has the whole x and computes its own part of y.
+
+    Under sequence parallelism a rank has its own tokens of x, which are gathered first.
+    """
 
     def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
         """[..., in] to this rank's [..., out / size], output axes flattened. again: as in `local_product`."""
-        return self.local_product(copy_to_group(x, self.group), tape, add_bias=True, again=again)
+        return self._shared_product(x, tape, add_bias=True, again=again)
 
     def without_bias(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
         """What `forward` gives before the bias, which the caller adds, detached: its gradient is computed here."""
-        return self.local_product(copy_to_group(x, self.group), tape, add_bias=False, again=again)
+        return self._shared_product(x, tape, add_bias=False, again=again)
+
+    def _shared_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None) -> Tensor:
+        if self.sequence is not None:
+            return self.sequence.column(self, x, tape, add_bias=add_bias, again=again)
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=add_bias, again=again)
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        if self.sequence is not None:
+            return self.sequence.column_weight_half(self, saved[0], gradient)
+        return super().weight_half(saved, gradient)
 
 
-class RowParallelLinear(Linear):
-    """A linear layer whose inputs are shared out: the ranks' products are summed, then the bias is added once."""
+class RowParallelLinear(Linear, OnShards):
+    """A linear layer whose inputs are shared out: the ranks' products are summed, then the bias is added once.
+
+    Under sequence parallelism a rank gets its own tokens of the sum.
+    """
+
+    partial = ("bias",)
 
     def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
         """This rank's [..., in / size] to the whole [..., out]. again: as in `local_product`."""
         if self.group.size == 1:
             return self.local_product(x, tape, add_bias=True, again=again)
-        y = reduce_from_group(self.local_product(x, tape, add_bias=False, again=again), self.group)
+        if self.sequence is not None:
+            y = self.sequence.row(self, x, tape, again=again)
+        else:
+            y = reduce_from_group(self.local_product(x, tape, add_bias=False, again=again), self.group)
         return y if self.bias is None else y + self.bias.detach()
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        if self.sequence is not None:
+            return self.sequence.row_weight_half(self, saved[0], gradient)
+        return super().weight_half(saved, gradient)
 
 
 class ReplicatedLinear(Linear):

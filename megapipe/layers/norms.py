@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import Shapes, empty_parameter
 from megapipe.layers.remade import Remade
+from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
@@ -62,15 +63,17 @@ class _Probed(torch.autograd.Function):
         return dx, dx if ctx.added else None, dy, None, *nothing
 
 
-class Norm(SplitModule):
+class Norm(SplitModule, OnShards):
     """Normalisation of [..., h] with weight and, where the op has one, bias [h].
 
     shapes: of `weight` and `bias`. epsilon: added to the variance (mean square). kernels: runs the op.
-    gradient_group: ranks that normalise different rows with one weight, so that its gradient is a sum over them.
+    gradient_group: ranks that normalise different rows with one weight, so that its gradient is a sum over them. Where
+    tokens are sharded that holds for every norm, and the sum is left to the step.
     recompute: whoever computes with the norm is to make it again, see `again`.
     """
 
     op: str
+    partial = ("weight", "bias")
 
     def __init__(self, shapes: Shapes, epsilon: float, kernels: Registry, gradient_group: Group | None = None) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class Norm(SplitModule):
 
     def summed(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """This rank's gradients of weight and bias to those over `gradient_group`."""
-        if self.gradient_group is None:
+        if self.gradient_group is None or self.sequence is not None:
             return tuple(gradients)
         return tuple(reduce_from_group(gradient, self.gradient_group) for gradient in gradients)
 

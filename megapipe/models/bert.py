@@ -20,7 +20,9 @@ from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
 from megapipe.layers.linear import ReplicatedLinear, Shapes, within
 from megapipe.layers.masked_head import MaskedTokenHead
+from megapipe.layers.sequence_shard import OnShards
 from megapipe.models.gpt import Block, check_declared, make_norm
+from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
 
 
@@ -70,8 +72,13 @@ class BertBlock(Block):
         return (self.mlp_norm(_added(self.mlp_dropout, update, hidden, context), tape),)
 
 
-class BertHead(nn.Module):
-    """Both heads with their losses: the hidden tokens, and whether the two parts of a sample follow each other."""
+class BertHead(nn.Module, OnShards):
+    """Both heads with their losses: the hidden tokens, and whether the two parts of a sample follow each other.
+
+    Where tokens are sharded they are gathered behind the norm, and what follows is the same on every tensor rank.
+    """
+
+    whole_sequence = ("transform", "transform_norm", "output", "pooler", "sentence")
 
     def __init__(
         self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool
@@ -97,6 +104,8 @@ class BertHead(nn.Module):
         tape = context.tape
         if self.norm is not None:
             hidden = self.norm(hidden, tape)
+        if self.sequence is not None:
+            hidden = gather_from_group(hidden, self.sequence.group, dim=1)
         sentence = self._sentence_logits(hidden, context)
         if context.labels is None:
             logits = self.output.logits(self._transformed(hidden, context), tape)

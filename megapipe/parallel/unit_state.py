@@ -26,6 +26,7 @@ class UnitState:
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
     moments: name -> flat buffer, filled in by the optimizer.
+    partial: names of parameters whose gradient is of this tensor rank's tokens alone, to be summed over the ranks.
 
     Where replicas share the state out, `shard` says which elements of the table this rank keeps. The master, the
     moments, `reduced_gradient` and `weight_shards[i]` have these alone. Of sharded gradients the whole accumulator has
@@ -89,6 +90,7 @@ class UnitState:
         self._has_reduced = False
         self._gathers: dict[int, Work] = {}
         self.moments: dict[str, Tensor] = {}
+        self.partial: frozenset[str] = frozenset()
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False

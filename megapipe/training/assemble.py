@@ -121,9 +121,13 @@ class Assembly:
         return StageBuilder(self._header, self._rank, layers, ranges, boundaries, self._twins, self._state).stages()
 
     def boundary(self) -> tuple[TensorSpec, ...]:
-        """What crosses every stage boundary: the residual stream [micro_size, sequence_length, hidden_size]."""
+        """What crosses every stage boundary: the residual stream [micro_size, tokens, hidden_size].
+
+        Tokens are the sample's, or under sequence parallelism this tensor rank's share of them.
+        """
         config = self._config
-        shape = (config.batch.micro_size, config.data.sequence_length, config.model.hidden_size)
+        tokens = config.data.sequence_length // config.parallel.sequence_shards
+        shape = (config.batch.micro_size, tokens, config.model.hidden_size)
         return (TensorSpec(shape, self._dtype),)
 
     def _twins(self, index: int) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from megapipe.schedules.schedule import Mode
 from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts
 from megapipe.training.families import family_of
 from megapipe.training.scheduling import build_schedule, num_stages
+from megapipe.training.sequence import shard_sequences
 from megapipe.training.validate import num_microbatches
 
 
@@ -46,6 +47,8 @@ class Replica:
         sharding = Sharding(config.zero.stage, mesh.coordinate("data") % count, count) if count > 1 else WHOLE
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels, sharding)
         self.stages: dict[int, Stage] = assembly.stages()
+        if config.parallel.sequence:
+            shard_sequences(self.stages, self.layout, mesh.group("tensor"), config.parallel.sequence_chunks)
         if config.recompute.method == "selective":
             recompute_parts(self.stages.values(), config.recompute.parts)
         if config.training.compile:
@@ -83,7 +86,7 @@ class Replica:
             num_microbatches(config, self._mesh.world_size),
             units_per_stage=self.layout.units_per_stage,
             tied_groups=self.layout.tied,
-            data_parallel=self._mesh.size("data") > 1,
+            data_parallel=self._mesh.size("data") > 1 or config.parallel.sequence,
             recompute=self.layout.recomputed(config.recompute) if mode == "train" else (),
             mode=mode,
         )

@@ -15,9 +15,11 @@ from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes
 from megapipe.costs.parameters import LayerSpec
 from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.sequence_products import SequenceProducts
+from megapipe.layers.sequence_shard import shard_sequence
 from megapipe.models import bert
 from megapipe.models.gpt import Block, build_layer
-from megapipe.parallel.groups import SoloGroup
+from megapipe.parallel.groups import Group, SoloGroup
 
 SEQUENCE = 32
 HIDDEN_TOKENS = 5
@@ -41,12 +43,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def bound_layer(model: ModelConfig, layer: LayerSpec, dtype: torch.dtype, recompute_logits: bool = False) -> nn.Module:
+def bound_layer(
+    model: ModelConfig,
+    layer: LayerSpec,
+    dtype: torch.dtype,
+    recompute_logits: bool = False,
+    group: Group | None = None,
+) -> nn.Module:
+    """group: of tensor ranks, which share the tokens too."""
     build = bert.build_layer if isinstance(model, BertModelConfig) else build_layer
-    module = build(layer, model, SoloGroup("tensor"), recompute_logits=recompute_logits)  # type: ignore[arg-type]
+    ranks = group or SoloGroup("tensor")
+    module = build(layer, model, ranks, recompute_logits=recompute_logits)  # type: ignore[arg-type]
     for path, spec in layer.parameters.items():
         owner, _, leaf = path.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(torch.full(spec.shape, 0.02, dtype=dtype)))
+        shape = spec.local_shape(ranks.size)
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(torch.full(shape, 0.02, dtype=dtype)))
+    if group is not None:
+        shard_sequence(module, SequenceProducts(group))
     return module
 
 
@@ -57,9 +70,10 @@ def saved_bytes(
     dtype: torch.dtype,
     recompute_logits: bool = False,
     recompute: list[RecomputedPart] | None = None,
+    group: Group | None = None,
 ) -> int:
     """Bytes of all storages that autograd keeps, parameters and integer tensors (the micro-batch's own) apart."""
-    module = bound_layer(model, layer, dtype, recompute_logits)
+    module = bound_layer(model, layer, dtype, recompute_logits, group)
     if recompute is not None:
         assert isinstance(module, Block)
         module.recompute(recompute)
@@ -68,7 +82,8 @@ def saved_bytes(
     context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(micro_size))
     if isinstance(model, BertModelConfig):
         context = bert_context(micro_size)
-    hidden = torch.randn(micro_size, SEQUENCE, model.hidden_size, dtype=dtype, requires_grad=True)
+    held = SEQUENCE if group is None else SEQUENCE // group.size
+    hidden = torch.randn(micro_size, held, model.hidden_size, dtype=dtype, requires_grad=True)
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

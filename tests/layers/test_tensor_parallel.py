@@ -1,4 +1,4 @@
-"""One tensor rank against two and four: losses, logits and every gradient, fused and split."""
+"""One tensor rank against two and four: losses, logits and every gradient, fused and split, tokens sharded or not."""
 
 from dataclasses import replace
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.layers.sequence_products import SequenceProducts
+from megapipe.layers.sequence_shard import shard_sequence
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.partial_gradients import sum_partial_gradients
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, run, small_model
 from tests.support.meshes import run_mesh, run_threads
 
@@ -18,10 +21,18 @@ SHAPES = {
 }
 
 
-def one_rank(mesh: Mesh, shape: str, split: bool, alignment: int) -> dict[str, object]:
-    """Loss, logits, and this rank's gradients with the boxes that they fill."""
+def one_rank(mesh: Mesh, shape: str, split: bool, alignment: int, chunks: int | None = None) -> dict[str, object]:
+    """Loss, logits, and this rank's gradients with the boxes that they fill.
+
+    chunks: those of sequence parallelism; None for every rank to hold whole samples.
+    """
     model = small_model(**SHAPES[shape])
     layers = bind_model(model, group=mesh.group("tensor"), dtype=torch.float64, alignment=alignment)
+    if chunks is not None:
+        products = SequenceProducts(mesh.group("tensor"), chunks)
+        for layer in layers:
+            partial = shard_sequence(layer.module, products)
+            layer.state.partial = frozenset(layer.spec.parameters[path].name for path in partial)
     context = make_context(model)
     if split:
         context.tape = SplitTape()
@@ -31,6 +42,8 @@ def one_rank(mesh: Mesh, shape: str, split: bool, alignment: int) -> dict[str, o
     else:
         loss = run(layers, context)
         loss.backward()
+    for layer in layers:
+        sum_partial_gradients(layer.state, layer.state.gradients[0], mesh.group("tensor"))
     with torch.no_grad():
         logits = run(layers, replace(context, labels=None, tape=None))
     padding = [
@@ -95,3 +108,10 @@ def test_a_rank_without_any_token_of_its_own() -> None:
     """Rows in multiples of 32: two of four ranks hold nothing but padding."""
     compare("gpt2", run_threads({"tensor": 4}, one_rank, "gpt2", False, 32))
     compare("gpt2", run_threads({"tensor": 4}, one_rank, "gpt2", True, 32))
+
+
+@pytest.mark.parametrize(("size", "split", "chunks"), [(2, False, 1), (2, True, 3), (4, False, 2), (4, True, 1)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_that_share_the_tokens(shape: str, size: int, split: bool, chunks: int) -> None:
+    """12 tokens: 6 or 3 a rank, in chunks of one size and of two."""
+    compare(shape, run_threads({"tensor": size}, one_rank, shape, split, 1, chunks))

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -95,6 +95,27 @@ class DistributedGroup(Group):
         pieces = list(whole.view(self.size, -1))
         received = [piece if rank == self.rank else torch.empty_like(piece) for rank, piece in enumerate(pieces)]
         return _Exchange(self, "reduce_scatter", pieces, received, lambda: _add_in_order(received, self.rank))
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._errors_named_where_run("all_gather"):
+            rows = tensor.reshape(1, -1)
+            started = torch.ops._c10d_functional.all_gather_into_tensor(rows, self.size, self.group_name)
+        return lambda: self._finished(started, "all_gather").view(self.size, *tensor.shape)
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._errors_named_where_run("reduce_scatter"):
+            rows = tensor.reshape(self.size, -1)
+            started = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", self.size, self.group_name)
+        return lambda: self._finished(started, "reduce_scatter").view(tensor.shape[1:])
+
+    def _finished(self, started: Tensor, operation: str) -> Tensor:
+        with self._errors_named_where_run(operation):
+            finished: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+            return finished
+
+    def _errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
+        """For functional collectives, which a compiler may trace: its graphs have no exception handlers."""
+        return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         with self.errors_named("broadcast"):

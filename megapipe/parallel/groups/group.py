@@ -1,6 +1,7 @@
 """The interface of a collective group."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -67,6 +68,19 @@ class Group(ABC):
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Sum over the members of the slice that belongs to this one: (size, ...) -> (...)."""
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """`all_gather` started beside what follows; calling what is returned, once, waits and gives the result.
+
+        `tensor` must not be changed before. A group that knows no better is done on return.
+        """
+        gathered = self.all_gather(tensor)
+        return lambda: gathered
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """`reduce_scatter`, started as in `start_all_gather`."""
+        reduced = self.reduce_scatter(tensor)
+        return lambda: reduced
 
     @abstractmethod
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:

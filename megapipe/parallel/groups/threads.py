@@ -110,14 +110,24 @@ class ThreadGroup(Group):
         return work
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        number = self._post(_described("all_gather", tensor), Deposit(tensor.detach().clone()))
-        return torch.stack([deposit.take() for deposit in self._read(number)])
+        return self.start_all_gather(tensor)()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return self.start_reduce_scatter(tensor)()
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        number = self._post(_described("all_gather", tensor), Deposit(tensor.detach().clone()))
+        return lambda: torch.stack([deposit.take() for deposit in self._read(number)])
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
         number = self._post(_described("reduce_scatter", tensor), Deposit(tensor.detach().clone()))
         reduced = tensor.new_empty(tensor.shape[1:])
-        _reduce_into(reduced, [deposit.take()[self.rank] for deposit in self._read(number)], "sum")
-        return reduced
+
+        def finish() -> Tensor:
+            _reduce_into(reduced, [deposit.take()[self.rank] for deposit in self._read(number)], "sum")
+            return reduced
+
+        return finish
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         number = self._post(_described("gather_into", part), Deposit(part.detach().clone()))

@@ -1,0 +1,201 @@
+"""Matrix products at the ends of a tensor-parallel region whose tokens are sharded outside of it (2205.05198, 4.2.2).
+
+Column-parallel products gather the tokens and scatter the sum of their gradients, row-parallel ones the reverse. Of a
+gathered input the rank's own shard alone is kept, and gathered again beside the product that gives the input's
+gradient. With several chunks each is gathered while the one before is multiplied, and scattered while the next one is.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.layers.linear import Linear, as_matrix, bias_gradient, weight_gradient
+from megapipe.layers.remade import Remade
+from megapipe.layers.sequence_shard import SequenceShards
+from megapipe.layers.split import SplitTape
+from megapipe.parallel.sequence_collectives import by_rank, joined, start_gather, start_scatter
+
+Multiply = Callable[[Tensor], Tensor]
+"""[..., in] to [..., out]."""
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceProducts(SequenceShards):
+    """Products of linear layers between shards of the tokens and whole samples."""
+
+    def column(
+        self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None
+    ) -> Tensor:
+        """x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in `local_product`."""
+        if tape is None:
+            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, again, self)
+        width = linear.weight.numel() // linear.weight.shape[-1]
+        record = tape.record(linear, (x.shape[0], x.shape[1] * self.group.size, width), x)
+        record.saved, record.again = _kept(x, again)
+        bias = linear.bias.detach() if linear.bias is not None and add_bias else None
+        return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, self)
+
+    def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, again: Remade | None) -> Tensor:
+        """This rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
+        if tape is None:
+            return _RowFused.apply(x, linear.weight, linear.bias, again, self)
+        width = linear.weight.numel() // linear.weight.shape[-1]
+        record = tape.record(linear, (x.shape[0], x.shape[1] // self.group.size, width), x)
+        record.saved, record.again = _kept(x, again)
+        return _RowProbed.apply(x, record.probe, linear.weight.detach(), self)
+
+    def column_weight_half(
+        self, linear: Linear, shard: Tensor, gradient: Tensor
+    ) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """As `SplitModule.weight_half`. shard: of the input. gradient: of the output, of all tokens."""
+        gathered = start_gather(shard, self.group)
+        if linear.bias is not None:
+            yield linear.bias, bias_gradient(gradient)
+        yield linear.weight, weight_gradient(joined(gathered()), gradient)
+
+    def row_weight_half(self, linear: Linear, x: Tensor, shard: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """As `SplitModule.weight_half`. x: the input, of all tokens. shard: of the output's gradient."""
+        gathered = start_gather(shard, self.group)
+        if linear.bias is not None:
+            yield linear.bias, bias_gradient(shard)
+        yield linear.weight, weight_gradient(x, joined(gathered()))
+
+    def gathered(self, x: Tensor, multiply: Multiply, *, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """(product [b, s, out] of all ranks' tokens x [b, s / t, in], the tokens [b, s, in] themselves if `keep`)."""
+        if self.chunks == 1:
+            everything = joined(start_gather(x, self.group)())
+            return multiply(everything), everything if keep else None
+        pieces = x.tensor_split(self.chunks, dim=1)
+        coming = start_gather(pieces[0], self.group)
+        products, inputs = [], []
+        for index in range(self.chunks):
+            piece = coming()
+            if index + 1 < self.chunks:
+                coming = start_gather(pieces[index + 1], self.group)
+            products.append(multiply(piece))
+            if keep:
+                inputs.append(piece)
+        # Each is [t, b, n, channels] and has n tokens of every rank's shard.
+        return joined(torch.cat(products, dim=2)), joined(torch.cat(inputs, dim=2)) if keep else None
+
+    def start_scattered(self, x: Tensor, multiply: Multiply) -> Callable[[], Tensor]:
+        """Start to sum the ranks' products of x [b, s, in]; the call that waits for it gives [b, s / t, out].
+
+        The last chunk is still under way on return.
+        """
+        if self.chunks == 1:
+            return start_scatter(by_rank(multiply(x), self.group.size), self.group)
+        pieces = by_rank(x, self.group.size).tensor_split(self.chunks, dim=2)
+        under_way = [start_scatter(multiply(piece), self.group) for piece in pieces]
+        return lambda: torch.cat([finish() for finish in under_way], dim=1)
+
+
+def _kept(x: Tensor, again: Remade | None) -> tuple[tuple[Tensor, ...], Remade | None]:
+    """What a record saves for the weight half, and how to make x out of it where x is not kept."""
+    return ((x.detach(),), None) if again is None else (again.sources, again)
+
+
+def _forward(weight: Tensor, bias: Tensor | None = None) -> Multiply:
+    flat = None if bias is None else bias.view(-1)
+    return lambda x: functional.linear(x, as_matrix(weight), flat)
+
+
+def _backward(weight: Tensor) -> Multiply:
+    return lambda dy: dy @ as_matrix(weight)
+
+
+class _ColumnFused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        add_bias: bool,
+        again: Remade | None,
+        products: SequenceProducts,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
+        ctx.again, ctx.products = again, products
+        ctx.bias_shape = None if bias is None else bias.shape
+        return products.gathered(x, _forward(weight, bias if add_bias else None), keep=False)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dx = dweight = gathered = scattered = None
+        dy = dy.contiguous()
+        if needs_weight:
+            gathered = start_gather(kept[0] if ctx.again is None else ctx.again(), ctx.products.group)
+        if needs_x:
+            scattered = ctx.products.start_scattered(dy, _backward(weight))
+        if gathered is not None:
+            dweight = weight_gradient(joined(gathered()), dy).view(weight.shape)
+        dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
+        if scattered is not None:
+            dx = scattered()
+        return dx, dweight, dbias, None, None, None
+
+
+class _ColumnProbed(torch.autograd.Function):
+    """The input half: weight and bias come detached, the probe receives dy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, products: SequenceProducts
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.products = products
+        return products.gathered(x, _forward(weight, bias), keep=False)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = ctx.products.start_scattered(dy, _backward(weight))() if ctx.needs_input_grad[0] else None
+        return dx, dy, None, None, None
+
+
+class _RowFused(torch.autograd.Function):
+    """The bias gets its gradient here and is added later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: Remade | None, products: SequenceProducts
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
+        ctx.again, ctx.products = again, products
+        ctx.bias_shape = None if bias is None else bias.shape
+        return products.start_scattered(x, _forward(weight))()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dx, everything = ctx.products.gathered(dy, _backward(weight), keep=needs_weight)
+        dweight = None
+        if everything is not None:
+            x = kept[0] if ctx.again is None else ctx.again()
+            dweight = weight_gradient(x, everything).view(weight.shape)
+        dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
+        return dx, dweight, dbias, None, None
+
+
+class _RowProbed(torch.autograd.Function):
+    """The input half: the weight comes detached, the probe receives dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, products: SequenceProducts) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.products = products
+        return products.start_scattered(x, _forward(weight))()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return ctx.products.gathered(dy, _backward(weight), keep=False)[0], dy, None, None

@@ -1,0 +1,125 @@
+"""Sequence parallelism trains the model of one process, on every schedule and beside every other saver of memory.
+
+The oracle is one process, within the tolerances of tensor parallelism. Against plain tensor parallelism no sum over
+channels is reordered where two ranks add: losses and the gradients of all shared matrices are the same bits. Vectors
+that every rank holds whole get sums over tokens in another order.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.config.bert import BertDataConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepInput
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.evaluation import Evaluation
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.validate import validate
+from tests.checkpoint.runs import run as run_saving
+from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
+from tests.support.equality import check_bits, check_close, check_gradients
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
+from tests.support.meshes import run_mesh, run_threads
+
+DROPOUT = {"embedding_dropout": 0.1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+MODELS = {
+    "gpt2-tied-dropout": replace(GPT2_SHAPE, **DROPOUT),
+    "gpt2-untied": replace(GPT2_SHAPE, tie_embeddings=False),
+    "llama": LLAMA_SHAPE,
+    "llama-4-kv-heads": replace(LLAMA_SHAPE, num_kv_heads=4),
+    "qwen3": replace(LLAMA_SHAPE, qk_norm=True, tie_embeddings=True),
+    "bert-post": POST_NORM,
+    "bert-pre-dropout": PRE_NORM,
+    "bert-rotary-untied": replace(POST_NORM, sentence_head=False, tie_embeddings=False, positions="rotary"),
+}
+STEPS = 4
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertDataConfig]:
+    return write_shard(tmp_path_factory.mktemp("gpt")), write_corpus(tmp_path_factory.mktemp("bert"))
+
+
+def config_of(
+    corpora: tuple[str, BertDataConfig], model: str, sizes: dict[str, int], **groups: dict[str, Any]
+) -> PretrainConfig:
+    """A run over these sizes, on shards of the tokens where they are several tensor ranks."""
+    sequence = {"sequence": True} if sizes.get("tensor", 1) > 1 else {}
+    groups["parallel"] = {**sizes, **sequence, **groups.get("parallel", {})}
+    groups = {"batch": {"micro_size": 2}, **groups}
+    if not model.startswith("bert"):
+        return make_config(corpora[0], MODELS[model], **groups)
+    bert = MODELS[model]
+    data = corpora[1] if bert.sentence_head else replace(corpora[1], pairs="none")  # type: ignore[attr-defined]
+    return make_bert_config(data, bert, **groups)  # type: ignore[arg-type]
+
+
+RUNS: dict[str, RankRun] = {}
+
+
+def one_process(corpora: tuple[str, BertDataConfig], model: str) -> RankRun:
+    if model not in RUNS:
+        (RUNS[model],) = run_mesh({}, run_gpt, config_of(corpora, model, {}), STEPS)
+    return RUNS[model]
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "chunks"),
+    [
+        ("gpt2-tied-dropout", {"tensor": 2}, 1),
+        ("gpt2-tied-dropout", {"tensor": 4}, 2),
+        ("llama", {"tensor": 2, "pipeline": 2}, 2),
+        ("bert-pre-dropout", {"tensor": 2}, 1),
+        ("bert-post", {"tensor": 4}, 3),
+        pytest.param("gpt2-untied", {"tensor": 2, "pipeline": 2}, 4, marks=SLOW),
+        pytest.param("gpt2-tied-dropout", {"tensor": 2, "data": 2}, 1, marks=SLOW),
+        pytest.param("llama-4-kv-heads", {"tensor": 4}, 1, marks=SLOW),
+        pytest.param("qwen3", {"tensor": 2}, 1, marks=SLOW),
+        pytest.param("qwen3", {"tensor": 2, "pipeline": 2}, 1, marks=SLOW),
+        pytest.param("bert-post", {"tensor": 2, "pipeline": 2}, 1, marks=SLOW),
+        pytest.param("bert-pre-dropout", {"tensor": 2, "data": 2}, 2, marks=SLOW),
+        pytest.param("bert-rotary-untied", {"tensor": 2}, 1, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_layouts_train_the_model_of_one_process(
+    corpora: tuple[str, BertDataConfig], model: str, sizes: dict[str, int], chunks: int
+) -> None:
+    config = config_of(corpora, model, sizes, parallel={"sequence_chunks": chunks})
+    check_close(run_mesh(sizes, run_gpt, config, STEPS), one_process(corpora, model), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "recompute"),
+    [
+        ("gpt2-tied-dropout", {"name": "zb_v"}, {}),
+        ("llama", {"name": "zb_h1"}, {"method": "selective"}),
+        ("llama", {"name": "1f1b"}, {"method": "full", "logits": True}),
+        pytest.param("bert-pre-dropout", {"name": "zb_h1"}, {}, marks=SLOW),
+        pytest.param("gpt2-tied-dropout", {"name": "gpipe"}, {"method": "selective"}, marks=SLOW),
+        pytest.param("gpt2-tied-dropout", {"name": "interleaved_1f1b"}, {"method": "full"}, marks=SLOW),
+        pytest.param("llama", {"name": "modular"}, {}, marks=SLOW),
+        pytest.param("llama", {"name": "zb_h2"}, {"method": "full"}, marks=SLOW),
+        pytest.param("qwen3", {"name": "zb_auto"}, {}, marks=SLOW),
+        pytest.param("qwen3", {"name": "1f1b", "two_bp": True}, {"method": "selective"}, marks=SLOW),
+        pytest.param("bert-post", {"name": "1f1b"}, {"method": "full", "logits": True}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_schedules_and_recomputation(
+    corpora: tuple[str, BertDataConfig], model: str, schedule: dict[str, Any], recompute: dict[str, Any]
+) -> None:
+    sizes = {"tensor": 2, "pipeline": 2}
+    config = config_of(corpora, model, sizes, schedule=schedule, recompute=recompute)
+    check_close(run_mesh(sizes, run_gpt, config, STEPS), one_process(corpora, model), 1e-5)

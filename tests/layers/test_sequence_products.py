@@ -1,0 +1,249 @@
+"""What sequence parallelism sends, when it sends it, and what it refuses."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.layers.sequence_products import SequenceProducts
+from megapipe.layers.sequence_shard import SequenceShards, own_tokens, shard_sequence
+from megapipe.layers.split import SplitTape
+from megapipe.parallel.groups import Group
+from megapipe.parallel.groups.group import ReduceOperation, Work
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sequence_collectives import by_rank
+from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, small_model
+from tests.support.meshes import run_threads
+
+SHAPES = {"gpt2": {**GPT2, **DROPOUT}, "llama": {**LLAMA, "num_kv_heads": 4}, "qwen3": QWEN3}
+
+
+class WatchedGroup(Group):
+    """Another's group. sent: elements that a rank of a ring sends, by operation; an all-reduce is a reduce-scatter and
+    an all-gather."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group.name, group.ranks, group.rank)
+        self.inner = group
+        self.sent: dict[str, float] = {}
+
+    def count(self, operation: str, elements: float) -> None:
+        self.sent[operation] = self.sent.get(operation, 0.0) + elements * (self.size - 1) / self.size
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        self.count("all_reduce", 2 * tensor.numel())
+        return self.inner.all_reduce(tensor, op, async_op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.count("all_gather", self.size * tensor.numel())
+        return self.inner.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        self.count("reduce_scatter", tensor.numel())
+        return self.inner.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self.inner.broadcast(tensor, source)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.inner.all_gather_object(value)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+
+def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) -> dict[str, float]:
+    """Elements that a rank sends for one block and one micro-batch, in units of b s h (t - 1) / t."""
+    group = WatchedGroup(mesh.group("tensor"))
+    model = small_model(**SHAPES[shape])
+    block = bind_model(model, group=group)[1]
+    context = make_context(model)
+    if chunks is not None:
+        shard_sequence(block.module, SequenceProducts(group, chunks))
+    assert context.tokens is not None
+    batch, length = context.tokens.shape
+    held = length if chunks is None else length // group.size
+    hidden = torch.randn(batch, held, model.hidden_size, requires_grad=True)
+    context.tape = SplitTape() if split else None
+    (output,) = block.module(hidden, context=context)
+    if context.tape is None:
+        output.sum().backward()
+    else:
+        context.tape.backward_input([output], [torch.ones_like(output)], [hidden])
+        context.tape.backward_weight()
+    whole = batch * length * model.hidden_size * (group.size - 1) / group.size
+    return {operation: elements / whole for operation, elements in group.sent.items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_block_sends_what_tensor_parallelism_does_and_two_shards_again(shape: str, chunks: int, size: int) -> None:
+    """Plainly four all-reduces, 8 b s h (t - 1) / t elements of a rank; sharded four gathers and four scatters, the
+    same, and the inputs of the two column-parallel products gathered once more. A split backward gathers the gradients
+    of the two row-parallel outputs once more, too."""
+    for found in run_threads({"tensor": size}, traffic_of_a_block, shape, False, None):
+        assert found == {"all_reduce": 8}
+    for split, gathers in ((False, 6), (True, 8)):
+        for found in run_threads({"tensor": size}, traffic_of_a_block, shape, split, chunks):
+            assert found == pytest.approx({"all_gather": gathers, "reduce_scatter": 4})
+
+
+def test_norms_of_queries_and_keys_send_nothing_for_each_micro_batch() -> None:
+    """Their sums over heads are a part of the step's."""
+    for found in run_threads({"tensor": 2}, traffic_of_a_block, "qwen3", False, 1):
+        assert "all_reduce" not in found
+
+
+class SlowGroup(WatchedGroup):
+    """Of a group of one whose ranks all say the same: a collective that was started ends at `allow` alone."""
+
+    def __init__(self, size: int, log: list[str]) -> None:
+        super().__init__(_Echo(size))
+        self.log = log
+        self.started = 0
+        self.may_end = [threading.Event() for _ in range(16)]
+
+    def _start(self, name: str, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        number, self.started = self.started, self.started + 1
+        self.log.append(f"start {name} {number}")
+
+        def finish() -> Tensor:
+            self.log.append(f"await {name} {number}")
+            assert self.may_end[number].wait(20), f"nothing was computed while {name} {number} was under way"
+            return run()
+
+        return finish
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self._start("gather", lambda: self.inner.all_gather(tensor))
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self._start("scatter", lambda: self.inner.reduce_scatter(tensor))
+
+
+class _Echo(Group):
+    """Members that hold what this one holds: one rank can be watched without the others."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("echo", tuple(range(size)), 0)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        raise NotImplementedError
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor] * self.size)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor[0] * self.size
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        raise NotImplementedError
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        raise NotImplementedError
+
+
+class Products(TorchDispatchMode):
+    """Logs matrix products; behind the n-th one the collectives `after[n]` may end."""
+
+    def __init__(self, group: SlowGroup, after: dict[int, list[int]]) -> None:
+        super().__init__()
+        self.group = group
+        self.after = after
+        self.count = 0
+        self._allow(-1)
+
+    def _allow(self, product: int) -> None:
+        for collective in self.after.get(product, []):
+            self.group.may_end[collective].set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.group.log.append(f"product {self.count}")
+            self._allow(self.count)
+            self.count += 1
+        return result
+
+
+def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowParallelLinear:
+    layer = kind({"weight": (6, 4)}, group)
+    layer.weight = torch.nn.Parameter(torch.randn(6, 4))
+    shard_sequence(layer, SequenceProducts(group, chunks))
+    return layer
+
+
+def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
+    """Each gather but the first ends only behind the product of the chunk before it: waiting any earlier would hang."""
+    log: list[str] = []
+    group = SlowGroup(2, log)
+    layer = linear(ColumnParallelLinear, group, chunks=3)
+    with Products(group, {-1: [0], 0: [1], 1: [2]}):
+        layer(torch.randn(2, 6, 4), None)
+    assert log == [
+        "start gather 0",
+        "await gather 0",
+        "start gather 1",
+        "product 0",
+        "await gather 1",
+        "start gather 2",
+        "product 1",
+        "await gather 2",
+        "product 2",
+    ]
+
+
+def test_a_chunk_is_scattered_while_the_next_one_is_multiplied() -> None:
+    log: list[str] = []
+    group = SlowGroup(2, log)
+    layer = linear(RowParallelLinear, group, chunks=3)
+    with Products(group, {2: [0, 1, 2]}):
+        layer(torch.randn(2, 12, 4), None)
+    assert log[:6] == ["product 0", "start scatter 0", "product 1", "start scatter 1", "product 2", "start scatter 2"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_backward_gathers_the_input_beside_one_product_and_scatters_beside_the_other(chunks: int) -> None:
+    log: list[str] = []
+    group = SlowGroup(2, log)
+    layer = linear(ColumnParallelLinear, group, chunks)
+    x = torch.randn(2, 6, 4, requires_grad=True)
+    forward = {-1: list(range(chunks))}
+    with Products(group, forward):
+        y = layer(x, None)
+    log.clear()
+    # The gather ends behind the product for the input's gradient, the scatters behind the one for the weight's.
+    first = group.started
+    with Products(group, {chunks - 1: [first], chunks: [first + 1 + i for i in range(chunks)]}):
+        y.sum().backward()
+    steps = [f"start gather {first}"]
+    for chunk in range(chunks):
+        steps += [f"product {chunk}", f"start scatter {first + 1 + chunk}"]
+    assert log[: len(steps) + 2] == [*steps, f"await gather {first}", f"product {chunks}"]
+    assert log[len(steps) + 2 :] == [f"await scatter {first + 1 + chunk}" for chunk in range(chunks)]
+
+
+def test_own_tokens_are_a_view_of_this_ranks_part() -> None:
+    tokens = torch.arange(24).view(2, 12)
+
+    def own(mesh: Mesh) -> Tensor:
+        part = own_tokens(tokens, SequenceShards(mesh.group("tensor")))
+        assert part.untyped_storage().data_ptr() == tokens.untyped_storage().data_ptr()
+        return part
+
+    assert torch.equal(torch.cat(run_threads({"tensor": 3}, own), dim=1), tokens)
+    assert own_tokens(tokens, None) is tokens
+
+
+def test_tokens_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"13 tokens of a tensor of shape \(2, 13, 4\) do not divide over 2"):
+        by_rank(torch.zeros(2, 13, 4), 2)
