@@ -28,8 +28,9 @@ class Communicators:
 
     tied[g]: all replicas of the stages that hold a use of tied group g, the first replica's first.
     scalars: all ranks; other than the world where sums are hidden. By default the world.
+    data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
-    counts_norm: this rank's squared gradient norms do (one data replica; the others hold the same sums).
+    counts_norm: this rank's squared gradient norms do (one replica of its weights; the others hold the same sums).
     """
 
     world: Group
@@ -113,7 +114,7 @@ class Reductions:
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
     def reduce_gradients(self, step: StepState, state: UnitState, update: int) -> None:
-        """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number."""
+        """Start the sum of a unit's gradient over the replicas of its weights. update: absolute number."""
         step.reductions.append(self._communicators.data.all_reduce(state.gradients_of(update)[0], async_op=True))
 
     def reduce_tied(self, step: StepState, state: UnitState, group: int, update: int) -> None:

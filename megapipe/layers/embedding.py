@@ -113,9 +113,8 @@ class VocabParallelEmbedding(_Table):
 class LearnedPositions(_Table):
     """One learned vector per position."""
 
-    def forward(self, num_tokens: int, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """[s, h] for the positions 0 to s - 1; [b, s, h] for those in documents that begin at `document_starts`."""
-        positions = torch.arange(num_tokens, device=self.weight.device)
+    def forward(self, positions: Tensor, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
+        """[s, h] for `positions` int64 [s]; [b, s, h] for those in documents that begin at `document_starts`."""
         return self.look_up(positions if document_starts is None else positions - document_starts, None, tape)
 
 

@@ -16,8 +16,11 @@ from megapipe.engine.stages import StageBuilder, tied_stages
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
+from megapipe.layers.shared_samples import share_samples
 from megapipe.models.gpt import Block
+from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.token_order import ContextAttention
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.schedule import Header
@@ -111,9 +114,10 @@ class Assembly:
         return StageBuilder(self._header, self._rank, layers, ranges, boundaries, self._twins, self._state).stages()
 
     def boundary(self) -> tuple[TensorSpec, ...]:
-        """What crosses every stage boundary: the residual stream [micro_size, sequence_length, hidden_size]."""
+        """What crosses every stage boundary: the residual stream [micro_size, tokens in hand, hidden_size]."""
         config = self._config
-        shape = (config.batch.micro_size, config.data.sequence_length, config.model.hidden_size)
+        length = config.data.sequence_length // self._mesh.size("context")
+        shape = (config.batch.micro_size, length, config.model.hidden_size)
         return (TensorSpec(shape, self._dtype),)
 
     def _twins(self, index: int) -> list[nn.Module]:
@@ -146,6 +150,15 @@ def recompute_parts(stages: Iterable[Stage], parts: Collection[RecomputedPart]) 
             for twin in unit:
                 if isinstance(twin, Block):
                     twin.recompute(parts)
+
+
+def share_samples_of(stages: Iterable[Stage], group: Group, kind: ContextAttention) -> None:
+    """Let the transformer blocks of these stages attend to tokens that the other ranks of a context group hold."""
+    for stage in stages:
+        for unit in stage.units:
+            for twin in unit:
+                if isinstance(twin, Block):
+                    share_samples(twin.attention, group, kind)
 
 
 def compile_blocks(stages: Iterable[Stage]) -> None:

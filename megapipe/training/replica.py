@@ -20,7 +20,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
-from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts
+from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts, share_samples_of
 from megapipe.training.families import family_of
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.validate import num_microbatches
@@ -43,6 +43,8 @@ class Replica:
         self.kernels = OPS.with_overrides(config.kernels.backends)
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels)
         self.stages: dict[int, Stage] = assembly.stages()
+        if mesh.size("context") > 1:
+            share_samples_of(self.stages.values(), mesh.group("context"), config.parallel.context_attention)
         if config.recompute.method == "selective":
             recompute_parts(self.stages.values(), config.recompute.parts)
         if config.training.compile:
@@ -80,7 +82,7 @@ class Replica:
             num_microbatches(config, self._mesh.world_size),
             units_per_stage=self.layout.units_per_stage,
             tied_groups=self.layout.tied,
-            data_parallel=self._mesh.size("data") > 1,
+            data_parallel=self._mesh.group("data", "context").size > 1,
             recompute=self.layout.recomputed(config.recompute) if mode == "train" else (),
             mode=mode,
         )
