@@ -21,6 +21,7 @@ from megapipe.layers.norms import RMSNorm
 from megapipe.layers.remade import Remade, run_again
 from megapipe.layers.rotary import RotaryAngles
 from megapipe.parallel.groups import Group
+from megapipe.parallel.token_order import Share
 
 AttentionPath = Literal["sdpa", "unfused"]
 
@@ -58,8 +59,8 @@ class SharedSamples(Protocol):
     """How the ranks of a group that hold parts of the same samples attend to all of them."""
 
     @property
-    def size(self) -> int:
-        """Ranks that share a sample."""
+    def share(self) -> Share:
+        """What this rank holds of each."""
         ...
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
@@ -126,15 +127,16 @@ class Attention(nn.Module):
             x = norm(x, context.tape)
         if self.rotary is None:
             return x
-        cosine, sine = self.rotary.tables(x.shape[1] * (1 if self.sharing is None else self.sharing.size), x)
+        share = None if self.sharing is None else self.sharing.share
+        whole = x.shape[1] if share is None else x.shape[1] * share.size
         if context.document_starts is not None:
+            cosine, sine = self.rotary.tables(whole, x)
             # The op knows one angle a token of one text: all samples pass as one long one.
             positions = token_numbers(context, x.shape[1], x.device) - context.document_starts
             cosine, sine = cosine[positions.flatten()], sine[positions.flatten()]
             rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
             return self.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)
-        if context.token_numbers is not None:
-            cosine, sine = cosine[context.token_numbers], sine[context.token_numbers]
+        cosine, sine = self.rotary.tables(whole, x, share)
         return self.kernels.pick("rotary", x).apply(x.flatten(2, 3), cosine, sine).view(x.shape)
 
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:

@@ -22,9 +22,8 @@ from megapipe.layers.attention_pieces import Seen, Weighing, piece_backward, pie
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.ring_pieces import Piece, Visibility, pieces
-from megapipe.parallel import token_order
 from megapipe.parallel.groups import Group, Work
-from megapipe.parallel.token_order import TokenOrder
+from megapipe.parallel.token_order import Share, TokenOrder, token_numbers
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Ring:
     dropout: Dropout
 
     @property
-    def size(self) -> int:
-        """Ranks that share a sample."""
-        return self.group.size
+    def share(self) -> Share:
+        """The tokens that this rank holds."""
+        return Share(self.order, self.group.rank, self.group.size)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d], key and value [b, s, kv heads, 1,
@@ -70,9 +69,9 @@ class Pass:
         lengths = self.context.lengths if isinstance(self.context, BertContext) else None
         masked = self.context.document_starts is not None or lengths is not None
         visibility = Visibility(ring.visibility.causal, ring.visibility.window, masked)
-        numbers = _numbers(ring.order, ring.size, self.num_local * ring.size, device)
-        rank = ring.group.rank
-        for piece in pieces(visibility, ring.order, rank, key_rank, ring.size, self.num_local):
+        rank, size = ring.group.rank, ring.group.size
+        numbers = _numbers(ring.order, size, self.num_local * size, device)
+        for piece in pieces(visibility, ring.order, rank, key_rank, size, self.num_local):
             queries = numbers[rank, piece.queries.start : piece.queries.stop]
             keys = numbers[key_rank, piece.keys.start : piece.keys.stop]
             visible = self._visible(piece, queries, keys, lengths) if piece.kind == "masked" else None
@@ -98,7 +97,7 @@ class Pass:
         ring = self.ring
         if not ring.dropout.active(self.context):
             return Weighing(ring.scale, unfused=ring.unfused)
-        length = self.num_local * ring.size
+        length = self.num_local * ring.group.size
 
         def drop(weights: Tensor) -> Tensor:
             return ring.dropout.drop_weights(weights, ring.first_head, queries, keys, length, self.context)
@@ -199,5 +198,5 @@ def _numbers(order: TokenOrder, size: int, length: int, device: torch.device) ->
     """int64 [size, length / size]: the tokens of every rank."""
     # Tensors born in inference mode could never take part in training.
     with torch.inference_mode(False):
-        held = [torch.from_numpy(token_order.token_numbers(order, rank, size, length)) for rank in range(size)]
+        held = [torch.from_numpy(token_numbers(order, rank, size, length)) for rank in range(size)]
         return torch.stack(held).to(device)

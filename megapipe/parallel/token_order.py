@@ -4,6 +4,7 @@ Under a causal mask late tokens see more than early ones. `head_tail` cuts a sam
 and pairs an early with a late one, so that all ranks have the same work (Llama 3, arXiv 2407.21783, section 3.3.2).
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -48,12 +49,14 @@ def token_numbers(order: TokenOrder, rank: int, size: int, length: int) -> np.nd
     )
 
 
-def kv_copies(kv_heads: int, heads_each: int, size: int) -> int:
-    """How often an all-to-all over `size` ranks sends each key head of a tensor rank: once where they divide.
+@dataclass(frozen=True)
+class Share:
+    """The part of every sample that rank `rank` of `size` holds."""
 
-    heads_each: query heads of a key head. Copies stand for some of its query heads each.
-    Raises ValueError where the query heads do not divide either.
-    """
-    if kv_heads * heads_each % size:
-        raise ValueError(f"{kv_heads * heads_each} query heads do not divide over {size} context ranks")
-    return next(n for n in range(1, heads_each + 1) if heads_each % n == 0 and kv_heads * n % size == 0)
+    order: TokenOrder
+    rank: int
+    size: int
+
+    def numbers(self, length: int) -> np.ndarray:
+        """As `token_numbers`, of samples of `length` tokens."""
+        return token_numbers(self.order, self.rank, self.size, length)

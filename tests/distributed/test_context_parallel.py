@@ -76,7 +76,9 @@ def test_gpt_trains_as_in_one_process(
     check_close(ranks, one_process(corpus, model, documents), first_loss=1e-5)
 
 
-def bert_config(sentences: BertDataConfig, model: str, sizes: dict[str, int], kind: str = "ring", **groups: Any) -> Any:
+def bert_config(
+    sentences: BertDataConfig, model: str, sizes: dict[str, int], kind: str = "ring", **groups: Any
+) -> Any:
     data = sentences if BERTS[model].sentence_head else replace(sentences, pairs="none")
     layout = {name: sizes.get(name, 1) for name in ("pipeline", "context", "tensor")}
     return make_bert_config(data, BERTS[model], parallel={**layout, "context_attention": kind}, **groups)
