@@ -33,13 +33,20 @@ def site_word(site: int) -> Tensor:
     return torch.tensor(signed(site * SITE & WORD), dtype=torch.int32, device="cpu")
 
 
-def token_keys(seed: int, ordinals: Tensor, site: Tensor, num_tokens: int) -> Tensor:
-    """int32 keys [b, s] of the tokens 0 to s - 1 of the samples `ordinals` (int64 [b]) at a site (`site_word`)."""
+def token_keys(seed: int, ordinals: Tensor, site: Tensor, tokens: int | Tensor) -> Tensor:
+    """int32 keys [b, s] of tokens of the samples `ordinals` (int64 [b]) at a site (`site_word`).
+
+    tokens: s for the tokens 0 to s - 1, or their places in the sample (integers [s]).
+    """
     low, high = ordinals.to(torch.int32), (ordinals >> 32).to(torch.int32)
     key = torch.full_like(low, signed((seed & WORD) ^ DOMAIN))
     key = finalize(finalize(finalize(key) ^ signed(seed >> 32 & WORD)) ^ low)
     key = finalize(finalize(key ^ high) ^ site)
-    return finalize(key.unsqueeze(-1) ^ numbers(0, num_tokens, ordinals.device) * signed(TOKEN))
+    if isinstance(tokens, int):
+        places = numbers(0, tokens, ordinals.device)
+    else:
+        places = tokens.to(ordinals.device, torch.int32)
+    return finalize(key.unsqueeze(-1) ^ places * signed(TOKEN))
 
 
 @constant_when_compiled

@@ -6,12 +6,17 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the ranks are laid out: data x pipeline x tensor, tensor ranks adjacent."""
+    """How the ranks are laid out: data x pipeline x context x tensor, tensor ranks adjacent."""
 
     tensor: int = 1
     """Ranks that share every matrix."""
     pipeline: int = 1
     """Ranks that hold successive stages."""
+    context: int = 1
+    """Ranks that share every sample, each holding some of its tokens."""
+    context_attention: Literal["ring", "all_to_all"] = "ring"
+    """How tokens on several context ranks see each other: ring sends keys and values round, all_to_all (Ulysses)
+    trades heads for tokens and needs heads that divide."""
     data: int | None = None
     """Replicas that share every batch; null takes what the world size leaves."""
     sequence: bool = False

@@ -115,6 +115,7 @@ class PretrainConfig:
             "batch.micro_size": self.batch.micro_size,
             "parallel.tensor": self.parallel.tensor,
             "parallel.pipeline": self.parallel.pipeline,
+            "parallel.context": self.parallel.context,
             "parallel.data": self.parallel.data,
             "schedule.receive_ahead": self.schedule.receive_ahead,
             **{

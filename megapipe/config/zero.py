@@ -16,7 +16,7 @@ class ZeroConfig:
     """stage 2 and 3: layers whose gradients a rank may hold whole at once; 2 reduces one layer's while the next
     layer's are computed."""
     shard_size: int | None = None
-    """Replicas that share one copy of the state, neighbours in the data dimension; further ones hold copies of it
+    """Replicas that share one copy of the state, neighbours in data x context; further ones hold copies of it
     (null: all replicas share one)."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients travel and are summed over the replicas of one copy; they are accumulated in
@@ -42,22 +42,22 @@ class ZeroConfig:
                 )
         return found
 
-    def replica_problems(self, data_size: int) -> list[str]:
-        """Rules that the number of data-parallel replicas breaks, one message each."""
-        if self.stage and data_size == 1:
+    def replica_problems(self, replicas: int) -> list[str]:
+        """Rules that the number of replicas of the weights, data x context, breaks, one message each."""
+        if self.stage and replicas == 1:
             return [
-                f"zero.stage is {self.stage} with one data-parallel replica; there is nobody to share its state with: "
+                f"zero.stage is {self.stage} with one replica of the weights; nobody is there to share its state: "
                 "start more ranks, make parallel.pipeline or parallel.tensor smaller, or set zero.stage 0"
             ]
-        if self.shard_size is not None and data_size % self.shard_size:
+        if self.shard_size is not None and replicas % self.shard_size:
             return [
-                f"zero.shard_size {self.shard_size} does not divide the {data_size} data-parallel replicas; set it to "
+                f"zero.shard_size {self.shard_size} does not divide the {replicas} replicas of the weights; set it to "
                 "a divisor of them, or null for one copy over all"
             ]
         return []
 
-    def num_shards(self, data_size: int) -> int:
+    def num_shards(self, replicas: int) -> int:
         """Ranks that share one copy of the state; 1 where nothing is sharded."""
         if self.stage == 0:
             return 1
-        return data_size if self.shard_size is None else self.shard_size
+        return replicas if self.shard_size is None else self.shard_size

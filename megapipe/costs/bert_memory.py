@@ -46,13 +46,18 @@ def bert_activation_bytes(
     if layer.kind == "embedding":
         return kept + (norm if model.norm_position == "post" else 0)
     if layer.kind == "block":
-        return kept + (tokens * size if attention == "sdpa" else 0)
+        return kept + padding_mask_bytes(micro_size, sequence_length, precision, attention)
     rows = micro_size * predictions
     columns = min(layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0], model.vocabulary_size)
     kept = stream + 4 * rows * model.hidden_size * size + rows * (statistics + columns * size + FULL_BYTES)
     if model.norm_position == "pre":
         kept += norm
     return kept + (_sentence_bytes(model, micro_size, size) if model.sentence_head else 0)
+
+
+def padding_mask_bytes(micro_size: int, sequence_length: int, precision: Precision, attention: AttentionPath) -> int:
+    """What sdpa keeps to leave padding out."""
+    return micro_size * sequence_length * ELEMENT_BYTES[precision] if attention == "sdpa" else 0
 
 
 def _sentence_bytes(model: BertModelConfig, micro_size: int, size: int) -> int:

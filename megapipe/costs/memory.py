@@ -119,14 +119,14 @@ def activation_bytes(
         return (norm + stream) // shards + tokens * (FULL_BYTES if recompute_logits else rows * size)
     normalised = 0 if "norms" in recompute else stream
     replicated = 2 * (norm + normalised + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size)) // shards
-    shared = _attention_bytes(
+    shared = attention_bytes(
         model, micro_size, sequence_length, size, attention, tensor_size, again="attention" in recompute
     )
     shared += _mlp_bytes(model, tokens, size, again="mlp" in recompute)
     return replicated + shared // tensor_size
 
 
-def _attention_bytes(
+def attention_bytes(
     model: ModelConfig,
     micro_size: int,
     sequence_length: int,

@@ -23,11 +23,11 @@ def communicators(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage]) -
     ends_here = any(route[-1] in stages for route in schedule.header.routes)
     return Communicators(
         world=mesh.world,
-        data=mesh.group("data"),
+        data=mesh.group("data", "context"),
         tied=tied,
         scalars=mesh.world if schedule.flushes else mesh.second_world(),
         counts_loss=ends_here and mesh.coordinate("tensor") == 0,
-        counts_norm=mesh.coordinate("data") < sharding.count,
+        counts_norm=mesh.group("data", "context").rank < sharding.count,
         shards=shards,
         copies=None if copies is None or copies.size == 1 else copies,
         tensor=mesh.group("tensor"),

@@ -30,8 +30,9 @@ class Communicators:
 
     tied[g]: all replicas of the stages that hold a use of tied group g, the first replica's first.
     scalars: all ranks; other than the world where sums are hidden. By default the world.
+    data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
-    counts_norm: this rank's squared gradient norms do (one data replica; the others hold the same sums).
+    counts_norm: this rank's squared gradient norms do (one replica of its weights; the others hold the same sums).
     shards: the replicas that share one copy of the units' state; None where each keeps it whole. copies: the replicas
     with the same shard as this one.
     tensor: ranks that share matrices, for gradients of which each has a part; needed where states have such.
@@ -130,10 +131,10 @@ class Reductions:
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
     def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
-        """Start the sum of a unit's gradient over data-parallel replicas. update: absolute number.
+        """Start the sum of a unit's gradient over the replicas of its weights. update: absolute number.
 
-        last: nothing is added to this update's gradient after it. What tensor ranks have parts of is a few vectors, and
-        summed first: over replicas it then is as any other.
+        last: nothing is added to this update's gradient after it. What tensor ranks have parts of is a few vectors,
+        and summed first: over replicas it then is as any other.
         """
         groups = self._communicators
         if state.table.num_elements == 0:

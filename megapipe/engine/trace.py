@@ -203,6 +203,9 @@ class _WatchedGroup(Group):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._stopwatch.wait(lambda: self._group.broadcast(tensor, source))
 
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        return _WatchedWork(self._group.shift(tensor, into), self._stopwatch)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._stopwatch.wait(lambda: self._group.all_gather_object(value))
 

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention_probabilities import causal_mask
 from megapipe.kernels.registry import Registry
-from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.context import MicrobatchContext, token_numbers
 from megapipe.layers.document_blocks import attend
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
@@ -21,6 +21,7 @@ from megapipe.layers.norms import RMSNorm
 from megapipe.layers.remade import Remade, run_again
 from megapipe.layers.rotary import RotaryAngles
 from megapipe.parallel.groups import Group
+from megapipe.parallel.token_order import Share
 
 AttentionPath = Literal["sdpa", "unfused"]
 
@@ -54,21 +55,39 @@ def visible_within_documents(document_starts: Tensor, window: int | None) -> Ten
     return (keys <= queries) & (keys >= first)
 
 
+class SharedSamples(Protocol):
+    """How the ranks of a group that hold parts of the same samples attend to all of them."""
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds of each."""
+        ...
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
+        """As `Attention.mix`, of the tokens in hand."""
+        ...
+
+
 class Attention(nn.Module):
     """One block's attention on one tensor rank, which holds an equal share of the kv groups and their query heads.
 
     shapes: of `qkv.weight` (kv groups, query heads per group + 2, head_dim, hidden) and so on, as stored here.
     site: number of the dropout site of the attention weights. recompute: make the attention weights again in the
-    backward rather than keep them; the fused paths never do.
+    backward rather than keep them; the fused paths never do. sharing: how samples are attended to whose tokens lie on
+    several ranks; None where they are whole. causal: no token sees later ones.
     """
+
+    causal = True
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, site: int) -> None:
         super().__init__()
+        self.sharing: SharedSamples | None = None
         self.qkv = ColumnParallelLinear(within(shapes, "qkv"), group)
         self.output = RowParallelLinear(within(shapes, "output"), group)
         self.kv_groups, rows, self.head_dim, _ = shapes["qkv.weight"]
         self.heads_per_group = rows - 2
-        self.first_head = group.rank * self.kv_groups * self.heads_per_group
+        self.num_heads = self.kv_groups * self.heads_per_group
+        self.first_head = group.rank * self.num_heads
         self.scale = self.head_dim**-0.5
         self.path = model.attention
         self.window = model.sliding_window
@@ -91,13 +110,17 @@ class Attention(nn.Module):
         qkv = projected.view(batch, length, self.kv_groups, heads + 2, self.head_dim)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
         query, key = self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context)
-        if context.document_blocks is not None:
-            mixed = self._within_blocks(query, key, value, context.document_blocks)
-        elif self._picked_path(projected, context) == "unfused":
-            mixed = self._unfused(query, key, value, context)
-        else:
-            mixed = self._fused(query, key, value, context)
+        mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
         return self.output(mixed.reshape(batch, length, -1), context.tape)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
+        """Mixed values [b, s, kv groups, heads, d] or [b, s, all heads, d] of whole samples: query [b, s, kv groups,
+        heads, d], key and value [b, s, kv groups, 1, d]."""
+        if context.document_blocks is not None:
+            return self._within_blocks(query, key, value, context.document_blocks)
+        if self._picked_path(query, context) == "unfused":
+            return self._unfused(query, key, value, context)
+        return self._fused(query, key, value, context)
 
     def _prepare(self, x: Tensor, norm: RMSNorm | None, context: MicrobatchContext) -> Tensor:
         """Normalise and rotate [b, s, kv groups, heads, d]."""
@@ -105,13 +128,16 @@ class Attention(nn.Module):
             x = norm(x, context.tape)
         if self.rotary is None:
             return x
-        cosine, sine = self.rotary.tables(x.shape[1], x)
+        share = None if self.sharing is None else self.sharing.share
+        whole = x.shape[1] if share is None else x.shape[1] * share.size
         if context.document_starts is not None:
+            cosine, sine = self.rotary.tables(whole, x)
             # The op knows one angle a token of one text: all samples pass as one long one.
-            positions = torch.arange(x.shape[1], device=x.device) - context.document_starts
+            positions = token_numbers(context, x.shape[1], x.device) - context.document_starts
             cosine, sine = cosine[positions.flatten()], sine[positions.flatten()]
             rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
             return self.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)
+        cosine, sine = self.rotary.tables(whole, x, share)
         return self.kernels.pick("rotary", x).apply(x.flatten(2, 3), cosine, sine).view(x.shape)
 
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:
@@ -132,7 +158,7 @@ class Attention(nn.Module):
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=self.heads_per_group > 1,
+            enable_gqa=query.shape[1] > key.shape[1],
         )
         return mixed.transpose(1, 2)
 
@@ -176,6 +202,6 @@ class Attention(nn.Module):
         weights = self._weights(query, key, context)
         if self.dropout.active(context):
             length = key.shape[1]
-            by_head = weights.view(-1, self.kv_groups * self.heads_per_group, length, length)
+            by_head = weights.view(-1, self.num_heads, length, length)
             weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
         return torch.bmm(weights, value)

@@ -12,6 +12,8 @@ from megapipe.layers.context import BertContext, MicrobatchContext
 class BidirectionalAttention(Attention):
     """One block's attention over samples of the lengths in a BertContext."""
 
+    causal = False
+
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor:
         return visible_keys(context, query.shape[2])[:, None, None, :]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -12,11 +13,15 @@ from megapipe.layers.split import SplitTape
 class MicrobatchContext:
     """Tensors and facts of one micro-batch of b samples of s tokens; each layer takes what it needs.
 
+    Where ranks of a context group share samples, all is about the s tokens in hand, unless it says `whole`.
     tokens: int64 [b, s], for the embedding. labels: int64 [b, s], for the loss. loss_mask: [b, s], weight of each
     token's loss, None for 1. ordinals: int64 [b], number of each sample in the run, for dropout.
     document_starts: int64 [b, s], place in its sample where each token's document begins: attention sees that document
     alone and positions count from there; None for samples that are one text. document_blocks: the same as blocks for
     flex_attention, where that is to be used in place of a mask.
+    token_numbers: int64 [s], ascending, place in its sample of each token in hand; None for 0 to s - 1.
+    whole_document_starts: int64 [b, whole length], document_starts of all tokens, where attention gathers whole
+    samples; document_blocks are of these too.
     seed: of the run, below 2**64. training: dropout is active. tape: collects a split backward; None runs it fused.
     """
 
@@ -29,16 +34,19 @@ class MicrobatchContext:
     tape: SplitTape | None = None
     document_starts: Tensor | None = None
     document_blocks: BlockMask | None = None
+    token_numbers: Tensor | None = None
+    whole_document_starts: Tensor | None = None
 
 
 @dataclass
 class BertContext(MicrobatchContext):
     """A micro-batch of b padded samples of s tokens, of which at most p are hidden and predicted.
 
-    lengths: int64 [b], tokens of each sample that are not padding, for attention. token_types: int64 [b, s], 0 up to
-    the first [SEP], then 1, for the embedding. positions: int64 [b, p], places of the hidden tokens; `labels` [b, p]
-    are what stood there and `loss_mask` [b, p] is 0 behind the last. sentence_labels: int64 [b], 1 where the pair is
-    not as it was in the text; sentence_weights: [b], 0 for samples past the end.
+    lengths: int64 [b], tokens of each whole sample that are not padding, for attention. token_types: int64 [b, s], 0
+    up to the first [SEP], then 1, for the embedding. positions: int64 [b, p], places of the hidden tokens among those
+    in hand; `labels` [b, p] are what stood there and `loss_mask` [b, p] is 0 behind the last. sentence_labels: int64
+    [b], 1 where the pair is not as it was in the text; sentence_weights: [b], 0 for samples past the end and where the
+    first token is not in hand.
     """
 
     lengths: Tensor | None = None
@@ -46,3 +54,10 @@ class BertContext(MicrobatchContext):
     positions: Tensor | None = None
     sentence_labels: Tensor | None = None
     sentence_weights: Tensor | None = None
+
+
+def token_numbers(context: MicrobatchContext, num_tokens: int, device: torch.device) -> Tensor:
+    """int64 [s]: the place in its sample of each of the s = num_tokens tokens in hand."""
+    if context.token_numbers is not None:
+        return context.token_numbers.to(device)
+    return torch.arange(num_tokens, device=device)

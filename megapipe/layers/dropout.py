@@ -1,5 +1,6 @@
 """Dropout whose masks depend on the seed and on global indices alone, so that every layout drops the same channels."""
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.kernels.reference.dropout import numbers, site_word, token_keys
@@ -51,6 +52,17 @@ class Dropout(nn.Module, OnShards):
         channels = numbers(first_head * length, heads * length, weights.device)
         return self._drop(weights, keys, channels.view(heads, 1, length))
 
+    def drop_weights(
+        self, weights: Tensor, first_head: int, queries: Tensor, keys: Tensor, length: int, context: MicrobatchContext
+    ) -> Tensor:
+        """As `drop_attention`, for weights [b, heads, rows, columns] of some queries and keys, int64 places in samples
+        of `length` tokens."""
+        if context.ordinals is None:
+            raise ValueError("dropout needs the samples' ordinals: pass ordinals in the context, or training=False")
+        rows = token_keys(context.seed, context.ordinals, self.site, queries)[:, None, :, None]
+        heads = torch.arange(first_head, first_head + weights.shape[1], device=keys.device).view(-1, 1, 1)
+        return self._drop(weights, rows, (heads * length + keys).to(torch.int32))
+
     def _row_keys(self, context: MicrobatchContext, x: Tensor) -> Tensor:
         """Keys of the tokens whose hidden states x [b, s, h] holds."""
         return own_tokens(self._keys(context, num_tokens(x, self.sequence)), self.sequence)
@@ -58,7 +70,8 @@ class Dropout(nn.Module, OnShards):
     def _keys(self, context: MicrobatchContext, num_tokens: int) -> Tensor:
         if context.ordinals is None:
             raise ValueError("dropout needs the samples' ordinals: pass ordinals in the context, or training=False")
-        return token_keys(context.seed, context.ordinals, self.site, num_tokens)
+        tokens = num_tokens if context.token_numbers is None else context.token_numbers
+        return token_keys(context.seed, context.ordinals, self.site, tokens)
 
     def _drop(self, x: Tensor, keys: Tensor, channels: Tensor) -> Tensor:
         return self.kernels.pick("dropout", x).apply(x, keys, channels, self.probability)

@@ -118,12 +118,11 @@ class LearnedPositions(_Table, OnShards):
 
     partial = ("weight",)
 
-    def forward(self, num_tokens: int, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """[s, h] for the positions 0 to s - 1; [b, s, h] for those in documents that begin at `document_starts`.
+    def forward(self, positions: Tensor, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
+        """[s, h] for `positions` int64 [s]; [b, s, h] for those in documents that begin at `document_starts`.
 
         Of these the rank's own tokens, where they are sharded.
         """
-        positions = torch.arange(num_tokens, device=self.weight.device)
         positions = positions if document_starts is None else positions - document_starts
         return self.look_up(own_tokens(positions, self.sequence), None, tape)
 

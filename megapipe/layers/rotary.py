@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig, RopeScaling
 from megapipe.kernels.opaque import constant_when_compiled
+from megapipe.parallel.token_order import Share, TokenOrder
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
@@ -43,15 +44,37 @@ class RotaryAngles:
             scaling.original_length,
         )
 
-    def tables(self, num_tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [s, head_dim / 2], on the device of `like`, in fp32 (fp64 for fp64)."""
+    def tables(self, num_tokens: int, like: Tensor, share: Share | None = None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [s, head_dim / 2] of s = num_tokens tokens, or of those that a rank holds of so many.
+
+        On the device of `like`, in fp32 (fp64 for fp64).
+        """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return _tables(self._key, num_tokens, dtype, like.device)
+        if share is None:
+            return _tables(self._key, num_tokens, dtype, like.device)
+        return _held_tables(self._key, num_tokens, dtype, like.device, share.order, share.rank, share.size)
 
 
 @constant_when_compiled
 def _tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     return _cached_tables(key, num_tokens, dtype, device)
+
+
+@constant_when_compiled
+def _held_tables(
+    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, order: TokenOrder, rank: int, size: int
+) -> tuple[Tensor, Tensor]:
+    return _cached_held_tables(key, num_tokens, dtype, device, Share(order, rank, size))
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_held_tables(
+    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, share: Share
+) -> tuple[Tensor, Tensor]:
+    numbers = torch.from_numpy(share.numbers(num_tokens)).to(device)
+    with torch.inference_mode(False):
+        cosine, sine = _cached_tables(key, num_tokens, dtype, device)
+        return cosine[numbers], sine[numbers]
 
 
 @functools.lru_cache(maxsize=8)

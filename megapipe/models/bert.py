@@ -15,7 +15,7 @@ from megapipe.costs.parameters import LayerSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.bidirectional_attention import BidirectionalAttention
-from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
 from megapipe.layers.linear import ReplicatedLinear, Shapes, within
@@ -44,7 +44,8 @@ class BertEmbedding(nn.Module):
         tape = context.tape
         hidden = self.word(context.tokens, tape)
         if self.position is not None:
-            hidden = hidden + self.position(context.tokens.shape[1], None, tape)
+            places = token_numbers(context, context.tokens.shape[1], hidden.device)
+            hidden = hidden + self.position(places, None, tape)
         hidden = hidden + self.token_type(context.token_types, tape)
         if self.norm is not None:
             hidden = self.norm(hidden, tape)

@@ -10,7 +10,7 @@ from megapipe.costs.parameters import LayerSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention
-from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.context import MicrobatchContext, token_numbers
 from megapipe.layers.cross_entropy import VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
@@ -35,7 +35,8 @@ class Embedding(nn.Module):
             raise ValueError("the embedding's stage needs tokens in its context")
         hidden = self.word(context.tokens, context.tape)
         if self.position is not None:
-            hidden = hidden + self.position(context.tokens.shape[1], context.document_starts, context.tape)
+            places = token_numbers(context, context.tokens.shape[1], hidden.device)
+            hidden = hidden + self.position(places, context.document_starts, context.tape)
         return (self.dropout(hidden, context),)
 
 

@@ -44,6 +44,14 @@ def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
     return x if group.size == 1 else _Gather.apply(x, group, dim)
 
 
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """x [size, ...] as [size, ...]: slice j goes to rank j, and what rank j sent here comes to place j.
+
+    The gradient takes the same way back.
+    """
+    return x if group.size == 1 else _AllToAll.apply(x, group)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -87,6 +95,17 @@ class _Gather(torch.autograd.Function):
         return _slice_of(gradient, ctx.group, ctx.dim), None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
 def _slice_of(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's slice, in memory of its own."""
     if x.shape[dim] % group.size:
@@ -116,6 +135,16 @@ def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(rows, group.size, name)
             parts = _finished(gathered).view(group.size, *x.shape)
     return torch.cat(parts.unbind(0), dim)
+
+
+def _exchanged(x: Tensor, group: Group) -> Tensor:
+    """A new tensor."""
+    if not isinstance(group, DistributedGroup):
+        return _gathered_between_threads(x, group)[:, group.rank].contiguous()
+    with _errors_named(group, "all_to_all"):
+        shares = [1] * group.size
+        name = group.group_name
+        return _finished(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), shares, shares, name))
 
 
 def _errors_named(group: DistributedGroup, operation: str) -> AbstractContextManager[None]:

@@ -166,28 +166,28 @@ class Mesh:
         return self._second_world
 
     def shard_group(self, size: int) -> Group:
-        """The `size` neighbours in the data dimension that share one copy of sharded state, this rank among them.
+        """The `size` neighbours among the replicas of this rank's weights, over data and context, that share one copy
+        of sharded state, this rank among them.
 
-        A collective call. Asking twice gives the same group. Raises ValueError where `size` does not divide the data
-        size.
+        A collective call. Asking twice gives the same group. Raises ValueError where `size` does not divide the
+        number of replicas.
         """
-        return self._replicas("data shards", size, lambda place: place // size)
+        return self._replicas("shards", size, lambda place: place // size)
 
     def shard_replicas(self, size: int) -> Group:
         """The ranks that hold the same shard as this one where `size` neighbours share a copy. As `shard_group`."""
-        return self._replicas("data copies", size, lambda place: place % size)
+        return self._replicas("shard copies", size, lambda place: place % size)
 
     def _replicas(self, name: str, size: int, part_of: Callable[[int], int]) -> Group:
-        """The group of those replicas of this rank that are in the same part of the data dimension."""
-        count = self.size("data")
-        if size < 1 or count % size:
-            raise ValueError(f"{size} replicas a copy must be 1 or more and divide the data size {count}")
-        places = [place for place in range(count) if part_of(place) == part_of(self.coordinate("data"))]
-        if len(places) == count:
-            return self.group("data")
+        """The group of those replicas of this rank that are in the same part of all."""
+        replicas = self.group("data", "context")
+        if size < 1 or replicas.size % size:
+            raise ValueError(f"{size} ranks a copy must be 1 or more and divide the {replicas.size} replicas")
+        if all(part_of(place) == part_of(replicas.rank) for place in range(replicas.size)):
+            return replicas
         if (name, size) not in self._part_groups:
             parts: dict[tuple[int, int], list[int]] = {}
-            for index, ranks in enumerate(self.shape.partition("data")):
+            for index, ranks in enumerate(self.shape.partition("data", "context")):
                 for place, rank in enumerate(ranks):
                     parts.setdefault((index, part_of(place)), []).append(rank)
             self._part_groups[name, size] = self._create(name, tuple(tuple(ranks) for ranks in parts.values()))

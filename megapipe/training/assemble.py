@@ -16,9 +16,12 @@ from megapipe.engine.stages import StageBuilder, tied_names, tied_stages
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
+from megapipe.layers.shared_samples import share_samples
 from megapipe.models.gpt import Block
+from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
+from megapipe.parallel.token_order import ContextAttention
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.schedule import Header
@@ -123,10 +126,10 @@ class Assembly:
     def boundary(self) -> tuple[TensorSpec, ...]:
         """What crosses every stage boundary: the residual stream [micro_size, tokens, hidden_size].
 
-        Tokens are the sample's, or under sequence parallelism this tensor rank's share of them.
+        Tokens are the sample's, or this rank's share of them under context and sequence parallelism.
         """
         config = self._config
-        tokens = config.data.sequence_length // config.parallel.sequence_shards
+        tokens = config.data.sequence_length // (self._mesh.size("context") * config.parallel.sequence_shards)
         shape = (config.batch.micro_size, tokens, config.model.hidden_size)
         return (TensorSpec(shape, self._dtype),)
 
@@ -163,6 +166,15 @@ def recompute_parts(stages: Iterable[Stage], parts: Collection[RecomputedPart]) 
             for twin in unit:
                 if isinstance(twin, Block):
                     twin.recompute(parts)
+
+
+def share_samples_of(stages: Iterable[Stage], group: Group, kind: ContextAttention) -> None:
+    """Let the transformer blocks of these stages attend to tokens that the other ranks of a context group hold."""
+    for stage in stages:
+        for unit in stage.units:
+            for twin in unit:
+                if isinstance(twin, Block):
+                    share_samples(twin.attention, group, kind)
 
 
 def compile_blocks(stages: Iterable[Stage]) -> None:

@@ -20,6 +20,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.document_blocks import block_lists, document_blocks, why_a_mask
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.context_layout import ALL_TOKENS, HeldTokens, runs_ring
 from megapipe.training.loader import Consumer, Loader
 from megapipe.training.transfer import tensor_on
 
@@ -29,7 +30,7 @@ class BatchLoader(Loader):
 
     Token ids reach the first and the last stage alone; what other stages need (the samples' numbers, for dropout) is a
     pure function of the step. blocks: documents that are kept apart are told as blocks for flex_attention, each token
-    seeing `window` at most.
+    seeing `window` at most. held: which tokens of a sample this rank trains on.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class BatchLoader(Loader):
         training: bool = True,
         blocks: bool = False,
         window: int | None = None,
+        held: HeldTokens = ALL_TOKENS,
     ) -> None:
         super().__init__(plan, source.micro_size * source.data_size)
         self._source = source
@@ -54,11 +56,13 @@ class BatchLoader(Loader):
         self._training = training
         self._window = window
         self._blocks = blocks
+        self._held = held
+        self._numbers = None if held.numbers is None else tensor_on(held.numbers, device)
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, float | None]:
         if self._is_first or self._is_last:
             microbatch = self._source.microbatch(consumed, index, num_microbatches)
-            count = float(microbatch.loss_mask.sum()) if self._is_last else None
+            count = float(self._held.part(microbatch.loss_mask).sum()) if self._is_last else None
             return self._context(microbatch), count
         ordinals = self._source.ordinals(consumed, index, num_microbatches)
         return self._context_without_tokens(ordinals, self._source.document_starts(ordinals)), None
@@ -66,23 +70,31 @@ class BatchLoader(Loader):
     def _context(self, microbatch: Microbatch) -> MicrobatchContext:
         context = self._context_without_tokens(microbatch.ordinals, microbatch.document_starts)
         if self._is_first:
-            context.tokens = tensor_on(microbatch.tokens, self._device)
+            context.tokens = tensor_on(self._held.part(microbatch.tokens), self._device)
         if self._is_last:
-            context.labels = tensor_on(microbatch.labels, self._device)
-            context.loss_mask = tensor_on(microbatch.loss_mask, self._device)
+            context.labels = tensor_on(self._held.part(microbatch.labels), self._device)
+            context.loss_mask = tensor_on(self._held.part(microbatch.loss_mask), self._device)
         return context
 
     def _context_without_tokens(self, ordinals: np.ndarray, document_starts: np.ndarray | None) -> MicrobatchContext:
         """What every stage knows."""
-        context = MicrobatchContext(ordinals=torch.from_numpy(ordinals), seed=self._seed, training=self._training)
+        context = MicrobatchContext(
+            ordinals=torch.from_numpy(ordinals).to(self._device),
+            seed=self._seed,
+            training=self._training,
+            token_numbers=self._numbers,
+        )
         if document_starts is None:
             return context
-        context.document_starts = tensor_on(document_starts, self._device)
+        context.document_starts = tensor_on(self._held.part(document_starts), self._device)
+        whole_starts = context.document_starts
+        if self._held.gathers:
+            whole_starts = context.whole_document_starts = tensor_on(document_starts, self._device)
         if self._blocks:
             lists = block_lists(document_starts, self._window)
             arrays = (lists.num_partial, lists.partial, lists.num_full, lists.full)
             moved = [tensor_on(each, self._device) for each in arrays]
-            context.document_blocks = document_blocks(moved, context.document_starts, self._window)
+            context.document_blocks = document_blocks(moved, whole_starts, self._window)
         return context
 
 
@@ -188,6 +200,9 @@ def batch_loader(
         is_first=consumer.is_first,
         is_last=consumer.is_last,
         training=training,
-        blocks=config.data.isolate_documents and why_a_mask(config.model, mesh.device.type) is None,
+        blocks=config.data.isolate_documents
+        and not runs_ring(config)
+        and why_a_mask(config.model, mesh.device.type) is None,
         window=config.model.sliding_window,
+        held=HeldTokens.of(config, mesh),
     )

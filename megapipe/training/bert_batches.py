@@ -12,6 +12,7 @@ from megapipe.engine.step import Counts
 from megapipe.layers.context import BertContext
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.context_layout import HeldTokens
 from megapipe.training.loader import Consumer, Loader
 from megapipe.training.transfer import tensor_on
 
@@ -39,6 +40,9 @@ class BertLoader(Loader):
         self._seed, self._training = config.training.seed, training
         self._data_rank, self._data_size = mesh.coordinate("data"), mesh.size("data")
         self._micro_size = config.batch.micro_size
+        self._held = HeldTokens.of(config, mesh)
+        self._length = config.data.sequence_length
+        self._numbers = None if self._held.numbers is None else tensor_on(self._held.numbers, mesh.device)
         self._num_terms = len(consumer.family.loss_terms)
         super().__init__(BatchPlan.of(config.batch) if plan is None else plan, self._micro_size * self._data_size)
 
@@ -51,23 +55,33 @@ class BertLoader(Loader):
             micro_size=self._micro_size,
             num_microbatches=num_microbatches,
         )
-        context = BertContext(ordinals=torch.from_numpy(ordinals), seed=self._seed, training=self._training)
+        context = BertContext(
+            ordinals=torch.from_numpy(ordinals).to(self._device),
+            seed=self._seed,
+            training=self._training,
+            token_numbers=self._numbers,
+        )
         if not (self._is_first or self._is_last):
             context.lengths = self._on_device(self._samples.lengths(ordinals))
             return context, None
         batch = self._samples.batch(ordinals)
         context.lengths = self._on_device(batch.lengths)
         if self._is_first:
-            context.tokens = self._on_device(batch.tokens)
-            context.token_types = self._on_device(batch.token_types)
+            context.tokens = self._on_device(self._held.part(batch.tokens))
+            context.token_types = self._on_device(self._held.part(batch.token_types))
         if not self._is_last:
             return context, None
-        context.positions = self._on_device(batch.positions)
-        context.labels = self._on_device(batch.labels)
-        context.loss_mask = self._on_device(batch.loss_mask)
+        positions, labels, loss_mask = self._held.predictions(
+            batch.positions, batch.labels, batch.loss_mask, self._length
+        )
+        # A pair is judged by its first token.
+        sentence_weights = batch.sentence_weights if self._held.has_first else np.zeros_like(batch.sentence_weights)
+        context.positions = self._on_device(positions)
+        context.labels = self._on_device(labels)
+        context.loss_mask = self._on_device(loss_mask)
         context.sentence_labels = self._on_device(batch.sentence_labels)
-        context.sentence_weights = self._on_device(batch.sentence_weights)
-        counts = (float(batch.loss_mask.sum()), float(batch.sentence_weights.sum()))
+        context.sentence_weights = self._on_device(sentence_weights)
+        counts = (float(loss_mask.sum()), float(sentence_weights.sum()))
         return context, counts[: self._num_terms]
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megapipe.kernels.registry import Registry
 from megapipe.models import bert, bert_kernels, gpt, gpt_kernels
 from megapipe.models.gpt_kernels import KernelUse
 from megapipe.parallel.groups import Group
+from megapipe.training.context_layout import runs_ring
 
 PAIR_TERMS = {"order": "sop", "next": "nsp"}
 """What a sentence head learns -> the term of the loss."""
@@ -45,6 +46,11 @@ def family_of(config: PretrainConfig) -> ModelFamily:
     """GPT's, or BERT's for the configuration of a BERT run."""
     length, tensor = config.data.sequence_length, config.parallel.tensor
     recompute = config.recompute.logits
+
+    def without_ring(uses: list[KernelUse]) -> list[KernelUse]:
+        # A ring makes its weights piece by piece, in no op of the registry.
+        return [use for use in uses if use.op != "attention_probabilities" or not runs_ring(config)]
+
     if isinstance(config, BertPretrainConfig):
         encoder = config.model
         pairs = [PAIR_TERMS[config.data.pairs]] if config.data.pairs != "none" else []
@@ -55,7 +61,9 @@ def family_of(config: PretrainConfig) -> ModelFamily:
             lambda spec, group, alignment, kernels: bert.build_layer(
                 spec, encoder, group, alignment, kernels, recompute
             ),
-            lambda dtype, device: bert_kernels.kernel_uses(encoder, dtype, device, length, tensor, recompute),
+            lambda dtype, device: without_ring(
+                bert_kernels.kernel_uses(encoder, dtype, device, length, tensor, recompute)
+            ),
         )
     decoder = config.model
     return ModelFamily(
@@ -63,5 +71,5 @@ def family_of(config: PretrainConfig) -> ModelFamily:
         ("lm",),
         None,
         lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels, recompute),
-        lambda dtype, device: gpt_kernels.kernel_uses(decoder, dtype, device, length, tensor),
+        lambda dtype, device: without_ring(gpt_kernels.kernel_uses(decoder, dtype, device, length, tensor)),
     )

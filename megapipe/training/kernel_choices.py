@@ -12,6 +12,7 @@ from megapipe.kernels.registry import Choice, KernelError, Registry
 from megapipe.layers.document_blocks import why_a_mask
 from megapipe.models.gpt_kernels import KernelUse, runs_unfused
 from megapipe.training.assemble import DTYPES
+from megapipe.training.context_layout import runs_ring
 from megapipe.training.families import family_of
 
 
@@ -55,6 +56,8 @@ def document_attention(config: PretrainConfig, device: torch.device) -> str | No
     """
     if not config.data.isolate_documents:
         return None
+    if runs_ring(config):
+        return "attention within documents: a mask for every piece of the ring"
     reason = why_a_mask(config.model, device.type)
     if reason is None:
         return "attention within documents: flex_attention over the blocks of each document"
@@ -69,9 +72,14 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
         return None
     blocks = config.data.isolate_documents and why_a_mask(config.model, device.type) is None
     dtype = DTYPES[config.training.precision]
-    if not blocks and runs_unfused(config.model, dtype, device.type, config.data.sequence_length):
+    if (
+        not blocks
+        and not runs_ring(config)
+        and runs_unfused(config.model, dtype, device.type, config.data.sequence_length)
+    ):
         return None
-    return "recompute.parts attention: attention runs fused here and keeps no weights that could be made again"
+    how = "in a ring" if runs_ring(config) else "fused"
+    return f"recompute.parts attention: attention runs {how} here and keeps no weights that could be made again"
 
 
 def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:

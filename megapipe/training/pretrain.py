@@ -49,7 +49,7 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment) -> int:
     parallel = config.parallel
     data = data_parallel_size(config, environment.world_size)
     mesh = initialize(
-        {"data": data, "pipeline": parallel.pipeline, "tensor": parallel.tensor},
+        {"data": data, "pipeline": parallel.pipeline, "context": parallel.context, "tensor": parallel.tensor},
         device=parallel.device,
         timeout=parallel.timeout_seconds,
     )

@@ -21,7 +21,7 @@ from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
-from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts
+from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts, share_samples_of
 from megapipe.training.families import family_of
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.sequence import shard_sequences
@@ -43,12 +43,15 @@ class Replica:
         self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions, recompute)
         self.schedule = self._schedule(config)
         self.kernels = OPS.with_overrides(config.kernels.backends)
-        count = config.zero.num_shards(mesh.size("data"))
-        sharding = Sharding(config.zero.stage, mesh.coordinate("data") % count, count) if count > 1 else WHOLE
+        replicas = mesh.group("data", "context")
+        count = config.zero.num_shards(replicas.size)
+        sharding = Sharding(config.zero.stage, replicas.rank % count, count) if count > 1 else WHOLE
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels, sharding)
         self.stages: dict[int, Stage] = assembly.stages()
         if config.parallel.sequence:
             shard_sequences(self.stages, self.layout, mesh.group("tensor"), config.parallel.sequence_chunks)
+        if mesh.size("context") > 1:
+            share_samples_of(self.stages.values(), mesh.group("context"), config.parallel.context_attention)
         if config.recompute.method == "selective":
             recompute_parts(self.stages.values(), config.recompute.parts)
         if config.training.compile:
@@ -86,7 +89,7 @@ class Replica:
             num_microbatches(config, self._mesh.world_size),
             units_per_stage=self.layout.units_per_stage,
             tied_groups=self.layout.tied,
-            data_parallel=self._mesh.size("data") > 1 or config.parallel.sequence,
+            data_parallel=self._mesh.group("data", "context").size > 1 or config.parallel.sequence,
             recompute=self.layout.recomputed(config.recompute) if mode == "train" else (),
             mode=mode,
         )

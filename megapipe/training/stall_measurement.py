@@ -101,12 +101,16 @@ def measure_stalls(
     Raises ConfigError, DataError or LaunchError before anything is measured.
     """
     num_replicas = config.parallel.data or 1
-    validate(config, num_replicas * config.parallel.pipeline * config.parallel.tensor)
-    if ingestion is None and config.parallel.pipeline * config.parallel.tensor > 1:
+    parallel = config.parallel
+    ranks_each = parallel.pipeline * parallel.context * parallel.tensor
+    validate(config, num_replicas * ranks_each)
+    if ingestion is None and ranks_each > 1:
+        shared = f" x parallel.context {parallel.context}" if parallel.context > 1 else ""
         raise ConfigError(
-            f"parallel.pipeline {config.parallel.pipeline} x parallel.tensor {config.parallel.tensor}: one process "
+            f"parallel.pipeline {parallel.pipeline}{shared} x parallel.tensor {parallel.tensor}: one process "
             "cannot be as fast as several; give the tokens/s that a run's log prints with "
-            "--ingestion-tokens-per-second, or set both to 1 to measure the whole model on this device"
+            f"--ingestion-tokens-per-second, or set {'all' if shared else 'both'} to 1 to measure the whole model on "
+            "this device"
         )
     config = _one_replica(config, num_replicas)
     mesh = initialize({}, device=config.parallel.device)
@@ -153,5 +157,5 @@ def _one_replica(config: PretrainConfig, num_replicas: int) -> PretrainConfig:
     batch = replace(
         config.batch, global_size=config.batch.global_size // num_replicas, ramp_start=None, ramp_samples=0
     )
-    parallel = replace(config.parallel, data=1, pipeline=1, tensor=1, layers_per_stage=None)
+    parallel = replace(config.parallel, data=1, pipeline=1, context=1, tensor=1, layers_per_stage=None)
     return replace(config, batch=batch, parallel=parallel, schedule=ScheduleConfig())

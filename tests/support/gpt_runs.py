@@ -110,7 +110,7 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeou
     timeout: of links, in s.
     """
     sizes = mesh.shape.sizes
-    parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], tensor=sizes["tensor"])
+    parallel = replace(config.parallel, **sizes)
     config = replace(config, parallel=replace(parallel, timeout_seconds=timeout))
     replica = Replica(config, mesh, family_of(config).layers)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))

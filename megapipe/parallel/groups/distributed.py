@@ -121,6 +121,18 @@ class DistributedGroup(Group):
         with self.errors_named("broadcast"):
             dist.broadcast(tensor.detach(), group=self.process_group, group_src=source)
 
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        following, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
+        outgoing, incoming = tensor.detach(), into.detach()
+        with self.errors_named("shift"):
+            handles = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, outgoing, following, self.process_group),
+                    dist.P2POp(dist.irecv, incoming, previous, self.process_group),
+                ]
+            )
+        return _DistributedShift(self, handles, (outgoing, incoming))
+
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         with self.errors_named("all_gather_object"):
@@ -191,3 +203,18 @@ class _DistributedWork(Work):
         with self._group.errors_named(self._operation):
             self._handle.wait()
         self._handle = None
+
+
+class _DistributedShift(Work):
+    """Keeps both tensors alive, as the backend's thread or stream works on their memory."""
+
+    def __init__(self, group: DistributedGroup, handles: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
+        self._group = group
+        self._handles = handles
+        self._tensors: tuple[Tensor, ...] = tensors
+
+    def wait(self) -> None:
+        with self._group.errors_named("shift"):
+            for handle in self._handles:
+                handle.wait()
+        self._handles, self._tensors = [], ()

@@ -101,6 +101,14 @@ class Group(ABC):
         """Overwrite `tensor` by that of the member whose rank in the group is `source`."""
 
     @abstractmethod
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        """Start to send `tensor` to the next member, and to receive into `into` what the one before sends.
+
+        The first follows the last. Both are contiguous and alike; neither may be touched before `wait()` of the
+        returned work. No member waits for another before that.
+        """
+
+    @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every member's small Python object, in rank order. For set-up, not for the step."""
 

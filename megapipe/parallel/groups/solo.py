@@ -38,6 +38,10 @@ class SoloGroup(Group):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Nothing to do."""
 
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        into.detach().copy_(tensor.detach())
+        return _Finished()
+
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
 

@@ -150,6 +150,10 @@ class ThreadGroup(Group):
         number = self._post(_described(f"broadcast from {source}", tensor), mine)
         tensor.detach().copy_(self._read(number)[source].take())
 
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        number = self._post(_described("shift", tensor), Deposit(tensor.detach().clone()))
+        return _ThreadShift(self, number, into.detach())
+
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._read(self._post("all_gather_object", value))
 
@@ -204,6 +208,19 @@ class _ThreadWork(Work):
     def wait(self) -> None:
         if not self._finished:
             self._finish([deposit.take() for deposit in self._group._read(self._number)])
+            self._finished = True
+
+
+class _ThreadShift(Work):
+    def __init__(self, group: ThreadGroup, number: int, into: Tensor) -> None:
+        self._group = group
+        self._number = number
+        self._into = into
+        self._finished = False
+
+    def wait(self) -> None:
+        if not self._finished:
+            self._into.copy_(self._group._read(self._number)[self._group.rank - 1].take())
             self._finished = True
 
 

@@ -1,0 +1,186 @@
+"""Attention of some queries to some keys, with what merges it with the rest (Rabe and Staats 2021, arXiv 2112.05682).
+
+Each piece gives its mixed values and, per query, the logarithm of the sum of the exponentials of its scores. Its
+backward is that of the whole attention (Dao et al. 2022, 2205.14135, appendix B.2): given the merged log-sum, its
+weights are the whole attention's, and the gradients of all pieces add up.
+
+Fused pieces are torch's flash kernels, of the CPU with or without a mask, of a GPU without one. The unfused path does
+the same as plain products, where there is no kernel: masks on a GPU, fp32 on a GPU, dropout.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_HEAD_DIM = 256
+"""What the flash kernels of a GPU take; a multiple of 8 besides."""
+
+Drop = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the queries of a piece see of its keys: everything, or less.
+
+    causal: they are the same tokens, and each query sees those up to itself. visible: bool [b or 1, 1, rows, columns].
+    """
+
+    causal: bool = False
+    visible: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How scores become weights. drop: zeroes some of the weights [b, heads, rows, columns] and scales the others, the
+    same ones at every call; None keeps all. unfused: no kernels."""
+
+    scale: float
+    drop: Drop | None = None
+    unfused: bool = False
+
+    def is_fused(self, query: Tensor, seen: Seen) -> bool:
+        """Whether a kernel of torch's does it."""
+        if self.unfused or self.drop is not None:
+            return False
+        if query.device.type == "cpu":
+            return True
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        width = query.shape[-1]
+        return seen.visible is None and half and width % 8 == 0 and width <= LARGEST_HEAD_DIM
+
+
+def piece_forward(query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighing: Weighing) -> tuple[Tensor, Tensor]:
+    """(mixed values [b, heads, rows, d], log-sum [b, heads, rows] in fp32, fp64 for fp64) of query [b, heads, rows, d]
+    and key and value [b, kv heads, columns, d]. A query that sees nothing gets zeros and minus infinity."""
+    if not weighing.is_fused(query, seen):
+        return _unfused_forward(query, key, value, seen, weighing)
+    if query.device.type == "cuda":
+        mixed, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, seen.causal, scale=weighing.scale
+        )
+        return mixed, log_sum
+    mixed, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, seen.causal, attn_mask=_addend(query, seen), scale=weighing.scale
+    )
+    if seen.visible is not None:  # the kernel's log-sum of nothing is 0
+        log_sum = log_sum.masked_fill(~seen.visible.any(-1), -math.inf)
+    return mixed, log_sum
+
+
+def piece_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    log_sum: Tensor,
+    seen: Seen,
+    how: Weighing,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This piece's part of the gradients of query, key and value.
+
+    gradient, mixed [b, heads, rows, d], log_sum [b, heads, rows]: of the whole attention of these queries.
+    """
+    if not how.is_fused(query, seen):
+        return _unfused_backward(gradient, query, key, value, mixed, log_sum, seen, how)
+    found: Any
+    if query.device.type == "cuda":
+        none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout of 0
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            mixed,
+            log_sum.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            seen.causal,
+            none,
+            none,
+            scale=how.scale,
+        )
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient,
+            query,
+            key,
+            value,
+            mixed,
+            log_sum,
+            0.0,
+            seen.causal,
+            attn_mask=_addend(query, seen),
+            scale=how.scale,
+        )
+    return found[0], found[1], found[2]
+
+
+def _addend(query: Tensor, seen: Seen) -> Tensor | None:
+    """0 where a query sees a key, minus infinity elsewhere."""
+    if seen.visible is None:
+        return None
+    hidden = torch.zeros(seen.visible.shape, dtype=query.dtype, device=query.device)
+    return hidden.masked_fill_(~seen.visible, -math.inf)
+
+
+def _unfused_forward(
+    query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighing: Weighing
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(query, key, seen, weighing.scale)
+    log_sum = scores.logsumexp(-1)
+    weights = _weights(scores, log_sum)
+    dropped = weights if weighing.drop is None else weighing.drop(weights)
+    return _by_kv_head(dropped.to(value.dtype), value).matmul(value).view(query.shape), log_sum
+
+
+def _unfused_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    log_sum: Tensor,
+    seen: Seen,
+    how: Weighing,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = query.dtype
+    weights = _weights(_scores(query, key, seen, how.scale), log_sum)
+    dweights = _by_kv_head(gradient, value).matmul(value.transpose(-2, -1)).view(weights.shape).to(weights.dtype)
+    dropped = weights
+    if how.drop is not None:
+        dropped, dweights = how.drop(weights), how.drop(dweights)
+    # The weights of a query add up to 1: one number takes that out of its scores' gradients.
+    total = (gradient.to(weights.dtype) * mixed.to(weights.dtype)).sum(-1, keepdim=True)
+    dscores = (weights * (dweights - total) * how.scale).to(dtype)
+    dvalue = _by_kv_head(dropped.to(dtype), value).transpose(-2, -1).matmul(_by_kv_head(gradient, value))
+    dkey = _by_kv_head(dscores, key).transpose(-2, -1).matmul(_by_kv_head(query, key))
+    return _by_kv_head(dscores, key).matmul(key).view(query.shape), dkey, dvalue
+
+
+def _by_kv_head(x: Tensor, key: Tensor) -> Tensor:
+    """x [b, heads, rows, c] as [b, kv heads, heads of each x rows, c]."""
+    return x.reshape(x.shape[0], key.shape[1], -1, x.shape[-1])
+
+
+def _scores(query: Tensor, key: Tensor, seen: Seen, scale: float) -> Tensor:
+    """[b, heads, rows, columns] in fp32 (fp64 for fp64), minus infinity where hidden."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = _by_kv_head(query, key).matmul(key.transpose(-2, -1)).to(wide).mul_(scale)
+    scores = scores.view(*query.shape[:3], key.shape[2])
+    visible = seen.visible
+    if seen.causal:
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril_()
+    return scores if visible is None else scores.masked_fill_(~visible, -math.inf)
+
+
+def _weights(scores: Tensor, log_sum: Tensor) -> Tensor:
+    """Zeros where a query sees nothing at all."""
+    return (scores - log_sum.masked_fill(log_sum == -math.inf, 0.0).unsqueeze(-1)).exp_()

@@ -1,0 +1,190 @@
+"""Attention over samples that several ranks share, against float64 attention over whole samples."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.costs.gpt import transformer_block
+from megapipe.kernels.ops import OPS
+from megapipe.layers.attention import Attention
+from megapipe.layers.bidirectional_attention import BidirectionalAttention
+from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.linear import within
+from megapipe.layers.shared_samples import share_samples
+from megapipe.parallel.groups import SoloGroup
+from megapipe.parallel.in_process import InProcessMesh
+from megapipe.parallel.token_order import ContextAttention, order_of, token_numbers
+from tests.support.meshes import run_mesh
+
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention over `size` ranks. documents: random ones are told apart. lengths: samples are padded, BERT."""
+
+    kind: ContextAttention
+    size: int
+    chunk: int
+    batch: int = 1
+    kv_heads: int = 2
+    heads_each: int = 2
+    window: int | None = None
+    documents: bool = False
+    padded: bool = False
+    dropout: float = 0.0
+    path: str = "auto"
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def length(self) -> int:
+        return 2 * self.size * self.chunk
+
+    @property
+    def order(self) -> str:
+        return order_of(self.kind, causal=not self.padded)
+
+
+WIDTH = 8
+
+
+def attention_of(case: Case) -> Attention:
+    kind, config = (BidirectionalAttention, BertModelConfig) if case.padded else (Attention, ModelConfig)
+    heads = case.kv_heads * case.heads_each
+    model = config(
+        hidden_size=heads * WIDTH,
+        num_heads=heads,
+        num_kv_heads=case.kv_heads,
+        sliding_window=case.window,
+        attention_dropout=case.dropout,
+        attention=case.path,  # type: ignore[arg-type]
+        positions="none",
+    )
+    shapes = {path: each.shape for path, each in transformer_block(model, 0).parameters.items()}
+    return kind(model, within(shapes, "attention"), SoloGroup("tensor"), OPS, site=1)
+
+
+def drawn(case: Case) -> tuple[list[Tensor], MicrobatchContext]:
+    """Query, key, value and the gradient of the result, of whole samples, and what is known of these."""
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (case.batch, case.length, case.kv_heads)
+    sizes = [(*shape, case.heads_each, WIDTH), (*shape, 1, WIDTH), (*shape, 1, WIDTH)]
+    sizes.append((case.batch, case.length, case.kv_heads * case.heads_each, WIDTH))
+    tensors = [torch.randn(each, generator=generator, dtype=torch.float64).to(case.dtype) for each in sizes]
+    context: MicrobatchContext = MicrobatchContext()
+    if case.padded:
+        lengths = torch.randint(1, case.length + 1, (case.batch,), generator=generator)
+        context = BertContext(lengths=lengths)
+    if case.documents:
+        begins = torch.rand(case.batch, case.length, generator=generator) < 0.2
+        begins[:, 0] = True
+        context.document_starts = torch.where(begins, torch.arange(case.length), 0).cummax(dim=1).values
+    context.seed, context.ordinals = 5, torch.arange(case.batch) + 3
+    return tensors, context
+
+
+def visible(case: Case, context: MicrobatchContext) -> Tensor:
+    """bool [b, s, s], written out."""
+    places = torch.arange(case.length)
+    seen = torch.ones(case.batch, case.length, case.length, dtype=torch.bool)
+    if isinstance(context, BertContext) and context.lengths is not None:
+        return seen & (places < context.lengths[:, None, None])
+    distance = places[:, None] - places
+    seen &= distance >= 0
+    if case.window is not None:
+        seen &= distance < case.window
+    if context.document_starts is not None:
+        seen &= places >= context.document_starts[:, :, None]
+    return seen
+
+
+def whole_attention(case: Case) -> list[Tensor]:
+    """Result and gradients of query, key and value, in float64, by the definition."""
+    tensors, context = drawn(case)
+    query, key, value, gradient = (each.double() for each in tensors)
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+    wide = [each.expand(-1, -1, -1, case.heads_each, -1).flatten(2, 3).transpose(1, 2) for each in leaves]
+    scores = wide[0] @ wide[1].transpose(-1, -2) * WIDTH**-0.5
+    weights = scores.masked_fill(~visible(case, context)[:, None], -torch.inf).softmax(-1)
+    if case.dropout:
+        weights = attention_of(case).dropout.drop_attention(weights, 0, context)
+    mixed = (weights @ wide[2]).transpose(1, 2)
+    return [mixed.detach(), *torch.autograd.grad(mixed, leaves, gradient)]
+
+
+def shared_attention(mesh: InProcessMesh, case: Case) -> list[Tensor]:
+    """The same on this rank, of the tokens in hand."""
+    group = mesh.group("context")
+    tensors, context = drawn(case)
+    numbers = torch.from_numpy(token_numbers(case.order, group.rank, case.size, case.length))  # type: ignore[arg-type]
+    query, key, value, gradient = (each[:, numbers].contiguous() for each in tensors)
+    starts = context.document_starts
+    context = replace(context, token_numbers=numbers, whole_document_starts=starts)
+    context.document_starts = None if starts is None else starts[:, numbers]
+    attention = attention_of(case)
+    share_samples(attention, group, case.kind)
+    assert attention.sharing is not None
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+    mixed = attention.sharing.mix(*leaves, context)
+    mixed = mixed.reshape(gradient.shape)
+    return [mixed.detach(), *torch.autograd.grad(mixed, leaves, gradient)]
+
+
+def joined(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
+    """Tensors of whole samples out of every rank's."""
+    numbers = [token_numbers(case.order, rank, case.size, case.length) for rank in range(case.size)]  # type: ignore
+    place = torch.cat([torch.from_numpy(each) for each in numbers]).argsort()
+    return [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*parts, strict=True)]
+
+
+def check(case: Case, backend: str = "threads") -> None:
+    expected = whole_attention(case)
+    found = joined(case, run_mesh({"context": case.size}, shared_attention, case, backend=backend))  # type: ignore
+    tolerance = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}[case.dtype]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.isfinite(one).all()
+        assert (one.double() - other).norm() <= tolerance * max(float(other.norm()), 1.0)
+
+
+cases = st.builds(
+    Case,
+    kind=st.sampled_from(["ring", "all_to_all"]),
+    size=st.sampled_from([2, 3, 4]),
+    chunk=st.integers(1, 5),
+    batch=st.integers(1, 2),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    heads_each=st.sampled_from([1, 2, 3, 12]),
+    window=st.one_of(st.none(), st.integers(1, 50)),
+    documents=st.booleans(),
+    path=st.sampled_from(["sdpa", "unfused"]),
+).filter(lambda case: case.kind == "ring" or case.kv_heads * case.heads_each % case.size == 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_causal_attention_is_that_of_whole_samples(case: Case) -> None:
+    check(case)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases)
+def test_padded_samples_see_both_ways(case: Case) -> None:
+    check(replace(case, padded=True, documents=False, window=None))
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases)
+def test_dropout_of_weights_is_that_of_whole_samples(case: Case) -> None:
+    check(replace(case, dropout=0.3, path="auto"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_processes_over_gloo_and_lower_precision(kind: ContextAttention, dtype: torch.dtype) -> None:
+    check(Case(kind, 4, 8, batch=2, kv_heads=4, dtype=dtype, path="sdpa"), backend="processes")
