@@ -127,8 +127,8 @@ def test_what_runs_again_finds_its_weights(corpus: str, recompute: dict[str, Any
 
 def test_what_cannot_be_shared_is_told() -> None:
     for sizes, schedule, zero, message in (
-        ({}, {}, {"stage": 1}, r"zero.stage is 1 with one data-parallel replica"),
-        ({"data": 4}, {}, {"stage": 1, "shard_size": 3}, r"zero.shard_size 3 does not divide the 4 data"),
+        ({}, {}, {"stage": 1}, r"zero.stage is 1 with one replica of the weights"),
+        ({"data": 4}, {}, {"stage": 1, "shard_size": 3}, r"zero.shard_size 3 does not divide the 4 replicas"),
         ({"data": 4}, {}, {"stage": 1, "shard_size": 1}, r"zero.shard_size is 1; it must be at least 2"),
         ({"data": 2}, {}, {"stage": 3, "weight_buffers": 0}, r"zero.weight_buffers is 0; it must be at least 1"),
         ({"data": 2}, {}, {"stage": 1, "gradient_buffers": 3}, r"gradient_buffers is 3 with zero.stage 1"),
