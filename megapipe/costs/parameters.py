@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+SEGMENT_ALIGNMENT = 64
+"""Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
+collectives see aligned addresses."""
+
+
 @dataclass(frozen=True)
 class Box:
     """A rectangular part of a global tensor: `starts[i] <= index[i] < stops[i]` on every axis."""
