@@ -34,9 +34,9 @@ def shared_state_bytes(
     """State on one rank at its peak, in a schedule that flushes (Rajbhandari et al. 2020, 1910.02054, figure 1).
 
     units: parameters of each unit (layer) on the rank, tied weights left out. tied: these, with the number of their
-    uses on the rank; their weights and gradients are whole at every stage. stage: of ZeRO, 0 to 3. num_shards: replicas
-    that share one copy. weight_buffers (stage 3), gradient_buffers (stage 2 and 3): units that are whole at once; the
-    largest are counted. tensor_size, alignment, moments: as in `state_bytes`.
+    uses on the rank; their weights and gradients are whole at every stage. stage: of ZeRO, 0 to 3. num_shards:
+    replicas that share one copy. weight_buffers (stage 3), gradient_buffers (stage 2 and 3): units that are whole at
+    once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`.
     """
     shards = num_shards if stage else 1
 

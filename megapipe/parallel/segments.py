@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megapipe.costs.parameters import SEGMENT_ALIGNMENT, Box, ParameterSpec
 
+
 @dataclass(frozen=True)
 class Segment:
     """One parameter's shard inside a flat buffer.

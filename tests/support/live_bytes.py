@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations create while the mode is active on this thread, until they are freed.
 
-    Tensors from before are not counted, nor what an operation frees before it returns. A storage whose memory comes and
-    goes is counted while it has it.
+    Tensors from before are not counted, nor what an operation frees before it returns. A storage whose memory comes
+    and goes is counted while it has it.
 
     Attributes:
         current: bytes alive now.
