@@ -3,10 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megapipe.costs.parameters import Box, ParameterSpec
-
-SEGMENT_ALIGNMENT = 64
-"""Segments start at multiples of this many elements, so that kernels and collectives see aligned addresses."""
+from megapipe.costs.parameters import SEGMENT_ALIGNMENT, Box, ParameterSpec
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class UnitState:
             )
         if sharding.gradients and (num_versions > 1 or num_uses > 1):
             raise ValueError(
-                f"unit {name}: gradients and weights of {num_versions} versions and {num_uses} uses cannot be sharded "
-                "as those of one can; shard its optimizer state alone (stage 1)"
+                f"unit {name}: gradients and weights of {num_versions} versions and {num_uses} uses cannot be "
+                "sharded, only those of one; shard its optimizer state alone (stage 1)"
             )
         self.name = name
         self.sharding = sharding

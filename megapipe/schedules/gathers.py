@@ -74,9 +74,9 @@ ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 def last_additions(table: Table) -> Ints:
     """Rows behind which gradients are reduced where they are sharded; the table's compute is cut into units.
 
-    The mirror of `residences`: at every run of backwards a rank holds the gradients of the last ``whole_gradients``
-    different units, those of the others are reduced right behind their last run. So no order of reductions with as
-    many buffers reduces less, and with two one is on its way while the next unit's is computed.
+    The mirror of `residences`: at every run of backwards the gradients of the last ``whole_gradients`` different units
+    are on the rank, added to or on their way. What is not added to again among them is reduced at once, so that with
+    two buffers one unit's is on its way while the next unit's is computed.
     """
     rows = table.rows_with(*ADDING)
     unit = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]

@@ -22,8 +22,8 @@ CPU_ALLOCATOR = "can't allocate memory"
 
 ADVICE = (
     "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method full, more ranks in "
-    "parallel.pipeline, parallel.context or parallel.tensor, a schedule that keeps fewer micro-batches (1f1b), "
-    "training.precision bf16; on the last stage recompute.logits"
+    "parallel.pipeline, parallel.context or parallel.tensor, zero.stage 1 to 3 where there are replicas, a schedule "
+    "that keeps fewer micro-batches (1f1b), training.precision bf16; on the last stage recompute.logits"
 )
 
 Row = tuple[str, tuple[int, ...]]
@@ -152,12 +152,12 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _state_row(state: UnitState) -> Row:
-    weights = _storages(state.weights)
+    weights = _storages([*state.weights, *state.weight_shards])
     master = _storages([state.master])
     sizes = (
         sum(weights.values()),
         sum(master[address] for address in master.keys() - weights.keys()),
-        sum(_storages(state.gradients).values()),
+        sum(_storages([*state.gradients, *([state.reduced_gradient()] if state.sharding.gradients else [])]).values()),
         sum(_storages(state.moments.values()).values()),
     )
     return state.name, sizes

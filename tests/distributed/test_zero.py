@@ -1,5 +1,6 @@
 """State that replicas share out trains the same model, under every schedule, and stage 1 as plain replicas do."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.training.validate import validate
@@ -60,20 +62,28 @@ CASES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("sizes", "schedule", "zero"), CASES, ids=str)
+def each_with_one_model(cases: list[Any]) -> list[Any]:
+    """Every case with every model; with the one or the other, in turn, among the fast tests."""
+    found = []
+    for number, case in enumerate(cases):
+        for index, model in enumerate(MODELS):
+            found.append(pytest.param(*case, model, marks=[] if number % 2 == index else [pytest.mark.slow]))
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "schedule", "zero", "model"), each_with_one_model(CASES))
 def test_shared_state_trains_what_one_process_trains(
-    corpus: str, model: str, sizes: dict[str, int], schedule: dict[str, Any], zero: dict[str, Any]
+    corpus: str, sizes: dict[str, int], schedule: dict[str, Any], zero: dict[str, Any], model: str
 ) -> None:
     config = config_of(corpus, model, sizes, schedule, **zero)
     check_close(run_mesh(sizes, run_gpt, config, STEPS), one_process(corpus, model), 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", [DATA, BOTH], ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("sizes", "precision", "model"), each_with_one_model([(DATA, "fp32"), (BOTH, "bf16"), (DATA, "bf16")])
+)
 def test_two_replicas_get_the_bits_of_plain_ones(
-    corpus: str, model: str, sizes: dict[str, int], precision: str
+    corpus: str, sizes: dict[str, int], precision: str, model: str
 ) -> None:
     """Two numbers have one sum in any order. Only the gradient norm is added up in other parts, so none is taken."""
     runs = []
@@ -93,7 +103,11 @@ def test_two_replicas_get_the_bits_of_plain_ones(
             assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}, {"stage": 2, "reduce_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 3}, {"stage": 2, "reduce_dtype": "bf16"}, pytest.param({"stage": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_hybrid_shards_train_what_one_process_trains(corpus: str, zero: dict[str, Any]) -> None:
     """Four replicas, two copies of the state."""
     sizes = {"data": 4}
@@ -110,7 +124,7 @@ def test_hybrid_shards_train_what_one_process_trains(corpus: str, zero: dict[str
     assembled([rank.weights for rank in ranks])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_bert_shares_state_too(tmp_path: Path, stage: int) -> None:
     data = write_corpus(tmp_path)
     (expected,) = run_mesh({}, run_gpt, make_bert_config(data, PRE_NORM), STEPS)
@@ -123,6 +137,18 @@ def test_what_runs_again_finds_its_weights(corpus: str, recompute: dict[str, Any
     config = config_of(corpus, "gpt2-tied-dropout", BOTH, {"name": "1f1b"}, stage=3)
     config.recompute = replace(config.recompute, **recompute)
     check_close(run_mesh(BOTH, run_gpt, config, STEPS), one_process(corpus, "gpt2-tied-dropout"), 1e-5)
+
+
+def test_the_example_fits_the_ranks_of_its_launch_line() -> None:
+    root = Path(__file__).resolve().parents[2]
+    path = root / "examples/parallel/zero.yaml"
+    line = r"torchrun --standalone --nproc_per_node (\d+) pretrain_gpt\.py --config (\S+)"
+    found = re.search(line, path.read_text())
+    assert found is not None
+    assert found[2] == str(path.relative_to(root))
+    config = parse(["--config", str(path)])
+    validate(config, int(found[1]))
+    assert config.schedule.chunks == config.model.num_layers + 2
 
 
 def test_what_cannot_be_shared_is_told() -> None:

@@ -45,6 +45,7 @@ class RankState:
             if action.kind == Kind.RECOMPUTE
             for unit in self.units(action)
         }
+        self.whole_gradients: set[tuple[int, int]] = set()
         self.gathered: dict[tuple[int, int], int] = {}
         self.meant_for: dict[tuple[tuple[object, ...], int], int] = {}
 

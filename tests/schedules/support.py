@@ -49,6 +49,7 @@ def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: in
         "tied_groups": draw(st.lists(tied, max_size=2)),
         "data_parallel": data_parallel,
         "weight_buffers": draw(st.integers(0, 4)) if sharded else 0,
+        "whole_gradients": draw(st.integers(0, 3)) if sharded else 0,
         "receive_ahead": draw(st.integers(1, 3)),
     }
 

@@ -4,6 +4,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -13,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations create while the mode is active on this thread, until they are freed.
 
-    Tensors from before are not counted, nor what an operation frees before it returns.
+    Tensors from before are not counted, nor what an operation frees before it returns. A storage whose memory comes
+    and goes is counted while it has it.
 
     Attributes:
         current: bytes alive now.
@@ -49,9 +51,27 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         if storage not in self._seen:
-            self._seen[storage] = None
+            size = self._seen[storage] = [storage.nbytes()]
             self._add(storage.nbytes())
-            weakref.finalize(storage, self._add, -storage.nbytes())
+            weakref.finalize(storage, lambda: self._add(-size[0]))
+
+    def __enter__(self) -> "LiveBytes":
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            size = self._seen.setdefault(storage, [storage.nbytes()])
+            change = num_bytes - storage.nbytes()
+            if size is not None:
+                size[0] += change
+            self._add(change)
+            return resize(storage, num_bytes)
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def _add(self, num_bytes: int) -> None:
         with self._lock:

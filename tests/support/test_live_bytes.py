@@ -47,3 +47,18 @@ def test_meta_tensors_take_nothing() -> None:
         kept = torch.empty(1 << 30, device="meta")
         assert live.peak == 0
     assert kept.is_meta
+
+
+def test_counts_memory_that_comes_and_goes() -> None:
+    before = block()
+    with LiveBytes() as live:
+        inside = block()
+        inside.untyped_storage().resize_(0)
+        assert live.current == 0
+        inside.untyped_storage().resize_(2 * KILOBYTE)
+        before.untyped_storage().resize_(0)
+        assert live.current == KILOBYTE
+        before.untyped_storage().resize_(KILOBYTE)
+        assert (live.current, live.peak) == (2 * KILOBYTE, 2 * KILOBYTE)
+        del inside
+        assert live.current == 0

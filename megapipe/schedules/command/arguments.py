@@ -72,6 +72,9 @@ def _flags(command: argparse.ArgumentParser) -> None:
         "--weight-buffers", type=int, default=0, help="sharded weights: gathered units that a rank may hold at once"
     )
     shape.add_argument(
+        "--whole-gradients", type=int, default=0, help="sharded gradients: units that a rank may hold whole at once"
+    )
+    shape.add_argument(
         "--recompute", type=int, metavar="K", help="keep the input of every K units alone and run them again"
     )
     shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
@@ -121,7 +124,8 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     stages = flags.ranks * generator.number_of_chunks(cast(Options, options))
     return build(
         name, flags.ranks, flags.microbatches, units_per_stage=[flags.units] * stages,
-        data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0, weight_buffers=flags.weight_buffers,
+        data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
+        weight_buffers=flags.weight_buffers, whole_gradients=flags.whole_gradients,
         receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages), **cast(Options, options),
     )  # fmt: skip
 

@@ -1,0 +1,58 @@
+"""Bytes of state on one rank where data-parallel replicas share it out (ZeRO), gaps and padding included."""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes
+from megapipe.costs.parameters import SEGMENT_ALIGNMENT, ParameterSpec
+
+
+def flat_elements(
+    specs: Iterable[ParameterSpec], *, tensor_size: int = 1, alignment: int = 1, num_shards: int = 1
+) -> int:
+    """Elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it divide."""
+    elements = 0
+    for spec in specs:
+        elements += -(-prod(spec.local_shape(tensor_size, alignment)) // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+    whole = SEGMENT_ALIGNMENT * num_shards
+    return -(-elements // whole) * whole
+
+
+def shared_state_bytes(
+    units: Iterable[Sequence[ParameterSpec]],
+    precision: Precision,
+    *,
+    stage: int,
+    num_shards: int,
+    weight_buffers: int = 2,
+    gradient_buffers: int = 2,
+    tied: Iterable[tuple[ParameterSpec, int]] = (),
+    tensor_size: int = 1,
+    alignment: int = 1,
+    moments: int = 2,
+) -> StateBytes:
+    """State on one rank at its peak, in a schedule that flushes (Rajbhandari et al. 2020, 1910.02054, figure 1).
+
+    units: parameters of each unit (layer) on the rank, tied weights left out. tied: these, with the number of their
+    uses on the rank; their weights and gradients are whole at every stage. stage: of ZeRO, 0 to 3. num_shards:
+    replicas that share one copy. weight_buffers (stage 3), gradient_buffers (stage 2 and 3): units that are whole at
+    once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`.
+    """
+    shards = num_shards if stage else 1
+
+    def elements_of(specs: Iterable[ParameterSpec]) -> int:
+        return flat_elements(specs, tensor_size=tensor_size, alignment=alignment, num_shards=shards)
+
+    sizes = sorted((elements_of(specs) for specs in units), reverse=True)
+    tables = [(elements_of([spec]), uses) for spec, uses in tied]
+    own = sum(sizes)
+    whole_tables = sum(size for size, _ in tables)
+    kept = (own + whole_tables) // shards
+    weights = own if stage < 3 else own // shards + sum(sizes[:weight_buffers])
+    gradients = own if stage < 2 else own // shards + sum(sizes[:gradient_buffers])
+    return StateBytes(
+        weights=(weights + whole_tables) * ELEMENT_BYTES[precision],
+        master=0 if precision == "fp32" else kept * FULL_BYTES,
+        gradients=(gradients + sum(size * uses for size, uses in tables)) * FULL_BYTES,
+        moments=kept * moments * FULL_BYTES,
+    )

@@ -1,0 +1,208 @@
+"""What shared state costs, counted: collectives and elements in a step, layers that are whole at once, bytes."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megapipe.config.run import PretrainConfig
+from megapipe.config.zero import ZeroConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.memory import StateBytes
+from megapipe.costs.zero import flat_elements, shared_state_bytes
+from megapipe.engine.step import StepInput
+from megapipe.parallel.groups import Group, Work
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sharding import is_allocated
+from megapipe.parallel.unit_state import UnitState
+from megapipe.training import replica as replica_module
+from megapipe.training.assemble import VOCABULARY_ALIGNMENT
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.replica import Replica
+from tests.support.counting_groups import CountingGroup
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
+from tests.support.live_bytes import LiveBytes
+from tests.support.meshes import run_mesh
+
+LLAMA = replace(LLAMA_SHAPE, num_layers=4)
+UNITS = 6
+"""Embedding, blocks, head."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+@dataclass
+class Counts:
+    """calls, elements: by collective over the replicas, in a second step. whole_weights, whole_gradients: most layers
+    that were whole at once. state: most bytes of it at once, by kind. created: live bytes of a new replica."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    elements: dict[str, int] = field(default_factory=dict)
+    whole_weights: int = 0
+    whole_gradients: int = 0
+    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0, 0))
+    created: int = 0
+
+
+class Watched(CountingGroup):
+    """Looks at the states whenever a collective starts."""
+
+    def __init__(self, group: Group, look: Callable[[], None]) -> None:
+        super().__init__(group)
+        self._look = look
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        self._look()
+        return super().gather_into(whole, part)
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        self._look()
+        return super().reduce_into_part(whole)
+
+
+def storages(tensors: list[Tensor]) -> int:
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def kept_gradient(state: UnitState) -> list[Tensor]:
+    """The shard of sharded gradients."""
+    return [state.reduced_gradient()] if state.sharding.gradients else []
+
+
+def bytes_of(states: list[UnitState]) -> StateBytes:
+    weights = storages([tensor for state in states for tensor in (*state.weights, *state.weight_shards)])
+    return StateBytes(
+        weights=weights,
+        master=storages([t for s in states for t in (*s.weights, *s.weight_shards, s.master)]) - weights,
+        gradients=storages([t for state in states for t in (*state.gradients, *kept_gradient(state))]),
+        moments=storages([tensor for state in states for tensor in state.moments.values()]),
+    )
+
+
+def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
+    """One rank's second step."""
+    counts, watched, states = Counts(), [], []  # type: ignore[var-annotated]
+    communicators = replica_module.communicators
+
+    def look() -> None:
+        full = [state for state in states if state.table.num_elements and state.sharding.gradients]
+        whole = sum(is_allocated(state.weights[0]) for state in full if state.sharding.weights)
+        counts.whole_weights = max(counts.whole_weights, whole)
+        counts.whole_gradients = max(counts.whole_gradients, sum(state.has_open_gradients for state in full))
+        now = bytes_of(states)
+        most = {name: max(value, getattr(now, name)) for name, value in vars(counts.state).items()}
+        counts.state = StateBytes(**most)
+
+    def watching(*arguments: Any) -> Any:
+        groups = communicators(*arguments)
+        shards = Watched(groups.shards, look) if groups.shards is not None else None
+        watched.append(CountingGroup(groups.data) if shards is None else shards)
+        return replace(groups, **({"data": watched[-1]} if shards is None else {"shards": shards}))
+
+    replica_module.communicators = watching  # type: ignore[attr-defined]
+    with LiveBytes() as live:
+        replica = Replica(config, mesh, gpt_layers(config.model))
+        counts.created = live.current
+    states.extend(replica.states())
+    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    for step in range(2):
+        batch = loader.load(step * config.batch.global_size)
+        for group in watched:
+            group.log.clear()
+        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
+        look()
+    for group in watched:
+        for operation, elements in group.log:
+            counts.calls[operation] = counts.calls.get(operation, 0) + 1
+            counts.elements[operation] = counts.elements.get(operation, 0) + elements
+    return counts
+
+
+def config_of(corpus: str, microbatches: int, schedule: dict[str, Any], **zero: Any) -> PretrainConfig:
+    config = make_config(
+        corpus, LLAMA, parallel={"data": 2}, batch={"global_size": 2 * microbatches}, schedule=schedule
+    )
+    config.zero = ZeroConfig(**zero)
+    return config
+
+
+def counted_all(mesh: Mesh, configs: list[PretrainConfig]) -> list[Counts]:
+    """Several runs, one after the other, on the same ranks."""
+    return [counted(mesh, config) for config in configs]
+
+
+LAYERED = {"name": "modular", "chunks": UNITS}
+
+
+def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str) -> None:
+    """Whatever the micro-batches (arXiv 2106.02679); layers that the forward ended with are still there. Buffers of
+    one step's end are its own: the next one starts with none."""
+    sizes = [flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in gpt_layers(LLAMA)]
+    cases = [(microbatches, buffers) for microbatches in (1, 5) for buffers in (1, 2, 3)]
+    configs = [
+        config_of(corpus, microbatches, LAYERED, stage=3, weight_buffers=buffers, gradient_buffers=min(buffers, 2))
+        for microbatches, buffers in cases
+    ]
+    for rank in run_mesh({"data": 2}, counted_all, configs):
+        for counts, (_, buffers) in zip(rank, cases, strict=True):
+            gathered = 2 * sum(sizes) - sum(sizes[-buffers:])
+            assert counts.calls == {"gather_into": 2 * UNITS - buffers, "reduce_into_part": UNITS}
+            assert counts.elements == {"gather_into": gathered, "reduce_into_part": sum(sizes)}
+            assert (counts.whole_weights, counts.whole_gradients) == (buffers, min(buffers, 2))
+
+
+def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: str) -> None:
+    cases = (1, 3)
+    configs = [config_of(corpus, microbatches, {"name": "gpipe"}, stage=3) for microbatches in cases]
+    for rank in run_mesh({"data": 2}, counted_all, configs):
+        for counts, microbatches in zip(rank, cases, strict=True):
+            gathers, reductions = 2 * microbatches * UNITS - 2, microbatches * UNITS
+            assert counts.calls == {"gather_into": gathers, "reduce_into_part": reductions}
+            assert (counts.whole_weights, counts.whole_gradients) == (2, 2)
+
+
+def test_whole_gradients_are_reduced_once(corpus: str) -> None:
+    configs = [config_of(corpus, 3, {"name": "1f1b"}, stage=stage) for stage in (0, 1)]
+    for plain, shared in run_mesh({"data": 2}, counted_all, configs):
+        assert plain.calls == {"all_reduce": UNITS}
+        assert shared.calls == {"gather_into": UNITS, "reduce_into_part": UNITS}
+
+
+def test_state_takes_the_bytes_of_the_formula(corpus: str) -> None:
+    cases = list(itertools.product((1, 2, 3), (False, True), ("fp32", "bf16")))
+    configs = []
+    for stage, tied, precision in cases:
+        config = config_of(corpus, 2, LAYERED, stage=stage)
+        config.model = replace(GPT2_SHAPE, num_layers=4, tie_embeddings=tied)
+        config.training = replace(config.training, precision=precision)  # type: ignore[arg-type]
+        configs.append(config)
+    for rank in run_mesh({"data": 2}, counted_all, configs):
+        for counts, config in zip(rank, configs, strict=True):
+            assert counts.state == expected_bytes(config, buffers=2)
+            before = expected_bytes(config, buffers=0)
+            assert counts.created == before.total - before.moments + ONE_COEFFICIENT
+
+
+ONE_COEFFICIENT = 4
+"""Bytes of what gradients are multiplied by where nothing is clipped."""
+
+
+def expected_bytes(config: PretrainConfig, buffers: int) -> StateBytes:
+    layers, tied = gpt_layers(config.model), config.model.tie_embeddings
+    table = layers[0].parameters["word.weight"]
+    return shared_state_bytes(
+        [[s for s in layer.parameters.values() if not tied or s.name != table.name] for layer in layers],
+        config.training.precision,  # type: ignore[arg-type]
+        stage=config.zero.stage,
+        num_shards=2,
+        tied=[(table, 2)] if tied else [],
+        alignment=VOCABULARY_ALIGNMENT,
+        weight_buffers=buffers,
+        gradient_buffers=buffers,
+    )

@@ -1,0 +1,117 @@
+"""What is gathered and reduced travels while layers compute: orders in a measured trace of slow collectives.
+
+Collectives take 10 ms, on a stream of their own, and a layer at least 20 ms a pass.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megapipe.config.run import PretrainConfig
+from megapipe.config.zero import ZeroConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.step import StepInput
+from megapipe.engine.trace import Recorder
+from megapipe.parallel.mesh import Mesh
+from megapipe.schedules.measured.trace_file import Event
+from megapipe.training import replica as replica_module
+from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.replica import Replica
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
+from tests.support.meshes import run_mesh
+from tests.support.sleeping_groups import SleepingGroup
+
+UNITS = 5
+COLLECTIVE, LAYER = 0.01, 0.02
+Log = list[tuple[str, int, int]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def slow(unit: Any) -> Any:
+    """A unit whose forward takes a while."""
+
+    def run(*inputs: Any, context: Any) -> Any:
+        time.sleep(LAYER)
+        return unit(*inputs, context=context)
+
+    return run
+
+
+def traced(mesh: Mesh, config: PretrainConfig) -> tuple[list[Event], Log]:
+    """A rank's second step, and what its group of shards did in it."""
+    made: list[SleepingGroup] = []
+    communicators = replica_module.communicators
+
+    def slowed(*arguments: Any) -> Any:
+        groups = communicators(*arguments)
+        assert groups.shards is not None
+        made.append(SleepingGroup(groups.shards, COLLECTIVE))
+        return replace(groups, shards=made[-1])
+
+    replica_module.communicators = slowed  # type: ignore[attr-defined]
+    replica = Replica(config, mesh, gpt_layers(config.model))
+    for stage in replica.stages.values():
+        stage.units = [[slow(twin) for twin in twins] for twins in stage.units]
+    engine = replica.engine_for(config.batch.global_size)
+    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    batch = loader.load(0)
+    engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
+    recorder = Recorder(engine.schedule, replica.rank, mesh.device)
+    engine.record(recorder)
+    made[-1].log.clear()
+    engine.run(StepInput(1, batch.contexts, batch.token_counts, 1e-3))
+    return recorder.events(), made[-1].log
+
+
+def run(corpus: str, weight_buffers: int) -> list[tuple[list[Event], Log]]:
+    config = make_config(
+        corpus,
+        replace(LLAMA_SHAPE, num_layers=UNITS - 2),
+        parallel={"data": 2},
+        batch={"global_size": 4},
+        schedule={"name": "modular", "chunks": UNITS},
+    )
+    config.zero = ZeroConfig(stage=3, weight_buffers=weight_buffers)
+    return run_mesh({"data": 2}, traced, config)
+
+
+def passes(events: list[Event], letter: str) -> list[tuple[int, int]]:
+    """Beginning and end of each layer's run of forwards or backwards, in order."""
+    found: dict[str, tuple[int, int]] = {}
+    for event in events:
+        if event.action.startswith(letter):
+            stage = event.action.split("/")[0]
+            found[stage] = (found.get(stage, (event.start, 0))[0], event.end)
+    return list(found.values())
+
+
+def test_the_next_layers_weights_are_there_before_a_layers_forward_ends(corpus: str) -> None:
+    for events, log in run(corpus, weight_buffers=2):
+        gathers = [(start, end) for operation, start, end in log if operation == "gather_into"][:UNITS]
+        layers = passes(events, "F")
+        assert len(layers) == UNITS
+        for layer, gather in zip(layers, gathers[1:], strict=False):
+            assert gather[0] < layer[0]
+            assert gather[1] < layer[1]
+
+
+def test_without_a_second_buffer_weights_come_after_it(corpus: str) -> None:
+    for events, log in run(corpus, weight_buffers=1):
+        gathers = [start for operation, start, _ in log if operation == "gather_into"][:UNITS]
+        for layer, start in zip(passes(events, "F"), gathers[1:], strict=False):
+            assert start > layer[1]
+
+
+def test_a_layers_gradients_travel_while_the_one_before_it_computes(corpus: str) -> None:
+    for events, log in run(corpus, weight_buffers=2):
+        reductions = [start for operation, start, _ in log if operation == "reduce_into_part"]
+        layers = passes(events, "B")
+        assert len(reductions) == len(layers) == UNITS
+        for layer, following, start in zip(layers, layers[1:], reductions, strict=False):
+            assert layer[1] <= start <= following[0]

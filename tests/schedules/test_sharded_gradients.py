@@ -1,0 +1,130 @@
+"""Sharded gradients: how often units are reduced, what the validator refuses, what a missing buffer costs."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import Kind, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
+from tests.schedules.support import NEVER_FLUSHING, schedules, with_rank_rows, words
+
+
+def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
+    schedule = build(
+        name,
+        ranks,
+        microbatches,
+        units_per_stage=[units] * stages,
+        data_parallel=True,
+        whole_gradients=buffers,
+        **options,
+    )
+    validate(schedule)
+    return schedule
+
+
+def reductions(schedule, rank=0):
+    return sum(action.kind == Kind.REDUCE_GRADIENTS for action in schedule.actions("body", rank))
+
+
+def expected_reductions(schedule, rank):
+    """Naively: a unit's gradient stays if it is added to again before so many others are."""
+    runs = []
+    for action in schedule.actions("body", rank):
+        adds = action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if adds and runs[-1:] != [(action.stage, action.unit)]:
+            runs.append((action.stage, action.unit))
+    count = 0
+    for place, unit in enumerate(runs):
+        behind = runs[place + 1 :]
+        others = behind[: behind.index(unit)] if unit in behind else None
+        count += others is None or len(set(others)) >= schedule.header.whole_gradients
+    return count
+
+
+def test_two_micro_batches_of_three_layers_by_hand():
+    one = words(sharded("gpipe", 1, 2, 1, units=3, buffers=1), 0)
+    assert one.endswith(
+        "B0/2.0 DG0/2.0 B0/1.0 DG0/1.0 B0/0.0 DG0/0.0 B0/2.1 DG0/2.1 B0/1.1 DG0/1.1 B0/0.1 DG0/0.1 "
+        "DS.1 U0/0.1 U0/1.1 U0/2.1"
+    )
+    assert reductions(sharded("gpipe", 1, 2, 1, units=3, buffers=3)) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 4, 9])
+def test_layered_accumulation_reduces_once_a_layer_whatever_the_microbatches(ranks, microbatches):
+    layers = 5
+    schedule = sharded("modular", ranks, microbatches, ranks * layers, chunks=layers)
+    plain = sharded("1f1b", ranks, microbatches, ranks, units=layers)
+    for rank in range(ranks):
+        assert reductions(schedule, rank) == layers
+        assert reductions(plain, rank) == microbatches * layers
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules().filter(lambda schedule: schedule.header.whole_gradients > 0))
+def test_what_is_not_added_to_soon_is_reduced_at_once(schedule):
+    validate(schedule)
+    for rank in range(schedule.header.num_ranks):
+        assert reductions(schedule, rank) == expected_reductions(schedule, rank)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), schedules().filter(lambda schedule: schedule.header.whole_gradients > 0))
+def test_a_last_reduction_dropped_or_any_moved_ahead_of_its_backward_is_refused(data, schedule):
+    rank = data.draw(st.integers(0, schedule.header.num_ranks - 1))
+    rows = schedule.sections.body[rank]
+    places = [at for at, row in enumerate(rows.tolist()) if row[0] == Kind.REDUCE_GRADIENTS]
+    at = data.draw(st.sampled_from(places))
+    order = [index for index in range(len(rows)) if index != at]
+    stage, unit = rows[at, 1:3].tolist()
+    is_last = not any(rows[place, 1:3].tolist() == [stage, unit] for place in places if place > at)
+    if not is_last or data.draw(st.booleans()):  # others may be dropped where buffers are left
+        adding = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        crossed = next(i for i in order[:at][::-1] if rows[i, 0] in adding and rows[i, 1:3].tolist() == [stage, unit])
+        order.insert(order.index(crossed), at)
+    with pytest.raises(ScheduleError, match="rank"):
+        validate(with_rank_rows(schedule, "body", rank, rows[order]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("DG0/1.0 B0/0.0", "B0/0.0 DG0/1.0", "has 1 buffers for whole gradients"),
+        ("DG0/2.1", "DG0/2.0", "last micro-batch that it includes"),
+        ("DG0/2.1", "DG0/2.1 DG0/2.1", "nothing was added"),
+        (" DG0/0.1", "", "not reduced after it"),
+    ],
+)
+def test_each_broken_rule_is_named(old, new, message):
+    text = dumps(sharded("gpipe", 1, 2, 1, units=3, buffers=1))
+    old, new = ((each.replace("B0/0.0", "B0/0.0@0")) for each in (old, new))
+    assert text.count(old) == 1, text
+    with pytest.raises(ScheduleError, match=message):
+        validate(loads(text.replace(old, new)))
+
+
+def test_the_text_form_says_how_many():
+    schedule = sharded("modular", 2, 4, 4, buffers=3)
+    assert "whole_gradients 3" in dumps(schedule)
+    assert loads(dumps(schedule)) == schedule
+
+
+def test_what_cannot_shard_its_gradients_says_why():
+    for name in NEVER_FLUSHING:
+        with pytest.raises(ScheduleError, match="whole_gradients 2 must be 0; take a schedule that flushes"):
+            build(name, 2, 4, data_parallel=True, whole_gradients=2)
+    with pytest.raises(ScheduleError, match="nobody to share them with"):
+        build("1f1b", 2, 4, whole_gradients=2)
+    with pytest.raises(ScheduleError, match="whole_gradients -1 is below 0"):
+        build("1f1b", 2, 4, data_parallel=True, whole_gradients=-1)
+
+
+def test_a_second_buffer_hides_reductions_that_are_shorter_than_a_unit():
+    """One rank, four units of 1 + 2 time, reductions of 1 each: with one buffer three show, the last one always."""
+    times = {}
+    for buffers in (1, 2):
+        schedule = sharded("gpipe", 1, 1, 1, units=4, buffers=buffers)
+        run = simulate(schedule, rank_costs(schedule.header, forward=4.0, backward=8.0, reduce_gradients=4.0))
+        times[buffers] = run.finish
+    assert times == {1: 12.0 + 4.0, 2: 12.0 + 1.0}

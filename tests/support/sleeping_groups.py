@@ -1,0 +1,66 @@
+"""A group whose gathers and reductions take a set time on a stream of their own, as a slow network's would."""
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.parallel.groups import Group, ReduceOperation, Work
+
+
+class _SleepingWork(Work):
+    def __init__(self, work: Work, ready: int) -> None:
+        self._work = work
+        self._ready = ready
+
+    def wait(self) -> None:
+        time.sleep(max(0, self._ready - time.perf_counter_ns()) / 1e9)
+        self._work.wait()
+
+
+class SleepingGroup(Group):
+    """Another's group. What is started is there `seconds` later, or as long behind what was started before.
+
+    Attributes:
+        log: (operation, started, there), in order; nanoseconds of `time.perf_counter_ns`.
+    """
+
+    def __init__(self, group: Group, seconds: float) -> None:
+        super().__init__(group.name, group.ranks, group.rank)
+        self._group = group
+        self._nanoseconds = int(seconds * 1e9)
+        self._free = 0
+        self.log: list[tuple[str, int, int]] = []
+
+    def _slowed(self, operation: str, work: Work) -> Work:
+        now = time.perf_counter_ns()
+        self._free = max(now, self._free) + self._nanoseconds
+        self.log.append((operation, now, self._free))
+        return _SleepingWork(work, self._free)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        work = self._slowed("all_reduce", self._group.all_reduce(tensor, op, async_op=True))
+        if not async_op:
+            work.wait()
+        return work
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        return self._slowed("gather_into", self._group.gather_into(whole, part))
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        return self._slowed("reduce_into_part", self._group.reduce_into_part(whole))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return self._group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._group.broadcast(tensor, source)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._group.all_gather_object(value)
+
+    def barrier(self) -> None:
+        self._group.barrier()
