@@ -6,30 +6,16 @@ that every rank holds whole get sums over tokens in another order.
 """
 
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megapipe.config.bert import BertDataConfig
-from megapipe.config.errors import ConfigError
-from megapipe.config.load import parse
-from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.step import StepInput
-from megapipe.parallel.mesh import Mesh
-from megapipe.training.evaluation import Evaluation
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
-from megapipe.training.validate import validate
-from tests.checkpoint.runs import run as run_saving
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
-from tests.support.equality import check_bits, check_close, check_gradients
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
-from tests.support.meshes import run_mesh, run_threads
+from tests.support.equality import check_close
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt, write_shard
+from tests.support.meshes import run_mesh
 
 DROPOUT = {"embedding_dropout": 0.1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 MODELS = {
