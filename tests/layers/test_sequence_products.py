@@ -183,7 +183,7 @@ def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowP
 
 
 def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
-    """Each gather but the first ends only behind the product of the chunk before it: waiting any earlier would fail."""
+    """Each gather but the first ends only behind the product of the chunk before it; who waits earlier fails."""
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(ColumnParallelLinear, group, chunks=3)
