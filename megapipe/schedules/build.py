@@ -36,7 +36,7 @@ def build(
         mode: "train", or "forward" for evaluation: forwards and activation transfers alone.
         units_per_stage: units of each stage, ascending by stage; one each by default.
         tied_groups: per tied weight, the stages that hold a use of it.
-        data_parallel: reduce gradients over data-parallel replicas, unit by unit.
+        data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that share tokens.
         weight_buffers: units whose gathered weights a rank may hold at once (ZeRO-3); 0 keeps weights whole.
         whole_gradients: units whose gradients a rank may hold whole at once (ZeRO-2); 0 keeps all of them whole.
         receive_ahead: compute actions between a receive's posting and its use.

@@ -57,7 +57,7 @@ def fit_for_training(
         mode: "train", or "forward" for its forwards alone, on the newest weights.
         units_per_stage: units (layers) of each stage, ascending by stage.
         tied_groups: per tied weight, the stages that hold a use of it.
-        data_parallel: whether gradients are to be reduced over replicas.
+        data_parallel: whether gradients are to be reduced over replicas, or over tensor ranks that share tokens.
         weight_buffers, whole_gradients: units whose weights and gradients a rank may hold whole at once where they are
             sharded; 0 where they are not.
         receive_ahead: compute actions between a receive's posting and its use; a lowered file has its own.
@@ -77,7 +77,7 @@ def fit_for_training(
     for name, said, wanted, unsaid in (
         ("units (layers) by stage", header.units_per_stage, units, (1,) * len(units)),
         ("tied groups", header.tied_groups, tied, ()),
-        ("reduction over data-parallel replicas", header.data_parallel, data_parallel, False),
+        ("sums of gradients over shards of the tokens or replicas", header.data_parallel, data_parallel, False),
         ("weight_buffers", header.weight_buffers, weight_buffers, 0),
         ("whole_gradients", header.whole_gradients, whole_gradients, 0),
     ):

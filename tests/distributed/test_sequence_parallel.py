@@ -1,35 +1,19 @@
 """Sequence parallelism trains the model of one process, on every schedule and beside every other saver of memory.
 
-The oracle is one process, within the tolerances of tensor parallelism. Against plain tensor parallelism no sum over
-channels is reordered where two ranks add: losses and the gradients of all shared matrices are the same bits. Vectors
-that every rank holds whole get sums over tokens in another order.
+The oracle is one process, within the tolerances of tensor parallelism.
 """
 
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megapipe.config.bert import BertDataConfig
-from megapipe.config.errors import ConfigError
-from megapipe.config.load import parse
-from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.step import StepInput
-from megapipe.parallel.mesh import Mesh
-from megapipe.training.evaluation import Evaluation
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
-from megapipe.training.validate import validate
-from tests.checkpoint.runs import run as run_saving
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
-from tests.support.equality import check_bits, check_close, check_gradients
+from tests.support.equality import check_close
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
-from tests.support.meshes import run_mesh, run_threads
+from tests.support.meshes import run_mesh
 
 DROPOUT = {"embedding_dropout": 0.1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 MODELS = {
@@ -74,6 +58,16 @@ def one_process(corpora: tuple[str, BertDataConfig], model: str) -> RankRun:
     return RUNS[model]
 
 
+def check_run(ranks: list[RankRun], expected: RankRun) -> None:
+    """Also norms of gradients, and weights: AdamW magnifies what is left of a gradient that is nearly zero."""
+    check_close(ranks, expected, 1e-5)
+    norms, wanted = ([result.gradient_norm for result in run.results] for run in (ranks[0], expected))
+    assert norms == pytest.approx(wanted, rel=1e-4)
+    found, weights = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
+    for name, weight in weights.items():
+        assert (found[name] - weight).norm() <= 5e-4 * weight.norm(), name
+
+
 @pytest.mark.parametrize(
     ("model", "sizes", "chunks"),
     [
@@ -97,7 +91,7 @@ def test_layouts_train_the_model_of_one_process(
     corpora: tuple[str, BertDataConfig], model: str, sizes: dict[str, int], chunks: int
 ) -> None:
     config = config_of(corpora, model, sizes, parallel={"sequence_chunks": chunks})
-    check_close(run_mesh(sizes, run_gpt, config, STEPS), one_process(corpora, model), 1e-5)
+    check_run(run_mesh(sizes, run_gpt, config, STEPS), one_process(corpora, model))
 
 
 @pytest.mark.parametrize(
@@ -122,4 +116,4 @@ def test_schedules_and_recomputation(
 ) -> None:
     sizes = {"tensor": 2, "pipeline": 2}
     config = config_of(corpora, model, sizes, schedule=schedule, recompute=recompute)
-    check_close(run_mesh(sizes, run_gpt, config, STEPS), one_process(corpora, model), 1e-5)
+    check_run(run_mesh(sizes, run_gpt, config, STEPS), one_process(corpora, model))

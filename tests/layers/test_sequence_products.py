@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,7 +103,7 @@ def test_norms_of_queries_and_keys_send_nothing_for_each_micro_batch() -> None:
 
 
 class SlowGroup(WatchedGroup):
-    """Of a group of one whose ranks all say the same: a collective that was started ends at `allow` alone."""
+    """A collective that was started ends only once it may."""
 
     def __init__(self, size: int, log: list[str]) -> None:
         super().__init__(_Echo(size))
@@ -128,7 +130,8 @@ class SlowGroup(WatchedGroup):
 
 
 class _Echo(Group):
-    """Members that hold what this one holds: one rank can be watched without the others."""
+    """Members that need not be there: the i-th holds i + 1 times what this one, the first, holds of a gather, and the
+    same as this one of a sum."""
 
     def __init__(self, size: int) -> None:
         super().__init__("echo", tuple(range(size)), 0)
@@ -137,7 +140,7 @@ class _Echo(Group):
         raise NotImplementedError
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack([tensor] * self.size)
+        return torch.stack([tensor * (rank + 1) for rank in range(self.size)])
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         return tensor[0] * self.size
@@ -175,6 +178,30 @@ class Products(TorchDispatchMode):
         return result
 
 
+@given(
+    batch=st.integers(1, 3),
+    size=st.integers(2, 4),
+    chunks=st.integers(1, 4),
+    each=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_chunks_change_no_token(batch: int, size: int, chunks: int, each: int, seed: int) -> None:
+    """Small whole numbers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    share = chunks * each
+    x = torch.randint(-3, 4, (batch, share, 2), generator=generator).double()
+    weight = torch.randint(-3, 4, (2, 3), generator=generator).double()
+    products = SequenceProducts(_Echo(size), chunks)
+    y, whole = products.gathered(x, lambda piece: piece @ weight, keep=True)
+    # The i-th rank of an echo holds i + 1 times what this one, its first, does.
+    assert whole is not None
+    assert torch.equal(whole, torch.cat([x * (rank + 1) for rank in range(size)], dim=1))
+    assert torch.equal(y, whole @ weight)
+    # Of the sum over an echo's ranks this one gets its own tokens.
+    own = products.start_scattered(whole, lambda piece: piece @ weight)()
+    assert torch.equal(own, size * (x @ weight))
+
+
 def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowParallelLinear:
     layer = kind({"weight": (6, 4)}, group)
     layer.weight = torch.nn.Parameter(torch.randn(6, 4))
@@ -183,7 +210,7 @@ def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowP
 
 
 def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
-    """Each gather but the first ends only behind the product of the chunk before it: waiting any earlier would hang."""
+    """Each gather but the first ends only behind the product of the chunk before it; who waits earlier fails."""
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(ColumnParallelLinear, group, chunks=3)

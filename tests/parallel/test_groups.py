@@ -46,9 +46,13 @@ def all_collectives(mesh: Mesh, dtype: torch.dtype) -> dict[str, object]:
     for work in reversed(works):
         work.wait()
     works[1].wait()
+    # Both under way together, and awaited the other way round.
+    finish_gather = group.start_all_gather(mine.clone())
+    finish_scatter = group.start_reduce_scatter(torch.stack([mine + peer for peer in range(group.size)]))
+    started = {"late scattered": finish_scatter(), "late gathered": finish_gather()}
     group.broadcast(mine, source=group.size - 1)
     group.barrier()
-    return {
+    return started | {
         "gathered into": whole.view(group.size, 3, 4),
         "gathered in place": into.view(group.size, 3, 4),
         "reduced": group.own_part(pieces).view(3, 4),
@@ -76,6 +80,8 @@ def test_collectives_equal_one_process(backend: Backend, dtype: torch.dtype, siz
         assert torch.equal(result["late"], result["sum"])
         assert torch.equal(result["max"], parts.amax(0))
         assert torch.equal(result["gathered"], parts)
+        assert torch.equal(result["late gathered"], parts)
+        assert torch.equal(result["late scattered"], result["scattered"])
         shifted = (parts + rank).double().sum(0)
         torch.testing.assert_close(result["scattered"].double(), shifted, rtol=tolerance, atol=8 * tolerance)
         in_order = [part + rank for part in parts]
