@@ -57,7 +57,7 @@ def config_in(folder: Path, corpus: str, model: ModelConfig, **groups: dict[str,
 
 def run(sizes: Sizes, config: PretrainConfig, until: int) -> Outcome:
     """Resume or start on a mesh of `sizes`, train until step `until`, saving as configured and at the end."""
-    layout: dict[str, Any] = {name: sizes.get(name, 1) for name in ("data", "pipeline", "tensor")}
+    layout: dict[str, Any] = {name: sizes.get(name, 1) for name in ("data", "pipeline", "context", "tensor")}
     parallel = replace(config.parallel, **layout, timeout_seconds=30.0)
     ranks: list[RankOutcome] = run_mesh(sizes, train, replace(config, parallel=parallel), until)
     assert all(rank.losses == ranks[0].losses for rank in ranks)

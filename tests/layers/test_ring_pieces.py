@@ -1,0 +1,103 @@
+"""What each rank of a ring computes: everything that is visible once, and the same amount everywhere."""
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megapipe.layers import ring_attention, ring_pieces
+from megapipe.layers.attention_pieces import Seen, Weighing
+from megapipe.layers.ring_pieces import Visibility, pieces
+from megapipe.parallel.token_order import TokenOrder, chunks_per_rank, token_numbers
+from tests.layers.test_shared_samples import Case, shared_attention
+from tests.support.meshes import run_threads
+
+
+def work(order: TokenOrder, size: int, chunk: int, rank: int, visibility: Visibility) -> list[int]:
+    """Pairs that a rank computes at each hop."""
+    num_local = chunks_per_rank(order) * chunk
+    hops = [(rank - hop) % size for hop in range(size)]
+    return [sum(p.num_pairs for p in pieces(visibility, order, rank, other, size, num_local)) for other in hops]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_head_and_tail_give_every_rank_the_same_work_at_every_hop(size: int) -> None:
+    causal = Visibility(causal=True)
+    by_rank = [work("head_tail", size, 16, rank, causal) for rank in range(size)]
+    assert all(each == by_rank[0] for each in by_rank)
+    length = 2 * size * 16
+    assert sum(map(sum, by_rank)) == length * (length + 1) // 2, "no pair too many"
+    in_order = [sum(work("contiguous", size, 32, rank, causal)) for rank in range(size)]
+    assert in_order == sorted(in_order)
+    assert in_order[-1] > 2 * in_order[0]
+
+
+@given(
+    order=st.sampled_from(["head_tail", "contiguous"]),
+    size=st.integers(1, 5),
+    chunk=st.integers(1, 6),
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    masked=st.booleans(),
+    strip=st.integers(1, 9),
+)
+def test_pieces_cover_what_is_visible_once(
+    order: TokenOrder, size: int, chunk: int, causal: bool, window: int | None, masked: bool, strip: int
+) -> None:
+    visibility = Visibility(causal, window if causal else None, masked)
+    num_local = chunks_per_rank(order) * chunk
+    length = size * num_local
+    held = [token_numbers(order, rank, size, length) for rank in range(size)]
+    distance = np.arange(length)[:, None] - np.arange(length)
+    visible = np.ones((length, length), dtype=bool)
+    if causal:
+        visible = (distance >= 0) & (distance < (length if window is None else window))
+    computed = np.zeros((length, length), dtype=int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_pieces, "STRIP", strip)
+        for rank in range(size):
+            for other in range(size):
+                for piece in pieces(visibility, order, rank, other, size, num_local):
+                    rows, columns = (held[rank][piece.queries], held[other][piece.keys])
+                    square = np.ones((len(rows), len(columns)), dtype=bool)
+                    square = np.tril(square) if piece.kind == "causal" else square
+                    computed[np.ix_(rows, columns)] += square
+                    if piece.kind != "masked":
+                        assert visible[np.ix_(rows, columns)][square].all()
+                    else:
+                        assert len(piece.queries) <= strip
+    assert computed.max() == 1
+    assert (computed >= visible).all()
+
+
+def test_ranks_run_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the products are, forward and backward."""
+    done: Counter[str] = Counter()
+    forward, backward = ring_attention.piece_forward, ring_attention.piece_backward
+
+    def count(query: Tensor, key: Tensor, seen: Seen) -> None:
+        assert seen.visible is None
+        rows, columns = query.shape[2], key.shape[2]
+        done[threading.current_thread().name] += rows * (rows + 1) // 2 if seen.causal else rows * columns
+
+    def counted_forward(
+        query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighing: Weighing
+    ) -> tuple[Tensor, Tensor]:
+        count(query, key, seen)
+        return forward(query, key, value, seen, weighing)
+
+    def counted_backward(gradient: Tensor, query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+        count(query, key, rest[3])  # type: ignore[arg-type]
+        return backward(gradient, query, key, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ring_attention, "piece_forward", counted_forward)
+    monkeypatch.setattr(ring_attention, "piece_backward", counted_backward)
+    case = Case("ring", 4, 4, dtype=torch.float32)
+    run_threads({"context": 4}, shared_attention, case)
+    assert len(done) == 4
+    assert set(done.values()) == {2 * sum(work("head_tail", 4, 4, 0, Visibility(causal=True)))}

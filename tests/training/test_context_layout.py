@@ -1,0 +1,189 @@
+"""Which tokens reach a context rank, and what cannot be shared out."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.in_process import InProcessMesh
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.context_layout import HeldTokens
+from megapipe.training.families import family_of
+from megapipe.training.generation_request import on_layout
+from megapipe.training.kernel_choices import attention_kept, document_attention
+from megapipe.training.loader import StepBatch
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.validate import data_parallel_size, validate
+from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
+from tests.support.meshes import run_threads
+
+EXAMPLE = Path(__file__).parents[2] / "examples/parallel/context.yaml"
+
+
+def make(**groups: dict[str, Any]) -> PretrainConfig:
+    config = PretrainConfig(model=ModelConfig(num_layers=2, hidden_size=64, num_heads=4, max_positions=128))
+    config.data = replace(config.data, prefix="shard", sequence_length=128)
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+
+
+def test_the_world_is_data_x_pipeline_x_context_x_tensor() -> None:
+    config = make(parallel={"pipeline": 2, "context": 2, "tensor": 2})
+    validate(config, 16)
+    assert data_parallel_size(config, 16) == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "world_size", "parts"),
+    [
+        ({"parallel": {"context": 0}}, 1, ["parallel.context is 0", "at least 1"]),
+        ({"parallel": {"context": 2}}, 3, ["world size 3", "parallel.context 2", "--nproc_per_node 2"]),
+        ({"parallel": {"context": 2, "data": 2}}, 2, ["parallel.data 2", "parallel.context 2", "= 4 ranks"]),
+        (
+            {"parallel": {"context": 2}, "data": {"sequence_length": 126}},
+            2,
+            ["sequence_length 126", "divisible by 4", "parallel.context 2", "head_tail", "124 or 128"],
+        ),
+        (
+            {"parallel": {"context": 3, "context_attention": "all_to_all"}, "data": {"sequence_length": 126}},
+            3,
+            ["num_heads 4", "parallel.context 3", "all_to_all", "use ring", "1, 2, 4"],
+        ),
+        (
+            {"parallel": {"context": 2}, "model": {"attention": "flex"}, "data": {"isolate_documents": True}},
+            2,
+            ["model.attention is 'flex'", "ring", "all_to_all"],
+        ),
+        ({"parallel": {"context": 2}, "training": {"compile": True}}, 2, ["ring", "training.compile", "all_to_all"]),
+    ],
+)
+def test_each_rule_names_value_rule_and_way_out(groups: dict[str, Any], world_size: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(make(**groups), world_size)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_no_order_needs_pairs_of_chunks_where_none_is_causal() -> None:
+    validate(make(parallel={"context": 2, "context_attention": "all_to_all"}, data={"sequence_length": 126}), 2)
+
+
+def loaded(mesh: InProcessMesh, config: PretrainConfig) -> StepBatch:
+    replica = Replica(config, mesh, family_of(config).layers)
+    return open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_ranks_hold_their_own_tokens_alone(tmp_path: Path, kind: str) -> None:
+    parallel = {"context": 2, "context_attention": kind, "data": 1}
+    plain = make_config(write_shard(tmp_path), LLAMA_SHAPE, data={"isolate_documents": True})
+    plain.data = replace(plain.data, prefix=str(tmp_path / "corpus"), sequence_length=16, split="90,5,5")
+    shared = replace(plain, parallel=replace(plain.parallel, **parallel))
+    (whole,) = run_threads({}, loaded, plain)
+    parts = run_threads({"context": 2}, loaded, shared)
+    held = [[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]] if kind == "ring" else [[*range(8)], [*range(8, 16)]]
+    for part, numbers in zip(parts, held, strict=True):
+        for found, everything in zip(part.contexts, whole.contexts, strict=True):
+            assert found.token_numbers.tolist() == numbers
+            for name in ("tokens", "labels", "loss_mask", "document_starts"):
+                assert torch.equal(getattr(found, name), getattr(everything, name)[:, numbers]), name
+            assert torch.equal(found.ordinals, everything.ordinals)
+            assert (found.whole_document_starts is None) == (kind == "ring")
+    assert [sum(counts) for counts in zip(*(part.token_counts for part in parts), strict=True)] == list(
+        whole.token_counts
+    )
+
+
+def test_predictions_lie_where_their_tokens_do(tmp_path: Path) -> None:
+    plain = make_bert_config(write_corpus(tmp_path), POST_NORM, batch={"micro_size": 4})
+    shared = replace(plain, parallel=replace(plain.parallel, context=2, data=1))
+    (whole,) = run_threads({}, loaded, plain)
+    parts = run_threads({"context": 2}, loaded, shared)
+    for index, context in enumerate(whole.contexts):
+        found = set()
+        for rank, part in enumerate(parts):
+            own: Any = part.contexts[index]
+            for sample, column in own.loss_mask.nonzero().tolist():
+                place = int(own.token_numbers[own.positions[sample, column]])
+                assert place // 12 == rank
+                found.add((sample, place, int(own.labels[sample, column])))
+        expected: Any = context
+        assert found == {
+            (sample, int(expected.positions[sample, column]), int(expected.labels[sample, column]))
+            for sample, column in expected.loss_mask.nonzero().tolist()
+        }
+    assert all(not part.contexts[0].sentence_weights.any() for part in parts[1:])  # type: ignore[attr-defined]
+
+
+@given(st.integers(1, 4), st.integers(0, 6), st.integers(1, 4), st.integers(0, 2**32))
+def test_each_prediction_goes_to_one_rank(batch: int, most: int, size: int, seed: int) -> None:
+    length = 6 * size
+    generator = np.random.default_rng(seed)
+    positions = np.zeros((batch, max(most, 1)), dtype=np.int64)
+    mask = np.zeros(positions.shape, dtype=np.float32)
+    for row in range(batch):
+        count = int(generator.integers(0, most + 1))
+        positions[row, :count] = np.sort(generator.choice(length, size=count, replace=False))
+        mask[row, :count] = 1
+    labels = positions + 100
+    seen = []
+    for rank in range(size):
+        numbers = np.arange(rank * 6, (rank + 1) * 6)
+        own, own_labels, own_mask = HeldTokens(numbers).predictions(positions, labels, mask, length)
+        assert own.shape == own_labels.shape == own_mask.shape
+        assert own.shape[1] >= 1
+        assert own.min() >= 0
+        assert own.max() < 6
+        for row, column in zip(*own_mask.nonzero(), strict=True):
+            assert own_labels[row, column] == numbers[own[row, column]] + 100
+            seen.append((row, int(own_labels[row, column])))
+    assert sorted(seen) == sorted(zip(mask.nonzero()[0], labels[mask > 0], strict=True))
+
+
+def test_a_ring_says_what_it_does() -> None:
+    config = make(parallel={"context": 2}, data={"isolate_documents": True}, model={"attention": "unfused"})
+    config.recompute = RecomputeConfig(method="selective", parts=["attention"])
+    cpu = torch.device("cpu")
+    assert document_attention(config, cpu) == "attention within documents: a mask for every piece of the ring"
+    assert "in a ring here and keeps no weights" in str(attention_kept(config, cpu))
+    whole = replace(config, parallel=replace(config.parallel, context_attention="all_to_all"))
+    assert attention_kept(whole, cpu) is None
+    for each, expected in ((config, False), (whole, True)):
+        ops = [use.op for use in family_of(each).kernels(torch.float32, "cpu")]
+        assert ("attention_probabilities" in ops) == expected
+
+
+def test_texts_are_generated_on_whole_samples() -> None:
+    config = make(parallel={"context": 2})
+    assert on_layout(config, 2, tensor=2, pipeline=1, device="cpu").parallel.context == 1
+
+
+def test_the_examples_launch_line_can_start() -> None:
+    line = next(line for line in EXAMPLE.read_text().splitlines() if "torchrun" in line)
+    words = line.removeprefix("#").split()
+    ranks = int(words[words.index("--nproc_per_node") + 1])
+    arguments = words[words.index("pretrain_gpt.py") + 1 :]
+    assert arguments[:2] == ["--config", "examples/parallel/context.yaml"]
+    config = parse(["--config", str(EXAMPLE), *arguments[2:]])
+    assert config.parallel.context > 1
+    validate(config, ranks)
+
+
+def held(mesh: Mesh) -> bool:
+    return HeldTokens.of(make(parallel={"context": mesh.size("context")}), mesh).has_first
+
+
+def test_the_first_token_lies_on_the_first_rank() -> None:
+    assert run_threads({"context": 4}, held) == [True, False, False, False]
+    assert run_threads({}, held) == [True]
