@@ -5,6 +5,7 @@ from typing import Literal
 
 from megapipe.config.between_steps import CheckpointConfig, EvaluationConfig, ProfileConfig, TrackingConfig
 from megapipe.config.data import DataConfig
+from megapipe.config.loss_scale import LossScaleConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
@@ -59,8 +60,9 @@ class TrainingConfig:
     """End after this step as if the run were over (save, evaluate), to be resumed later; null goes on to `steps`."""
     seed: int = 1234
     """Seeds weights, dropout and the order of the data."""
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"
-    """Compute precision; bf16 keeps fp32 master weights, gradients and moments; auto times both, takes the faster."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    """Compute precision; bf16 and fp16 keep fp32 master weights, gradients and moments, and fp16 scales its loss; auto
+    times bf16 and fp32, takes the faster."""
     compile: bool = False
     """Run every transformer block through torch.compile, which takes a minute or so at the start of a run."""
     deterministic: bool = False
@@ -94,6 +96,7 @@ class PretrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -151,9 +154,14 @@ class PretrainConfig:
                 "recompute.method selective does not go with training.compile, which decides by itself what a block "
                 "keeps and what it computes again; leave one out, or set recompute.method full"
             )
+        if self.training.precision not in ("fp16", "auto") and not self.loss_scale.is_default:
+            found.append(
+                f"loss_scale is set, and training.precision is {self.training.precision}, which needs none; set "
+                "training.precision fp16, or leave loss_scale out"
+            )
         if self.parallel.timeout_seconds <= 0:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        parts = (self.batch, self.schedule, self.optimizer, self.recompute)
+        parts = (self.batch, self.schedule, self.optimizer, self.loss_scale, self.recompute)
         return found + [problem for part in parts for problem in part.problems()]

@@ -10,9 +10,9 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 AttentionPath = Literal["sdpa", "unfused"]
-ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FULL_BYTES = 4
 """Bytes of an fp32 element: masters, gradients, moments and statistics in every precision."""
 
@@ -21,8 +21,8 @@ FULL_BYTES = 4
 class StateBytes:
     """Bytes of parameters and what belongs to them on one rank.
 
-    weights: compute-dtype copies, all versions. master: fp32 weights under bf16; under fp32 the newest copy is the
-    master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps, fp32.
+    weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
+    is the master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps, fp32.
     """
 
     weights: int

@@ -26,7 +26,7 @@ from megapipe.training.families import family_of
 VOCABULARY_ALIGNMENT = 64
 """Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megapipe.engine.stage import Stage
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.kernels.ops import OPS
 from megapipe.optim.clipping import clip_coefficient
+from megapipe.optim.loss_scale import LossScaler
 from megapipe.optim.optimizer import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -48,6 +49,9 @@ class Replica:
         if config.training.compile:
             compile_blocks(self.stages.values())
         self.optimizer = make_optimizer(config.optimizer, self.kernels)
+        lag = 0 if self.schedule.flushes else 1
+        scaled = config.training.precision == "fp16"
+        self.loss_scaler = LossScaler(config.loss_scale, lag) if scaled else None
         self._links = LinkPool(mesh, config.parallel.links, config.parallel.timeout_seconds)
         self.engine = self._engine(self.schedule)
 

@@ -78,12 +78,17 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
         for step in range(start, until):
             batch = loader.load(consumed)
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-            results = replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, rate))
+            scaler = replica.loss_scaler
+            scale = 1.0 if scaler is None else scaler.scale(step)
+            given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
+            results = replica.engine.feed(given)
             consumed += config.batch.global_size
             last = step + 1 == until
             saving = checkpointer.is_due(step + 1, last)
             if last or saving:
                 results += replica.engine.drain()
+            for result in results if scaler is not None else ():
+                scaler.observe(result.step, result.skipped)
             losses += [(result.step + 1, result.loss) for result in results]
             if saving:
                 checkpointer.save(replica, step + 1, consumed, losses)
