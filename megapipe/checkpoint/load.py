@@ -29,6 +29,7 @@ def load(
     mesh: Mesh,
     *,
     moments: Collection[str],
+    moment_dtype: torch.dtype | None = None,
     updates_per_step: int = 1,
 ) -> RunState:
     """Take over a checkpoint: weights of all versions, moments and update counts of every unit of this rank.
@@ -39,7 +40,7 @@ def load(
     Args:
         states: what this rank holds; on return as they were when the checkpoint was saved.
         applied: unit name -> updates applied; overwritten.
-        moments: the kinds of moment that the optimizer keeps.
+        moments: the kinds of moment that the optimizer keeps. moment_dtype: in which; None for the gradients' dtype.
         updates_per_step: weight versions that one step of the schedule makes.
 
     Raises:
@@ -52,7 +53,7 @@ def load(
     for state in states:
         count = _applied_updates(manifest, state)
         applied[state.name] = count
-        state.moments = {kind: torch.zeros_like(state.master) for kind in moments} if count else {}
+        state.moments = {kind: state.new_moment(moment_dtype) for kind in moments} if count else {}
     _copy(transfers, states, run.step * updates_per_step)
     return run
 

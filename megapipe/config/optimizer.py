@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+SMALLEST_BF16_DECAY = 2.0**-8
+"""1 - beta below which a bf16 moment rounds back to where it was."""
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -16,6 +19,8 @@ class OptimizerConfig:
     """adamw: decay of the first and second moment."""
     epsilon: float = 1e-8
     """adamw: added to the root of the second moment."""
+    moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    """adamw: what both moments are kept in between steps; they are computed in fp32 either way."""
     momentum: float = 0.0
     """sgd: share of the last step's momentum that is kept; 0 keeps none and needs no memory for it."""
     weight_decay: float = 0.1
@@ -39,6 +44,8 @@ class OptimizerConfig:
             found.append(f"optimizer.epsilon is {self.epsilon}; it must be above 0, for example 1e-8")
         if not all(0 <= beta < 1 for beta in self.betas):
             found.append(f"optimizer.betas is {list(self.betas)}; both must be at least 0 and below 1")
+        if self.moment_dtype == "bf16":
+            found += self._bf16_moment_problems()
         if not 0 <= self.momentum < 1:
             found.append(f"optimizer.momentum is {self.momentum}; it must be at least 0 and below 1")
         elif self.momentum and self.name != "sgd":
@@ -51,3 +58,13 @@ class OptimizerConfig:
         if self.clip_norm is not None and self.clip_norm <= 0:
             found.append(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
         return found
+
+    def _bf16_moment_problems(self) -> list[str]:
+        if self.name != "adamw":
+            return [f"optimizer.moment_dtype is bf16, which adamw alone can, and optimizer.name is {self.name}"]
+        if max(self.betas) > 1 - SMALLEST_BF16_DECAY:
+            return [
+                f"optimizer.betas is {list(self.betas)}, and a moment in bf16 shrinks only by 1/256 or more a step: "
+                "keep both at most 0.996, or set optimizer.moment_dtype fp32"
+            ]
+        return []

@@ -22,7 +22,7 @@ class StateBytes:
     """Bytes of parameters and what belongs to them on one rank.
 
     weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
-    is the master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps, fp32.
+    is the master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps.
     """
 
     weights: int
@@ -52,19 +52,22 @@ def state_bytes(
     num_versions: int = 1,
     num_gradients: int = 1,
     moments: int = 2,
+    master_weights: bool = True,
+    moment_bytes: int = FULL_BYTES,
 ) -> StateBytes:
     """State of the distinct parameters `specs` on one tensor rank, vocabulary padding included.
 
     num_versions: live weight versions. num_gradients: accumulators (one per use of a tied weight). moments: those of
-    each parameter, which `num_moments` tells of an optimizer; the default is AdamW's.
+    each parameter, which `num_moments` tells of an optimizer; the default is AdamW's. master_weights, moment_bytes: 2
+    under bf16 moments, as training.master_weights and optimizer.moment_dtype say.
     Not counted: the gaps that align segments in the flat buffers, under 64 elements a parameter.
     """
     elements = sum(prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
     return StateBytes(
         weights=elements * num_versions * ELEMENT_BYTES[precision],
-        master=0 if precision == "fp32" else elements * FULL_BYTES,
+        master=0 if precision == "fp32" or not master_weights else elements * FULL_BYTES,
         gradients=elements * num_gradients * FULL_BYTES,
-        moments=elements * moments * FULL_BYTES,
+        moments=elements * moments * moment_bytes,
     )
 
 

@@ -12,11 +12,14 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.adamw import AdamW, adamw_step
+from megapipe.optim.rounding import round_weights
 from megapipe.optim.sgd import SGD, sgd_step
 from megapipe.parallel.unit_state import UnitState
 
 FIRST, SECOND = "first_moment", "second_moment"
 MOMENTUM = "momentum"
+MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+"""None: the gradients' dtype."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,17 @@ class FlatOptimizer(ABC):
 
     Moments live in UnitState.moments, made at a unit's first update. `applied`, unit name -> number of updates, counts
     what was really applied: a skipped step does not advance it. kernels: which backends run the steps' ops.
+    seed: of the random rounding of weights that are kept in bf16 alone.
     """
 
     writes_copies: ClassVar[bool] = False
     """Whether `_step` writes bf16 working copies along with their masters."""
 
-    def __init__(self, config: OptimizerConfig, kernels: Registry = OPS) -> None:
+    def __init__(self, config: OptimizerConfig, kernels: Registry = OPS, seed: int = 0) -> None:
         self._config = config
         self._kernels = kernels
+        self._seed = seed
+        self.moment_dtype = MOMENT_DTYPES[config.moment_dtype]
         self.applied: dict[str, int] = {}
 
     @property
@@ -64,22 +70,38 @@ class FlatOptimizer(ABC):
         for state in states:
             state.begin_update(version)
             if not state.moments:
-                state.moments = {name: torch.zeros_like(state.master) for name in self.moment_names}
+                state.moments = {name: state.new_moment(self.moment_dtype) for name in self.moment_names}
             self.applied[state.name] = self.applied.get(state.name, 0) + 1
-        for step in sorted({self.applied[state.name] for state in states}):
-            together = [state for state in states if self.applied[state.name] == step]
-            for decayed in (True, False):
-                self._step(self._part(together, step, decayed), learning_rate, coefficient)
+        rounded = [state for state in states if state.master.dtype not in (torch.float32, torch.float64)]
+        for state in rounded:  # one by one, for the wide weights of one unit at a time
+            self._step_rounded(state, learning_rate, coefficient)
+        exact = [state for state in states if state not in rounded]
+        for step in sorted({self.applied[state.name] for state in exact}):
+            together = [state for state in exact if self.applied[state.name] == step]
+            self._step_units(together, [state.master for state in together], step, learning_rate, coefficient)
         for state in states:
             if self._copied(state) is not None:
                 state.mark_published()
 
-    def _part(self, states: Sequence[UnitState], step: int, decayed: bool) -> Part:
+    def _step_rounded(self, state: UnitState, learning_rate: float, coefficient: Tensor) -> None:
+        step, wide = self.applied[state.name], state.master.to(state.accumulate_dtype)
+        self._step_units([state], [wide], step, learning_rate, coefficient)
+        round_weights(state, wide, self._seed, step)
+
+    def _step_units(
+        self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, rate: float, coefficient: Tensor
+    ) -> None:
+        """masters: what is stepped, one a unit."""
+        for decayed in (True, False):
+            self._step(self._part(states, masters, step, decayed), rate, coefficient)
+
+    def _part(self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, decayed: bool) -> Part:
         ranges = [(state, self._range(state, decayed)) for state in states]
         filled = [(state, part) for state, part in ranges if part.stop > part.start]
+        given = zip(masters, ranges, strict=True)
         return Part(
             step,
-            [state.master[part] for state, part in filled],
+            [master[part] for master, (_, part) in given if part.stop > part.start],
             # A version's number is that of the update behind it plus the versions, a multiple of the gradient buffers.
             [state.gradients_of(state.newest)[0][part] for state, part in filled],
             {name: [state.moments[name][part] for state, part in filled] for name in self.moment_names},
@@ -135,6 +157,6 @@ class FlatSGD(FlatOptimizer):
 OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}
 
 
-def make_optimizer(config: OptimizerConfig, kernels: Registry = OPS) -> FlatOptimizer:
-    """The optimizer that `optimizer.name` names. kernels: which backend runs AdamW's step."""
-    return OPTIMIZERS[config.name](config, kernels)
+def make_optimizer(config: OptimizerConfig, kernels: Registry = OPS, seed: int = 0) -> FlatOptimizer:
+    """The optimizer that `optimizer.name` names. kernels, seed: see FlatOptimizer."""
+    return OPTIMIZERS[config.name](config, kernels, seed)

@@ -19,8 +19,8 @@ class UnitState:
 
     weights[i]: compute-dtype copies; absolute weight version v lies in copy v modulo their number. Versions
     0 .. copies-1 start out equal; `newest` is the youngest one.
-    master: fp32 buffer that the optimizer updates. When compute is fp32 (or fp64) there is no separate master: the
-    newest version is it.
+    master: fp32 buffer that the optimizer updates. When compute is fp32 (or fp64), and without master_weights, there
+    is no separate master: the newest version is it.
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
     moments: name -> flat buffer, filled in by the optimizer.
@@ -39,6 +39,7 @@ class UnitState:
         num_versions: int = 1,
         num_uses: int = 1,
         gradient_buffers: int = 1,
+        master_weights: bool = True,
     ) -> None:
         """Allocate zeroed buffers. Raises ValueError on a count below one, or gradient buffers that do not go evenly
         into the versions: what computes with one version always accumulates in the same buffer."""
@@ -61,18 +62,22 @@ class UnitState:
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False
-        if compute_dtype != self.accumulate_dtype:
+        if master_weights and compute_dtype != self.accumulate_dtype:
             self._master = torch.zeros(size, dtype=self.accumulate_dtype, device=device)
 
     @property
     def master(self) -> Tensor:
-        """The newest weights in the accumulation dtype."""
+        """The newest weights, in the accumulation dtype unless they are kept in the compute dtype alone."""
         return self.weights[self.newest % len(self.weights)] if self._master is None else self._master
 
     @property
     def working_copy(self) -> Tensor | None:
-        """The newest weights in the compute dtype; None where the master itself is in it."""
+        """The newest weights in the compute dtype; None where the master itself is them."""
         return None if self._master is None else self.weights[self.newest % len(self.weights)]
+
+    def new_moment(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A zeroed buffer for one of the optimizer's moments, by default in the accumulation dtype."""
+        return torch.zeros_like(self.master, dtype=self.accumulate_dtype if dtype is None else dtype)
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""

@@ -21,7 +21,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
-from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts
+from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts, use_fp8
 from megapipe.training.families import family_of
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.validate import num_microbatches
@@ -46,9 +46,10 @@ class Replica:
         self.stages: dict[int, Stage] = assembly.stages()
         if config.recompute.method == "selective":
             recompute_parts(self.stages.values(), config.recompute.parts)
+        use_fp8(self.stages, self.layout, config, mesh.group("tensor"))
         if config.training.compile:
             compile_blocks(self.stages.values())
-        self.optimizer = make_optimizer(config.optimizer, self.kernels)
+        self.optimizer = make_optimizer(config.optimizer, self.kernels, config.training.seed)
         lag = 0 if self.schedule.flushes else 1
         scaled = config.training.precision == "fp16"
         self.loss_scaler = LossScaler(config.loss_scale, lag) if scaled else None

@@ -1,0 +1,30 @@
+"""Weights that are kept in bf16 alone: an update makes them wide, steps them, and rounds them at random."""
+
+from math import prod
+
+from torch import Tensor
+
+from megapipe.kernels.reference.stochastic_rounding import Elements, round_to
+from megapipe.parallel.segments import Segment
+from megapipe.parallel.unit_state import UnitState
+from megapipe.random.rounding import rounding_key
+
+
+def elements_of(segment: Segment) -> Elements:
+    """Which elements of the whole parameter a tensor rank's shard holds."""
+    shape, starts, own = segment.spec.shape, segment.box.starts, segment.box.shape
+    axis = segment.spec.partition_axis or 0
+    inner = prod(shape[axis + 1 :])
+    return Elements(starts[axis] * inner, own[axis] * inner, shape[axis] * inner)
+
+
+def round_weights(state: UnitState, wide: Tensor, seed: int, update: int) -> None:
+    """Overwrite the newest weights by `wide`, their fp32 values, the same bits however the weights are cut.
+
+    update: number of the unit's update. Padding stays as it is.
+    """
+    for segment in state.table:
+        if segment.owned:
+            part = slice(segment.start, segment.start + segment.owned)
+            key = rounding_key(seed, segment.spec.name, update)
+            round_to(state.master[part], wide[part], key, elements_of(segment))
