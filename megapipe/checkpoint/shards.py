@@ -49,6 +49,16 @@ def buffers(state: UnitState) -> dict[str, Tensor]:
     return {WEIGHTS: state.master, **earlier, **state.moments}
 
 
+def parts_of(shard: Shard) -> dict[str, Tensor]:
+    """Kind -> this part of everything that a checkpoint keeps of its parameter, in one dimension."""
+    found = {}
+    for kind, buffer in buffers(shard.state).items():
+        start = shard.segment.start - shard.state.moment_starts.get(kind, 0)
+        if start >= 0 and start + shard.segment.owned <= buffer.numel():
+            found[kind] = buffer[start : start + shard.segment.owned]
+    return found
+
+
 def shards_to_write(states: Sequence[UnitState], world: Group) -> list[Shard]:
     """This rank's share of the writing: a shard that several ranks hold is written by the one with least to write.
 

@@ -1,7 +1,9 @@
 """The optimizer, clipping and the learning rate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from megapipe.config.muon import MuonConfig
 
 SMALLEST_BF16_DECAY = 2.0**-8
 """1 - beta below which a bf16 moment rounds back to where it was."""
@@ -11,20 +13,24 @@ SMALLEST_BF16_DECAY = 2.0**-8
 class OptimizerConfig:
     """The optimizer, gradient clipping and the learning rate over time."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw, or sgd: gradient descent with momentum, as torch.optim.SGD has it."""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """adamw; sgd: gradient descent with momentum, as torch.optim.SGD has it; muon: orthogonal updates of the hidden
+    matrices, adamw for the rest."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw: decay of the first and second moment."""
+    """adamw, muon: decay of the first and second moment."""
     epsilon: float = 1e-8
-    """adamw: added to the root of the second moment."""
+    """adamw, muon: added to the root of the second moment."""
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
     """adamw: what both moments are kept in between steps; they are computed in fp32 either way."""
     momentum: float = 0.0
     """sgd: share of the last step's momentum that is kept; 0 keeps none and needs no memory for it."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """What muon alone has."""
     weight_decay: float = 0.1
-    """Decay of matrices and embeddings, decoupled (adamw) or added to the gradient (sgd); not of biases and norms."""
+    """Decay of matrices and embeddings, decoupled (adamw, muon) or added to the gradient (sgd); not of biases and
+    norms."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; null turns clipping off."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -50,8 +56,16 @@ class OptimizerConfig:
             found.append(f"optimizer.momentum is {self.momentum}; it must be at least 0 and below 1")
         elif self.momentum and self.name != "sgd":
             found.append(
-                f"optimizer.momentum is {self.momentum}, but optimizer.name is {self.name}, whose momentum is the "
-                "first of optimizer.betas; set that one, or optimizer.name to sgd"
+                f"optimizer.momentum is {self.momentum}, but optimizer.name is {self.name}, whose momentum is "
+                f"{'optimizer.muon.momentum' if self.name == 'muon' else 'the first of optimizer.betas'}; set that "
+                "one, or optimizer.name to sgd"
+            )
+        if self.name == "muon":
+            found += self.muon.problems()
+        elif self.muon != MuonConfig():
+            found.append(
+                f"optimizer.muon is set, and optimizer.name is {self.name}; set optimizer.name muon, or leave "
+                "optimizer.muon out"
             )
         if self.weight_decay < 0:
             found.append(f"optimizer.weight_decay is {self.weight_decay}; it must be at least 0")

@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
+from megapipe.costs.parameters import ParameterSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.adamw import AdamW, adamw_step
@@ -20,6 +21,9 @@ FIRST, SECOND = "first_moment", "second_moment"
 MOMENTUM = "momentum"
 MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 """None: the gradients' dtype."""
+
+Sharding = Literal["flat", "whole"]
+"""How ranks may share an optimizer's state: `flat`, cut anywhere, or `whole`, by whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class FlatOptimizer(ABC):
 
     writes_copies: ClassVar[bool] = False
     """Whether `_step` writes bf16 working copies along with their masters."""
+    sharding: ClassVar[Sharding] = "flat"
 
     def __init__(self, config: OptimizerConfig, kernels: Registry = OPS, seed: int = 0) -> None:
         self._config = config
@@ -61,6 +66,20 @@ class FlatOptimizer(ABC):
     def moment_names(self) -> tuple[str, ...]:
         """Every moment that a unit keeps between updates, by its name in UnitState.moments and in checkpoints."""
 
+    @property
+    def _part_moments(self) -> tuple[str, ...]:
+        """Those that `_step` is given."""
+        return self.moment_names
+
+    def kinds(self, spec: ParameterSpec) -> tuple[str, ...]:
+        """The moments that a parameter has, by name."""
+        return self.moment_names
+
+    def allocate(self, state: UnitState) -> None:
+        """Make a unit's moments, all zero."""
+        for name in self.moment_names:
+            state.add_moment(name, slice(0, state.table.num_elements), self.moment_dtype)
+
     @abstractmethod
     def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
         """Change parameters, moments and copies in place; gradients are multiplied by `coefficient`."""
@@ -70,7 +89,7 @@ class FlatOptimizer(ABC):
         for state in states:
             state.begin_update(version)
             if not state.moments:
-                state.moments = {name: state.new_moment(self.moment_dtype) for name in self.moment_names}
+                self.allocate(state)
             self.applied[state.name] = self.applied.get(state.name, 0) + 1
         rounded = [state for state in states if state.master.dtype not in (torch.float32, torch.float64)]
         for state in rounded:  # one by one, for the wide weights of one unit at a time
@@ -104,7 +123,7 @@ class FlatOptimizer(ABC):
             [master[part] for master, (_, part) in given if part.stop > part.start],
             # A version's number is that of the update behind it plus the versions, a multiple of the gradient buffers.
             [state.gradients_of(state.newest)[0][part] for state, part in filled],
-            {name: [state.moments[name][part] for state, part in filled] for name in self.moment_names},
+            {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,
             [copy[part] for state, part in filled if (copy := self._copied(state)) is not None],
         )
@@ -113,8 +132,7 @@ class FlatOptimizer(ABC):
         copy = state.working_copy
         return copy if self.writes_copies and copy is not None and copy.dtype == torch.bfloat16 else None
 
-    @staticmethod
-    def _range(state: UnitState, decayed: bool) -> slice:
+    def _range(self, state: UnitState, decayed: bool) -> slice:
         stop = state.table.decay_stop
         return slice(0, stop) if decayed else slice(stop, state.table.num_elements)
 
@@ -152,11 +170,3 @@ class FlatSGD(FlatOptimizer):
     def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
         update = SGD(learning_rate, self._config.momentum, part.decay)
         sgd_step(part.parameters, part.gradients, part.moments.get(MOMENTUM, []), update, gradient_scale=coefficient)
-
-
-OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}
-
-
-def make_optimizer(config: OptimizerConfig, kernels: Registry = OPS, seed: int = 0) -> FlatOptimizer:
-    """The optimizer that `optimizer.name` names. kernels, seed: see FlatOptimizer."""
-    return OPTIMIZERS[config.name](config, kernels, seed)

@@ -23,7 +23,8 @@ class UnitState:
     is no separate master: the newest version is it.
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
-    moments: name -> flat buffer, filled in by the optimizer.
+    moments: name -> flat buffer, filled in by the optimizer. One that not all parameters have begins at
+    `moment_starts[name]` of the other buffers.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class UnitState:
             torch.zeros(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
         ]
         self.moments: dict[str, Tensor] = {}
+        self.moment_starts: dict[str, int] = {}
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False
@@ -75,9 +77,16 @@ class UnitState:
         """The newest weights in the compute dtype; None where the master itself is them."""
         return None if self._master is None else self.weights[self.newest % len(self.weights)]
 
-    def new_moment(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A zeroed buffer for one of the optimizer's moments, by default in the accumulation dtype."""
-        return torch.zeros_like(self.master, dtype=self.accumulate_dtype if dtype is None else dtype)
+    def add_moment(self, name: str, part: slice, dtype: torch.dtype | None = None) -> None:
+        """Make a zeroed moment for the parameters that lie in `part`, by default in the accumulation dtype."""
+        size, kind = part.stop - part.start, self.accumulate_dtype if dtype is None else dtype
+        self.moments[name] = torch.zeros(size, dtype=kind, device=self.master.device)
+        self.moment_starts[name] = part.start
+
+    def moment(self, name: str, part: slice) -> Tensor:
+        """The elements of a moment that belong to `part` of the other buffers."""
+        start = self.moment_starts.get(name, 0)
+        return self.moments[name][part.start - start : part.stop - start]
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""

@@ -39,7 +39,7 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
     dtype = DTYPES[config.training.precision]
     uses = family_of(config).kernels(dtype, device.type)
     uses.append(KernelUse("gradient_norm", torch.float32, 1))
-    if config.optimizer.name == "adamw":
+    if config.optimizer.name in ("adamw", "muon"):
         uses.append(KernelUse("adamw", torch.float32, 1))
     choices, problems = [], []
     for use in uses:

@@ -16,7 +16,7 @@ from megapipe.engine.wiring import LinkPool, connect
 from megapipe.kernels.ops import OPS
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.loss_scale import LossScaler
-from megapipe.optim.optimizer import make_optimizer
+from megapipe.optim.make import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
@@ -49,7 +49,7 @@ class Replica:
         use_fp8(self.stages, self.layout, config, mesh.group("tensor"))
         if config.training.compile:
             compile_blocks(self.stages.values())
-        self.optimizer = make_optimizer(config.optimizer, self.kernels, config.training.seed)
+        self.optimizer = make_optimizer(config.optimizer, self.kernels, config.training.seed, mesh.group("tensor"))
         lag = 0 if self.schedule.flushes else 1
         scaled = config.training.precision == "fp16"
         self.loss_scaler = LossScaler(config.loss_scale, lag) if scaled else None

@@ -170,8 +170,7 @@ class Checkpointer:
             replica.states(),
             replica.optimizer.applied,
             self._mesh,
-            moments=replica.optimizer.moment_names,
-            moment_dtype=replica.optimizer.moment_dtype,
+            moments=replica.optimizer,
             updates_per_step=replica.schedule.header.updates_per_step,
         )
         if replica.loss_scaler is not None:

@@ -15,7 +15,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import state_bytes
 from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.kernels.reference.stochastic_rounding import Elements, round_to
-from megapipe.optim.optimizer import make_optimizer
+from megapipe.optim.make import make_optimizer
 from megapipe.optim.rounding import round_weights
 from megapipe.parallel.unit_state import UnitState
 from megapipe.random.rounding import rounding_key, rounding_words
