@@ -3,7 +3,7 @@
 Every run starts from the same weights on the same batches in one process on a CPU, where bf16, fp16 and fp8 round as
 they do on a GPU (fp8 is emulated) but save no time. The data are those of examples/gpt_tiny.yaml.
 
-    .venv/bin/python benchmarks/precision_losses.py --steps 300
+    .venv/bin/python benchmarks/precision_losses.py --steps 150
 """
 
 import argparse
@@ -26,14 +26,14 @@ OPTIMIZERS = {"adamw": ["--optimizer.name=adamw"], "muon": ["--optimizer.name=mu
 PICTURES = {"precision_loss.png": PRECISIONS, "optimizer_loss.png": OPTIMIZERS}
 
 MODEL = [
-    "--model.num_layers=2", "--model.hidden_size=96", "--model.num_heads=4", "--data.sequence_length=64",
+    "--model.num_layers=2", "--model.hidden_size=64", "--model.num_heads=4", "--data.sequence_length=64",
     "--batch.micro_size=8",
 ]  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak, of every run")
     parser.add_argument("--prefix", type=Path, default=Path("data/stdlib_text_document"), help="shard of bytes")
     parser.add_argument("--folder", type=Path, default=Path("runs/precision_losses"), help="where the runs go")

@@ -12,6 +12,9 @@ from torch import Tensor
 from megapipe.kernels.reference.dropout import finalize, signed
 from megapipe.random.dropout import CHANNEL, TOKEN
 
+BLOCK = 1 << 16
+"""Elements at a time, for temporaries that stay in the cache."""
+
 DISCARDED = 0xFFFF
 """The bits of fp32 that bf16 has no room for."""
 
@@ -35,12 +38,24 @@ class Elements:
         return local // self.run * self.stride + local % self.run + self.first
 
 
+def check_rounded(target: Tensor, source: Tensor) -> None:
+    """Raise ValueError unless target is bf16 and source fp32, both flat, contiguous and equally long."""
+    for name, tensor, dtype in (("target", target, torch.bfloat16), ("source", source, torch.float32)):
+        if tensor.dtype != dtype or tensor.shape != (source.numel(),) or not tensor.is_contiguous():
+            raise ValueError(
+                f"stochastic rounding's {name} is {tensor.dtype} {list(tensor.shape)}; it must be a flat, contiguous "
+                f"view of {source.numel()} elements in {dtype}"
+            )
+
+
 @torch.no_grad()
-def round_to(target: Tensor, source: Tensor, key: int, elements: Elements, block: int = 1 << 16) -> None:
+def round_to(target: Tensor, source: Tensor, key: int, elements: Elements, block: int = BLOCK) -> None:
     """Overwrite target (bf16) by source (fp32), each element rounded at random; both flat and equally long.
 
     key: `megapipe.random.rounding.rounding_key`. block: elements at a time. What is not finite stays so.
+    Raises ValueError for other tensors.
     """
+    check_rounded(target, source)
     for start in range(0, source.numel(), block):
         piece = source[start : start + block]
         index = elements.indices(start, start + piece.numel(), source.device)

@@ -105,7 +105,7 @@ class FlatOptimizer(ABC):
     def _step_rounded(self, state: UnitState, learning_rate: float, coefficient: Tensor) -> None:
         step, wide = self.applied[state.name], state.master.to(state.accumulate_dtype)
         self._step_units([state], [wide], step, learning_rate, coefficient)
-        round_weights(state, wide, self._seed, step)
+        round_weights(state, wide, self._seed, step, self._kernels)
 
     def _step_units(
         self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, rate: float, coefficient: Tensor

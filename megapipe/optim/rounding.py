@@ -4,7 +4,9 @@ from math import prod
 
 from torch import Tensor
 
-from megapipe.kernels.reference.stochastic_rounding import Elements, round_to
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.reference.stochastic_rounding import Elements
+from megapipe.kernels.registry import Registry
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
 from megapipe.random.rounding import rounding_key
@@ -18,13 +20,14 @@ def elements_of(segment: Segment) -> Elements:
     return Elements(starts[axis] * inner, own[axis] * inner, shape[axis] * inner)
 
 
-def round_weights(state: UnitState, wide: Tensor, seed: int, update: int) -> None:
+def round_weights(state: UnitState, wide: Tensor, seed: int, update: int, kernels: Registry = OPS) -> None:
     """Overwrite the newest weights by `wide`, their fp32 values, the same bits however the weights are cut.
 
-    update: number of the unit's update. Padding stays as it is.
+    update: number of the unit's update. kernels: which backend rounds. Padding stays as it is.
     """
+    op = kernels.pick("stochastic_rounding", wide)
     for segment in state.table:
         if segment.owned:
             part = slice(segment.start, segment.start + segment.owned)
             key = rounding_key(seed, segment.spec.name, update)
-            round_to(state.master[part], wide[part], key, elements_of(segment))
+            op.round_to(state.master[part], wide[part], key, elements_of(segment))

@@ -41,6 +41,8 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
     uses.append(KernelUse("gradient_norm", torch.float32, 1))
     if config.optimizer.name in ("adamw", "muon"):
         uses.append(KernelUse("adamw", torch.float32, 1))
+    if not config.training.master_weights:
+        uses.append(KernelUse("stochastic_rounding", torch.float32, 1))
     choices, problems = [], []
     for use in uses:
         try:
