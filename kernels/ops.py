@@ -15,6 +15,7 @@ from megapipe.kernels.reference import (
     rms_norm,
     rotary,
     softmax,
+    stochastic_rounding,
     swiglu,
 )
 from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
@@ -76,6 +77,11 @@ OPS = Registry(
             (_triton("linear_cross_entropy"), Backend(REFERENCE, linear_cross_entropy)),
         ),
         Op("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), Backend(REFERENCE, adamw))),
+        Op(
+            "stochastic_rounding",
+            ("round_to",),
+            (_triton("stochastic_rounding"), Backend(REFERENCE, stochastic_rounding)),
+        ),
         Op("gradient_norm", ("squared_norm",), (_triton("gradient_norm"), Backend(REFERENCE, gradient_norm))),
     ]
 )

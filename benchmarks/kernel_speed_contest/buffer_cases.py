@@ -9,6 +9,7 @@ from torch.optim.adamw import adamw
 
 from megapipe.kernels.reference import adamw as reference_adamw
 from megapipe.kernels.reference.adamw import Coefficients
+from megapipe.kernels.reference.stochastic_rounding import Elements
 
 from .case import Case, Draw, Entry, Size, Work, grid
 
@@ -65,6 +66,17 @@ def _torch_squared_norm(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values).square()
 
 
+def _rounding(module: ModuleType) -> Entry:
+    def round_to(source: Tensor, target: Tensor) -> None:
+        module.round_to(target, source, 0x9E3779B9, Elements(0, 1, 1))
+
+    return Entry(round_to)
+
+
+def _torch_copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
 CASES = [
     Case(
         "adamw",
@@ -77,6 +89,17 @@ CASES = [
         _adamw,
         Entry(_torch_adamw, prepare=_with_step),
         compiled=_adamw(reference_adamw),  # elementwise, so that the compiler can make one kernel of it
+    ),
+    Case(
+        "stochastic_rounding",
+        "fp32 to bf16",
+        SIZES,
+        QUICK,
+        TINY,
+        lambda size, draw: [draw.normal(size.width, dtype=torch.float32, leaf=False), _buffers(size, draw)[4]],
+        lambda size, itemsize: (Work(6.0 * size.elements), None),
+        _rounding,
+        Entry(_torch_copy),  # to nearest: torch rounds no other way
     ),
     Case(
         "gradient_norm",

@@ -14,7 +14,8 @@ def signed_threshold(probability: float) -> int:
 
 
 @triton.jit
-def _finalize(word):
+def finalize(word):
+    """`megapipe.random.dropout.finalize` on uint32 words."""
     word = (word ^ (word >> 16)) * _FIRST
     word = (word ^ (word >> 13)) * _SECOND
     return word ^ (word >> 16)
@@ -23,5 +24,5 @@ def _finalize(word):
 @triton.jit
 def kept(keys, channels, threshold):
     """Whether elements stay. keys (of tokens) and channels, both int32, broadcast; threshold: `signed_threshold`."""
-    words = _finalize(keys.to(tl.uint32, bitcast=True) ^ (channels.to(tl.uint32, bitcast=True) * _CHANNEL))
+    words = finalize(keys.to(tl.uint32, bitcast=True) ^ (channels.to(tl.uint32, bitcast=True) * _CHANNEL))
     return (words ^ _TOP).to(tl.int32, bitcast=True) >= threshold

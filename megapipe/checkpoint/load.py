@@ -7,8 +7,8 @@ leaves all states as they were.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megapipe.checkpoint.agreement import agreed
@@ -16,10 +16,21 @@ from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.extents import Overlap, overlaps, tiling_problem
 from megapipe.checkpoint.manifest import WEIGHTS, Chunk, Manifest, RunState, earlier_weights
 from megapipe.checkpoint.manifest_file import read_manifest
-from megapipe.checkpoint.shards import Shard, buffers, shards_of
+from megapipe.checkpoint.shards import Shard, parts_of, shards_of
 from megapipe.checkpoint.tensor_file import TensorFile
+from megapipe.costs.parameters import ParameterSpec
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+
+
+class Moments(Protocol):
+    """What an optimizer keeps between updates."""
+
+    def kinds(self, spec: ParameterSpec) -> Collection[str]:
+        """The moments that a parameter has, by name."""
+
+    def allocate(self, state: UnitState) -> None:
+        """Make a unit's moments."""
 
 
 def load(
@@ -28,7 +39,7 @@ def load(
     applied: dict[str, int],
     mesh: Mesh,
     *,
-    moments: Collection[str],
+    moments: Moments,
     updates_per_step: int = 1,
 ) -> RunState:
     """Take over a checkpoint: weights of all versions, moments and update counts of every unit of this rank.
@@ -39,7 +50,7 @@ def load(
     Args:
         states: what this rank holds; on return as they were when the checkpoint was saved.
         applied: unit name -> updates applied; overwritten.
-        moments: the kinds of moment that the optimizer keeps.
+        moments: those of the optimizer.
         updates_per_step: weight versions that one step of the schedule makes.
 
     Raises:
@@ -52,7 +63,9 @@ def load(
     for state in states:
         count = _applied_updates(manifest, state)
         applied[state.name] = count
-        state.moments = {kind: torch.zeros_like(state.master) for kind in moments} if count else {}
+        state.moments = {}
+        if count:
+            moments.allocate(state)
     _copy(transfers, states, run.step * updates_per_step, mesh)
     return run
 
@@ -73,15 +86,14 @@ class _Transfer:
     source: Tensor
     shared: tuple[Overlap, ...]
 
-    def copy_to(self, buffer: Tensor) -> None:
-        """Copy them to the shard's place in a flat buffer of its state."""
+    def copy(self) -> None:
+        """Copy them to the shard's place in its state."""
+        target = parts_of(self.shard)[self.kind]
         for overlap in self.shared:
-            overlap.copy(self.source, self.shard.of(buffer))
+            overlap.copy(self.source, target)
 
 
-def _checked(
-    path: Path, states: Sequence[UnitState], moments: Collection[str] | None
-) -> tuple[Manifest, list[_Transfer]]:
+def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -> tuple[Manifest, list[_Transfer]]:
     """Everything that `states` need, each byte of it checked. moments: None for weights alone."""
     manifest = read_manifest(path)
     files: dict[str, TensorFile] = {}
@@ -99,7 +111,7 @@ def _checked(
     return manifest, transfers
 
 
-def _further_kinds(manifest: Manifest, shard: Shard, moments: Collection[str]) -> Iterator[str]:
+def _further_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterator[str]:
     """Kinds besides the newest weights that a shard goes on from."""
     stored = manifest.kinds_of(shard.name)
     for age in range(1, len(shard.state.weights)):
@@ -107,7 +119,7 @@ def _further_kinds(manifest: Manifest, shard: Shard, moments: Collection[str]) -
             yield earlier_weights(age)
     if _applied_updates(manifest, shard.state) == 0:
         return
-    for kind in moments:
+    for kind in moments.kinds(shard.segment.spec):
         if kind not in stored:
             raise CheckpointError(
                 f"the checkpoint has {', '.join(sorted(stored))} of {shard.name} but not its {kind}: "
@@ -157,11 +169,11 @@ def _copy(transfers: Sequence[_Transfer], states: Sequence[UnitState], versions_
     """Newest weights to every version, then whatever else is stored to its own buffer."""
     for transfer in transfers:
         if transfer.kind == WEIGHTS:
-            transfer.copy_to(transfer.shard.state.master)
+            transfer.copy()
     for state in states:
         state.restore(versions_made + len(state.weights) - 1)
     for transfer in transfers:
         if transfer.kind != WEIGHTS:
-            transfer.copy_to(buffers(transfer.shard.state)[transfer.kind])
+            transfer.copy()
     for state in states:
         state.gather_versions(mesh.shard_group(state.sharding.count))

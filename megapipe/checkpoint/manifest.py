@@ -5,7 +5,7 @@ state by named integers (docs/design.md, idea 3).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -43,8 +43,10 @@ class RunState:
     """Where a run stands after a step.
 
     step: optimizer steps done. consumed_samples: samples they took, the cursor into the data. random: named integers
-    that all random numbers are functions of. precision: in use, `fp32` or `bf16`. losses: the last (step, loss) pairs.
+    that all random numbers are functions of. precision: in use, `fp32`, `bf16` or `fp16`. losses: the last (step,
+    loss) pairs.
     config: the whole configuration as plain values; `config["model"]` is always there.
+    loss_scale: of an fp16 run, numbers by name; empty where the loss is not scaled.
     """
 
     step: int
@@ -53,6 +55,7 @@ class RunState:
     precision: str
     losses: tuple[tuple[int, float], ...]
     config: Mapping[str, Any]
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

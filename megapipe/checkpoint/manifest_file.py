@@ -71,6 +71,7 @@ def encoded(manifest: Manifest) -> bytes:
         "losses": [[step, loss if math.isfinite(loss) else None] for step, loss in run.losses],
         "applied_updates": dict(manifest.applied_updates),
         "config": run.config,
+        "loss_scale": dict(run.loss_scale),
         "checksums": f"xxh3_64 of every {PIECE_BYTES} bytes of a tensor",
         "files": dict(manifest.files),
         "chunks": [_encoded_chunk(chunk) for chunk in manifest.chunks],
@@ -132,6 +133,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         precision=str(document["precision"]),
         losses=tuple((int(step), math.nan if loss is None else float(loss)) for step, loss in document["losses"]),
         config=dict(document["config"]),
+        loss_scale={str(name): float(value) for name, value in document.get("loss_scale", {}).items()},
     )
     files = {_plain_name(name): int(size) for name, size in document["files"].items()}
     chunks = tuple(_decoded_chunk(entry, files) for entry in document["chunks"])

@@ -14,7 +14,7 @@ from megapipe.checkpoint.directory import partial_folder, remove_leftovers, step
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, check_files, encoded
-from megapipe.checkpoint.shards import Shard, buffers, shards_to_write
+from megapipe.checkpoint.shards import Shard, parts_of, shards_to_write
 from megapipe.checkpoint.storage import DISK, StorageWriter, explained, remove_tree, write_file
 from megapipe.checkpoint.tensor_file import FileTensor, write_tensors
 from megapipe.parallel.groups import Group
@@ -79,9 +79,9 @@ def _write_share(
 ) -> _Written:
     file = f"rank-{world.rank:05d}.safetensors"
     contents = [
-        (shard, kind, FileTensor(f"{kind}/{shard.name}", shard.shape, shard.of(buffer)))
+        (shard, kind, FileTensor(f"{kind}/{shard.name}", shard.shape, part))
         for shard in shards
-        for kind, buffer in buffers(shard.state).items()
+        for kind, part in parts_of(shard).items()
     ]
     if not contents:
         return _Written({}, (), {})

@@ -38,7 +38,7 @@ class Shard:
         return extent.box.shape if whole else (extent.num_elements,)
 
     def of(self, buffer: Tensor) -> Tensor:
-        """This part of one of the state's buffers, in one dimension."""
+        """This part of a buffer of the state that all its parameters have, in one dimension."""
         return self.state.in_shard(buffer, self.segment)
 
 
@@ -55,6 +55,18 @@ def buffers(state: UnitState) -> dict[str, Tensor]:
     copies = len(state.weights)
     earlier = {earlier_weights(age): state.weight_shards[(state.newest - age) % copies] for age in range(1, copies)}
     return {WEIGHTS: state.master, **earlier, **state.moments}
+
+
+def parts_of(shard: Shard) -> dict[str, Tensor]:
+    """Kind -> this part of everything that a checkpoint keeps of its parameter, in one dimension."""
+    found = {}
+    held = shard.state.held(shard.segment)
+    first = shard.segment.start + held.start - shard.state.shard.start
+    for kind, buffer in buffers(shard.state).items():
+        start = first - shard.state.moment_starts.get(kind, 0)
+        if start >= 0 and start + len(held) <= buffer.numel():
+            found[kind] = buffer[start : start + len(held)]
+    return found
 
 
 def shards_to_write(states: Sequence[UnitState], world: Group) -> list[Shard]:

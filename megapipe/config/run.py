@@ -5,6 +5,7 @@ from typing import Literal
 
 from megapipe.config.between_steps import CheckpointConfig, EvaluationConfig, ProfileConfig, TrackingConfig
 from megapipe.config.data import DataConfig
+from megapipe.config.loss_scale import LossScaleConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
@@ -60,8 +61,19 @@ class TrainingConfig:
     """End after this step as if the run were over (save, evaluate), to be resumed later; null goes on to `steps`."""
     seed: int = 1234
     """Seeds weights, dropout and the order of the data."""
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"
-    """Compute precision; bf16 keeps fp32 master weights, gradients and moments; auto times both, takes the faster."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    """Compute precision; bf16 and fp16 keep fp32 master weights, gradients and moments, and fp16 scales its loss; auto
+    times bf16 and fp32, takes the faster."""
+    master_weights: bool = True
+    """Keep weights in fp32 beside those that compute; false, with bf16 alone, rounds updates to bf16 at random
+    (stochastic rounding), for 4 bytes a parameter less."""
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Multiply the matrices of transformer blocks in fp8, with a scale for each operand or for each of its rows; on
+    CPUs the rounding is emulated."""
+    fp8_first_kept: int = 0
+    """fp8: first blocks that stay in `precision`."""
+    fp8_last_kept: int = 0
+    """fp8: last blocks that stay in `precision`."""
     compile: bool = False
     """Run every transformer block through torch.compile, which takes a minute or so at the start of a run."""
     deterministic: bool = False
@@ -96,6 +108,7 @@ class PretrainConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -155,9 +168,48 @@ class PretrainConfig:
                 "recompute.method selective does not go with training.compile, which decides by itself what a block "
                 "keeps and what it computes again; leave one out, or set recompute.method full"
             )
+        if self.training.precision not in ("fp16", "auto") and not self.loss_scale.is_default:
+            found.append(
+                f"loss_scale is set, and training.precision is {self.training.precision}, which needs none; set "
+                "training.precision fp16, or leave loss_scale out"
+            )
+        found += self._fp8_problems()
+        if not self.training.master_weights and self.training.precision != "bf16":
+            found.append(
+                f"training.master_weights is false, and training.precision is {self.training.precision}; weights "
+                "are rounded at random to bf16 alone: set training.precision bf16, or training.master_weights true"
+            )
         if self.parallel.timeout_seconds <= 0:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        parts = (self.batch, self.zero, self.schedule, self.optimizer, self.recompute)
+        parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute)
         return found + [problem for part in parts for problem in part.problems()]
+
+    def _fp8_problems(self) -> list[str]:
+        training, blocks = self.training, self.model.num_layers
+        kept = training.fp8_first_kept, training.fp8_last_kept
+        if training.fp8 == "none":
+            if any(kept):
+                return [
+                    f"training.fp8_first_kept is {kept[0]} and training.fp8_last_kept {kept[1]}, but training.fp8 is "
+                    "none; set it to tensorwise or rowwise, or leave them out"
+                ]
+            return []
+        found = []
+        if self.parallel.sequence:
+            found.append(
+                f"training.fp8 {training.fp8} does not go with parallel.sequence, whose products take their tokens as "
+                "they arrive from other ranks; set parallel.sequence to false, or training.fp8 none"
+            )
+        if training.precision == "fp16":
+            found.append(
+                f"training.fp8 {training.fp8} scales every operand by itself and needs no fp16 with its loss scale; "
+                "set training.precision bf16"
+            )
+        if min(kept) < 0 or sum(kept) >= blocks:
+            found.append(
+                f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must be at least 0 and leave "
+                f"some of the {blocks} blocks of model.num_layers for fp8; lower them, or set training.fp8 none"
+            )
+        return found

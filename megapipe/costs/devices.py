@@ -10,7 +10,7 @@ class Peak(NamedTuple):
     """TFLOP/s of dense matrix products, no sparsity."""
 
     bf16: float
-    """bf16 inputs, fp32 accumulation, on tensor cores."""
+    """bf16 or fp16 inputs, fp32 accumulation, on tensor cores."""
     fp32: float
     """fp32 throughout, without TF32."""
 
@@ -51,5 +51,5 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
         return None
     for words, peak in PEAKS.items():
         if re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name):
-            return getattr(peak, precision) * 1e12  # type: ignore[no-any-return]  # a field of a NamedTuple
+            return (peak.fp32 if precision == "fp32" else peak.bf16) * 1e12
     return None

@@ -10,9 +10,9 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 AttentionPath = Literal["sdpa", "unfused"]
-ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FULL_BYTES = 4
 """Bytes of an fp32 element: masters, gradients, moments and statistics in every precision."""
 
@@ -21,8 +21,8 @@ FULL_BYTES = 4
 class StateBytes:
     """Bytes of parameters and what belongs to them on one rank.
 
-    weights: compute-dtype copies, all versions. master: fp32 weights under bf16; under fp32 the newest copy is the
-    master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps, fp32.
+    weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
+    is the master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps.
     """
 
     weights: int
@@ -36,9 +36,14 @@ class StateBytes:
         return self.weights + self.master + self.gradients + self.moments
 
 
-def num_moments(optimizer: OptimizerConfig) -> int:
-    """Numbers that the optimizer keeps between steps for every parameter."""
-    if optimizer.name == "adamw":
+def num_moments(optimizer: OptimizerConfig, matrix: bool = False) -> int:
+    """Numbers that the optimizer keeps between steps for every element of a parameter.
+
+    matrix: one of those that muon treats apart (`ParameterSpec.matrix`).
+    """
+    if optimizer.name == "muon" and matrix:
+        return 1
+    if optimizer.name in ("adamw", "muon"):
         return 2
     return 1 if optimizer.momentum else 0
 
@@ -52,19 +57,27 @@ def state_bytes(
     num_versions: int = 1,
     num_gradients: int = 1,
     moments: int = 2,
+    matrix_moments: int | None = None,
+    master_weights: bool = True,
+    moment_bytes: int = FULL_BYTES,
 ) -> StateBytes:
     """State of the distinct parameters `specs` on one tensor rank, vocabulary padding included.
 
     num_versions: live weight versions. num_gradients: accumulators (one per use of a tied weight). moments: those of
-    each parameter, which `num_moments` tells of an optimizer; the default is AdamW's.
+    each parameter, which `num_moments` tells of an optimizer; the default is AdamW's. matrix_moments: those of
+    matrices, where they have another number. master_weights, moment_bytes: 2
+    under bf16 moments, as training.master_weights and optimizer.moment_dtype say.
     Not counted: the gaps that align segments in the flat buffers, under 64 elements a parameter.
     """
-    elements = sum(prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
+    held = [(prod(spec.local_shape(tensor_size, alignment)), spec.matrix) for spec in specs]
+    elements = sum(size for size, _ in held)
+    of_matrices = moments if matrix_moments is None else matrix_moments
+    kept = sum(size * (of_matrices if matrix else moments) for size, matrix in held)
     return StateBytes(
         weights=elements * num_versions * ELEMENT_BYTES[precision],
-        master=0 if precision == "fp32" else elements * FULL_BYTES,
+        master=0 if precision == "fp32" or not master_weights else elements * FULL_BYTES,
         gradients=elements * num_gradients * FULL_BYTES,
-        moments=elements * moments * FULL_BYTES,
+        moments=kept * moment_bytes,
     )
 
 

@@ -27,7 +27,7 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.engine.units import Loss, Microbatch
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.optim.clipping import clip_coefficient
-from megapipe.optim.optimizer import make_optimizer
+from megapipe.optim.make import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.balance import balance_layers, check_assignment
@@ -248,6 +248,11 @@ def _checked_settings(mesh: Mesh, config: OptimizerConfig, timeout: float) -> Op
                 f"the mesh has {mesh.size(dimension)} {dimension} ranks, and any module is whole on its rank; use the "
                 "mesh's pipeline and data dimensions"
             )
+    if config.name == "muon":
+        raise PipelineError(
+            "optimizer muon is for hidden matrices alone, and which of any module's matrices are embeddings or heads "
+            "nobody has told; use adamw or sgd"
+        )
     problems = config.problems()
     if problems:
         raise PipelineError("; ".join(problems))

@@ -235,6 +235,7 @@ class Reductions:
         """Sum `scalars` over all ranks and read off what everybody needs."""
         self._all_ranks.all_reduce(scalars)
         squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :].tolist()
-        norm = squares.sum().sqrt()
+        scale = step.input.loss_scale
+        norm = squares.sum().sqrt() / scale
         means = tuple(loss / (count or 1.0) for loss, count in zip(losses, step.term_counts(), strict=True))
-        return Scalars(means, float(norm), self._clip(norm).to(torch.float32))
+        return Scalars(means, float(norm), (self._clip(norm) / scale).to(torch.float32))

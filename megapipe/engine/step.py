@@ -31,7 +31,8 @@ class StepInput:
     step: number of the step, from 0. contexts: one per micro-batch of this replica, handed to every unit.
     token_counts: loss tokens of each micro-batch, read where this rank's loss counts (last stage, tensor rank 0).
         A loss of several terms has a count for each, in order.
-    learning_rate: for this step. stop: this rank asks everyone to stop after the step.
+    learning_rate: for this step. stop: this rank asks everyone to stop after the step. loss_scale: multiplies the
+        loss, and with it all gradients until the optimizer.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepInput:
     token_counts: Sequence[Counts]
     learning_rate: float = 0.0
     stop: bool = False
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class StepResult:
 class Scalars:
     """A step's sums over all ranks. loss_terms: means, one for each term of the loss.
 
-    coefficient: what clipping multiplies gradients by, float32, on the device.
+    coefficient: what clipping and the loss scale multiply gradients by, float32, on the device.
     """
 
     loss_terms: tuple[float, ...]
@@ -128,13 +130,13 @@ class StepState:
 
     def loss_gradient(self, microbatch: int) -> Tensor:
         """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum, of its
-        shape: each term of a loss is a mean of its own.
+        shape: each term of a loss is a mean of its own. It carries the step's loss scale.
         """
         if self._loss_gradients is None:
             like = self.loss_sums[0]
             counts = self.global_counts()[:-1]
             divisors = torch.where(counts == 0, 1.0, counts)  # where nothing counts, nothing is to be divided
-            by_update = (1.0 / divisors).view(self.updates, *like.shape)
+            by_update = (self.input.loss_scale / divisors).view(self.updates, *like.shape)
             self._loss_gradients = by_update.to(device=like.device, dtype=like.dtype)
         return self._loss_gradients[self.update_of(microbatch)]
 

@@ -55,51 +55,75 @@ def as_matrix(weight: Tensor) -> Tensor:
     return weight.view(-1, weight.shape[-1])
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return functional.linear(x, as_matrix(weight), None if bias is None else bias.view(-1))
+class Products:
+    """The three matrix products of a linear layer, in the dtype of its operands. x: [..., in]. dy: [..., out]."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., out]."""
+        return functional.linear(x, as_matrix(weight), None if bias is None else bias.view(-1))
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """[..., in]."""
+        return dy @ as_matrix(weight)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        """[out, in]."""
+        return weight_gradient(x, dy)
+
+
+PLAIN = Products()
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add_bias: bool, again: Remade | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        add_bias: bool,
+        again: Remade | None,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.again = again
+        ctx.again, ctx.products = again, products
         ctx.bias_shape = None if bias is None else bias.shape
-        return _product(x, weight, bias if add_bias else None)
+        return products.output(x, weight, bias if add_bias else None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = dy @ as_matrix(weight) if needs_x else None
+        dx = ctx.products.input_gradient(dy, weight) if needs_x else None
         dweight = None
         if needs_weight:
             x = kept[0] if ctx.again is None else ctx.again()
-            dweight = weight_gradient(x, dy).view(weight.shape)
+            dweight = ctx.products.weight_gradient(x, dy).view(weight.shape)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 class _Probed(torch.autograd.Function):
     """The input half: weight and bias come detached, the probe receives dy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
         ctx.save_for_backward(weight)
-        return _product(x, weight, bias)
+        ctx.products = products
+        return products.output(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
-        return (dy @ as_matrix(weight) if ctx.needs_input_grad[0] else None), dy, None, None
+        dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, dy, None, None, None
 
 
 class Linear(SplitModule):
     """y = x W^T + b with one rank's part of W.
 
     shapes: of `weight` [..., in] and, where there is a bias, `bias`. Parameters are left unbound on the meta device.
+    products: how matrices are multiplied; may be replaced before the first forward.
     """
 
     def __init__(self, shapes: Shapes, group: Group) -> None:
@@ -107,6 +131,7 @@ class Linear(SplitModule):
         self.weight = empty_parameter(shapes["weight"])
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
         self.group = group
+        self.products = PLAIN
 
     def local_product(
         self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None = None
@@ -116,7 +141,7 @@ class Linear(SplitModule):
         again: makes x again for the gradient of W, so that x need not be kept.
         """
         if tape is None:
-            return _Fused.apply(x, self.weight, self.bias, add_bias, again)
+            return _Fused.apply(x, self.weight, self.bias, add_bias, again, self.products)
         width = self.weight.numel() // self.weight.shape[-1]
         record = tape.record(self, (*x.shape[:-1], width), x)
         if again is None:
@@ -124,10 +149,10 @@ class Linear(SplitModule):
         else:
             record.saved, record.again = again.sources, again
         bias = self.bias.detach() if self.bias is not None and add_bias else None
-        return _Probed.apply(x, record.probe, self.weight.detach(), bias)
+        return _Probed.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        yield self.weight, weight_gradient(saved[0], gradient)
+        yield self.weight, self.products.weight_gradient(saved[0], gradient)
         if self.bias is not None:
             yield self.bias, bias_gradient(gradient)
 

@@ -36,17 +36,20 @@ def adamw_step(
     copies: Sequence[Tensor] = (),
 ) -> None:
     """Update parameters and both moments in place; all are flat fp32 (or fp64) tensors of equal sizes, list by list.
+    The moments may be bf16.
 
     kernels: which backend runs the step. gradient_scale: 0-dim, multiplies every gradient first (clipping; 1 / loss
     scale). found_inf: 0-dim fp32; where it is not 0 nothing changes. Neither makes a GPU wait for the host. Gradients
     may be overwritten. copies: bf16, one a parameter or none at all, overwritten by the rounded new parameters.
     Raises ValueError when a tensor is not flat and contiguous, or dtypes are mixed.
     """
-    check_flat("AdamW", (*parameters, *gradients, *first_moments, *second_moments))
+    moments = [*first_moments, *second_moments]
+    rounded = {moment.dtype for moment in moments} == {torch.bfloat16}
+    check_flat("AdamW", (*parameters, *gradients, *([] if rounded else moments)))
     if not parameters:
         return
     kernel = kernels.pick("adamw", parameters[0])
-    if kernel is reference and parameters[0].is_cuda:
+    if kernel is reference and parameters[0].is_cuda and not rounded:
         _fused(parameters, gradients, first_moments, second_moments, update, gradient_scale, found_inf)
         for copy, parameter in zip(copies, parameters, strict=bool(copies)):
             copy.copy_(parameter)

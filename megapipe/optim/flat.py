@@ -11,7 +11,7 @@ BLOCK = 1 << 16
 
 def check_flat(optimizer: str, tensors: Iterable[Tensor]) -> None:
     """Raise ValueError unless all tensors are flat, contiguous and fp32, or all of them fp64."""
-    dtypes = set()
+    dtypes: set[torch.dtype] = set()
     for tensor in tensors:
         dtypes.add(tensor.dtype)
         if tensor.dim() != 1 or tensor.dtype not in (torch.float32, torch.float64) or not tensor.is_contiguous():

@@ -3,20 +3,27 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
+from megapipe.costs.parameters import ParameterSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.adamw import AdamW, adamw_step
+from megapipe.optim.rounding import round_weights
 from megapipe.optim.sgd import SGD, sgd_step
 from megapipe.parallel.unit_state import UnitState
 
 FIRST, SECOND = "first_moment", "second_moment"
 MOMENTUM = "momentum"
+MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+"""None: the gradients' dtype."""
+
+Sharding = Literal["flat", "whole"]
+"""How ranks may share an optimizer's state: `flat`, cut anywhere, or `whole`, by whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +47,38 @@ class FlatOptimizer(ABC):
 
     Moments live in UnitState.moments, made at a unit's first update. `applied`, unit name -> number of updates, counts
     what was really applied: a skipped step does not advance it. kernels: which backends run the steps' ops.
+    seed: of the random rounding of weights that are kept in bf16 alone.
     """
 
     writes_copies: ClassVar[bool] = False
     """Whether `_step` writes bf16 working copies along with their masters."""
+    sharding: ClassVar[Sharding] = "flat"
 
-    def __init__(self, config: OptimizerConfig, kernels: Registry = OPS) -> None:
+    def __init__(self, config: OptimizerConfig, kernels: Registry = OPS, seed: int = 0) -> None:
         self._config = config
         self._kernels = kernels
+        self._seed = seed
+        self.moment_dtype = MOMENT_DTYPES[config.moment_dtype]
         self.applied: dict[str, int] = {}
 
     @property
     @abstractmethod
     def moment_names(self) -> tuple[str, ...]:
         """Every moment that a unit keeps between updates, by its name in UnitState.moments and in checkpoints."""
+
+    @property
+    def _part_moments(self) -> tuple[str, ...]:
+        """Those that `_step` is given."""
+        return self.moment_names
+
+    def kinds(self, spec: ParameterSpec) -> tuple[str, ...]:
+        """The moments that a parameter has, by name."""
+        return self.moment_names
+
+    def allocate(self, state: UnitState) -> None:
+        """Make a unit's moments, all zero."""
+        for name in self.moment_names:
+            state.add_moment(name, slice(0, state.within_shard(state.table.num_elements)), self.moment_dtype)
 
     @abstractmethod
     def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
@@ -64,25 +89,41 @@ class FlatOptimizer(ABC):
         for state in states:
             state.begin_update(version)
             if not state.moments:
-                state.moments = {name: torch.zeros_like(state.master) for name in self.moment_names}
+                self.allocate(state)
             self.applied[state.name] = self.applied.get(state.name, 0) + 1
-        for step in sorted({self.applied[state.name] for state in states}):
-            together = [state for state in states if self.applied[state.name] == step]
-            for decayed in (True, False):
-                self._step(self._part(together, step, decayed), learning_rate, coefficient)
+        rounded = [state for state in states if state.master.dtype not in (torch.float32, torch.float64)]
+        for state in rounded:  # one by one, for the wide weights of one unit at a time
+            self._step_rounded(state, learning_rate, coefficient)
+        exact = [state for state in states if state not in rounded]
+        for step in sorted({self.applied[state.name] for state in exact}):
+            together = [state for state in exact if self.applied[state.name] == step]
+            self._step_units(together, [state.master for state in together], step, learning_rate, coefficient)
         for state in states:
             if self._copied(state) is not None:
                 state.mark_published()
 
-    def _part(self, states: Sequence[UnitState], step: int, decayed: bool) -> Part:
+    def _step_rounded(self, state: UnitState, learning_rate: float, coefficient: Tensor) -> None:
+        step, wide = self.applied[state.name], state.master.to(state.accumulate_dtype)
+        self._step_units([state], [wide], step, learning_rate, coefficient)
+        round_weights(state, wide, self._seed, step, self._kernels)
+
+    def _step_units(
+        self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, rate: float, coefficient: Tensor
+    ) -> None:
+        """masters: what is stepped, one a unit."""
+        for decayed in (True, False):
+            self._step(self._part(states, masters, step, decayed), rate, coefficient)
+
+    def _part(self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, decayed: bool) -> Part:
         ranges = [(state, self._range(state, decayed)) for state in states]
         filled = [(state, part) for state, part in ranges if part.stop > part.start]
+        given = zip(masters, ranges, strict=True)
         return Part(
             step,
-            [state.master[part] for state, part in filled],
+            [master[part] for master, (_, part) in given if part.stop > part.start],
             # A version's number is that of the update behind it plus the versions, a multiple of the gradient buffers.
             [state.reduced_gradient(state.newest)[part] for state, part in filled],
-            {name: [state.moments[name][part] for state, part in filled] for name in self.moment_names},
+            {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,
             [copy[part] for state, part in filled if (copy := self._copied(state)) is not None],
         )
@@ -91,12 +132,10 @@ class FlatOptimizer(ABC):
         copy = state.working_copy
         return copy if self.writes_copies and copy is not None and copy.dtype == torch.bfloat16 else None
 
-    @staticmethod
-    def _range(state: UnitState, decayed: bool) -> slice:
-        """The decayed elements of this rank's shard, or the others."""
-        size = state.shard.stop - state.shard.start
-        stop = min(max(state.table.decay_stop - state.shard.start, 0), size)
-        return slice(0, stop) if decayed else slice(stop, size)
+    def _range(self, state: UnitState, decayed: bool) -> slice:
+        """Of this rank's part of a unit's buffers the decayed elements, or the others."""
+        stop, end = state.within_shard(state.table.decay_stop), state.within_shard(state.table.num_elements)
+        return slice(0, stop) if decayed else slice(stop, end)
 
 
 class FlatAdamW(FlatOptimizer):
@@ -132,11 +171,3 @@ class FlatSGD(FlatOptimizer):
     def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
         update = SGD(learning_rate, self._config.momentum, part.decay)
         sgd_step(part.parameters, part.gradients, part.moments.get(MOMENTUM, []), update, gradient_scale=coefficient)
-
-
-OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}
-
-
-def make_optimizer(config: OptimizerConfig, kernels: Registry = OPS) -> FlatOptimizer:
-    """The optimizer that `optimizer.name` names. kernels: which backend runs AdamW's step."""
-    return OPTIMIZERS[config.name](config, kernels)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.parallel.groups import DistributedGroup, Group
+from megapipe.parallel.groups.group import ReduceOperation
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -50,6 +51,11 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
     The gradient takes the same way back.
     """
     return x if group.size == 1 else _AllToAll.apply(x, group)
+
+
+def largest_in_group(x: Tensor, group: Group) -> Tensor:
+    """Elementwise maximum of all ranks' `x`, the same on every rank, without a gradient."""
+    return x if group.size == 1 else _reduced(x.detach(), group, "max")
 
 
 class _Copy(torch.autograd.Function):
@@ -117,11 +123,16 @@ def _slice_of(x: Tensor, group: Group, dim: int) -> Tensor:
 
 def _summed(x: Tensor, group: Group) -> Tensor:
     """A new tensor."""
+    return _reduced(x, group, "sum")
+
+
+def _reduced(x: Tensor, group: Group, op: ReduceOperation) -> Tensor:
+    """A new tensor."""
     if not isinstance(group, DistributedGroup):
-        return _summed_between_threads(x, group)
+        return _reduced_between_threads(x, group, op)
     with _errors_named(group, "all_reduce"):
         name = group.group_name
-        return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", name))
+        return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, name))
 
 
 def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -157,9 +168,9 @@ def _finished(x: Tensor) -> Tensor:
     return finished
 
 
-def _summed_between_threads(x: Tensor, group: Group) -> Tensor:
+def _reduced_between_threads(x: Tensor, group: Group, op: ReduceOperation) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total)
+    group.all_reduce(total, op)
     return total
 
 

@@ -27,7 +27,8 @@ class Segment:
 
 
 class SegmentTable:
-    """Segments of one unit, decayed parameters first so that each optimizer group is one contiguous range."""
+    """Segments of one unit, decayed parameters first, matrices first of all, so that each optimizer group is one
+    contiguous range: matrices end at `matrix_stop`, decayed parameters at `decay_stop`."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class SegmentTable:
         """
         self._segments: dict[str, Segment] = {}
         position = 0
-        self.decay_stop = 0
-        for spec in sorted(specs, key=lambda spec: not spec.decay):
+        self.decay_stop = self.matrix_stop = 0
+        for spec in sorted(specs, key=lambda spec: (not spec.decay, not spec.matrix)):
             local_shape = spec.local_shape(tensor_size, alignment)
             stored = 1
             for extent in local_shape:
@@ -55,6 +56,8 @@ class SegmentTable:
             position = -(-(position + stored) // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
             if spec.decay:
                 self.decay_stop = position
+                if spec.matrix:
+                    self.matrix_stop = position
         shards = SEGMENT_ALIGNMENT * num_shards
         self.num_elements = -(-position // shards) * shards
         self.tensor_rank = tensor_rank

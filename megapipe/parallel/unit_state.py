@@ -21,11 +21,12 @@ class UnitState:
 
     weights[i]: compute-dtype copies; absolute weight version v lies in copy v modulo their number. Versions
     0 .. copies-1 start out equal; `newest` is the youngest one.
-    master: fp32 buffer that the optimizer updates. When compute is fp32 (or fp64) there is no separate master: the
-    newest version is it.
+    master: fp32 buffer that the optimizer updates. When compute is fp32 (or fp64), and without master_weights, there
+    is no separate master: the newest version is it.
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
-    moments: name -> flat buffer, filled in by the optimizer.
+    moments: name -> flat buffer, filled in by the optimizer. One that not all parameters have begins at
+    `moment_starts[name]` of the other buffers.
     partial: names of parameters whose gradient is of this tensor rank's tokens alone, to be summed over the ranks.
 
     Where replicas share the state out, `shard` says which elements of the table this rank keeps. The master, the
@@ -49,6 +50,7 @@ class UnitState:
         num_uses: int = 1,
         gradient_buffers: int = 1,
         sharding: Sharding = WHOLE,
+        master_weights: bool = True,
     ) -> None:
         """Allocate zeroed buffers. Raises ValueError on a count below one, or gradient buffers that do not go evenly
         into the versions: what computes with one version always accumulates in the same buffer."""
@@ -90,21 +92,23 @@ class UnitState:
         self._has_reduced = False
         self._gathers: dict[int, Work] = {}
         self.moments: dict[str, Tensor] = {}
+        self.moment_starts: dict[str, int] = {}
         self.partial: frozenset[str] = frozenset()
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False
-        if compute_dtype != self.accumulate_dtype:
+        if master_weights and compute_dtype != self.accumulate_dtype:
             self._master = torch.zeros(shard_size, dtype=self.accumulate_dtype, device=device)
 
     @property
     def master(self) -> Tensor:
-        """This rank's part of the newest weights in the accumulation dtype."""
+        """This rank's part of the newest weights, in the accumulation dtype unless they are kept in the compute dtype
+        alone."""
         return self.weight_shards[self.newest % len(self.weights)] if self._master is None else self._master
 
     @property
     def working_copy(self) -> Tensor | None:
-        """This rank's part of the newest weights in the compute dtype; None where the master itself is in it."""
+        """This rank's part of the newest weights in the compute dtype; None where the master itself is them."""
         return None if self._master is None else self.weight_shards[self.newest % len(self.weights)]
 
     def held(self, segment: Segment) -> range:
@@ -117,6 +121,21 @@ class UnitState:
         first = segment.start - self.shard.start
         held = self.held(segment)
         return shard[first + held.start : first + held.stop] if held else shard[:0]
+
+    def within_shard(self, element: int) -> int:
+        """How many of the table's elements before that number this rank's shard has."""
+        return min(max(element, self.shard.start), self.shard.stop) - self.shard.start
+
+    def add_moment(self, name: str, part: slice, dtype: torch.dtype | None = None) -> None:
+        """Make a zeroed moment for the parameters that lie in `part`, by default in the accumulation dtype."""
+        size, kind = part.stop - part.start, self.accumulate_dtype if dtype is None else dtype
+        self.moments[name] = torch.zeros(size, dtype=kind, device=self.master.device)
+        self.moment_starts[name] = part.start
+
+    def moment(self, name: str, part: slice) -> Tensor:
+        """The elements of a moment that belong to `part` of the other buffers."""
+        start = self.moment_starts.get(name, 0)
+        return self.moments[name][part.start - start : part.stop - start]
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""

@@ -1,6 +1,6 @@
 """From a configuration, a mesh and a schedule to this rank's stages: the one place where model and layout meet."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,8 @@ from megapipe.engine.stages import StageBuilder, tied_names, tied_stages
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
+from megapipe.layers.fp8 import Fp8Products
+from megapipe.layers.linear import Linear
 from megapipe.layers.shared_samples import share_samples
 from megapipe.models.gpt import Block
 from megapipe.parallel.groups import Group
@@ -30,7 +32,7 @@ from megapipe.training.families import family_of
 VOCABULARY_ALIGNMENT = 64
 """Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Assembly:
             num_versions=self._copies,
             num_uses=num_uses,
             gradient_buffers=self._header.gradient_buffers,
+            master_weights=self._config.training.master_weights,
             sharding=sharding,
         )
         state.initialize(self._config.training.seed)
@@ -175,6 +178,22 @@ def share_samples_of(stages: Iterable[Stage], group: Group, kind: ContextAttenti
             for twin in unit:
                 if isinstance(twin, Block):
                     share_samples(twin.attention, group, kind)
+
+
+def use_fp8(stages: Mapping[int, Stage], layout: StageLayout, config: PretrainConfig, group: Group) -> None:
+    """Let the transformer blocks of these stages, but for the first and last that are kept, multiply in fp8."""
+    training = config.training
+    if training.fp8 == "none":
+        return
+    products = Fp8Products(training.fp8, group)
+    chosen = range(training.fp8_first_kept, config.model.num_layers - training.fp8_last_kept)
+    for number, stage in stages.items():
+        for unit, index in zip(stage.units, layout.ranges[number], strict=True):
+            layer = layout.layers[index]
+            modules = (module for twin in unit if isinstance(twin, nn.Module) for module in twin.modules())
+            for module in modules if layer.kind == "block" and layer.index in chosen else ():
+                if isinstance(module, Linear):
+                    module.products = products
 
 
 def compile_blocks(stages: Iterable[Stage]) -> None:

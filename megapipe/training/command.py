@@ -10,7 +10,8 @@ from megapipe.config.run import PretrainConfig
 
 
 def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
-    """Train what the command line configures; the exit status: 2 for a wrong input, 1 for too little memory.
+    """Train what the command line configures; the exit status: 2 for a wrong input, 1 for too little memory or
+    gradients out of range.
 
     kind: of configuration. hint: printed where there are no arguments.
     """
@@ -19,6 +20,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     # Importing torch takes a second, which --help and a misspelt key need not wait for.
     from megapipe.checkpoint.errors import CheckpointError
     from megapipe.data.errors import DataError
+    from megapipe.optim.loss_scale import LossScaleError
     from megapipe.parallel.errors import LaunchError
     from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.memory_report import OutOfMemory
@@ -34,6 +36,10 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except LossScaleError as error:
+        if os.environ.get("RANK", "0") == "0":  # all ranks end alike
+            print(f"error: {error}", file=sys.stderr)
+        return 1
     except OutOfMemory as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

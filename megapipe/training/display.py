@@ -102,6 +102,7 @@ def vital_signs(record: StepRecord) -> str:
     return (
         f"loss {record.loss:.4f}{_terms(record.terms)} | gradient norm {record.gradient_norm:.3f} | "
         f"learning rate {record.learning_rate:.2e}"
+        f"{'' if record.loss_scale is None else f' | loss scale {record.loss_scale:g}'}"
     )
 
 
@@ -125,7 +126,8 @@ def _terms(terms: dict[str, float]) -> str:
 
 def skipped_line(record: StepRecord) -> str:
     """Why a step changed nothing."""
-    return f"step {record.step}: gradients are not finite (norm {record.gradient_norm}); the update is skipped"
+    scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
+    return f"step {record.step}: gradients are not finite (norm {record.gradient_norm}){scale}; the update is skipped"
 
 
 def duration(seconds: float) -> str:

@@ -10,10 +10,14 @@ from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
 from megapipe.layers.document_blocks import why_a_mask
+from megapipe.layers.fp8 import ALIGNMENT
 from megapipe.models.gpt_kernels import KernelUse, runs_unfused
 from megapipe.training.assemble import DTYPES
 from megapipe.training.context_layout import runs_ring
 from megapipe.training.families import family_of
+
+FP8_CAPABILITY = (8, 9)
+"""The first GPUs that multiply in fp8."""
 
 
 def kernel_problems(config: PretrainConfig) -> list[str]:
@@ -36,8 +40,10 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
     dtype = DTYPES[config.training.precision]
     uses = family_of(config).kernels(dtype, device.type)
     uses.append(KernelUse("gradient_norm", torch.float32, 1))
-    if config.optimizer.name == "adamw":
+    if config.optimizer.name in ("adamw", "muon"):
         uses.append(KernelUse("adamw", torch.float32, 1))
+    if not config.training.master_weights:
+        uses.append(KernelUse("stochastic_rounding", torch.float32, 1))
     choices, problems = [], []
     for use in uses:
         try:
@@ -64,6 +70,52 @@ def document_attention(config: PretrainConfig, device: torch.device) -> str | No
     if config.model.attention == "flex":
         raise ConfigError(f"model.attention is 'flex', but {reason}; set model.attention to auto")
     return f"attention within documents: a mask [samples, tokens, tokens] ({reason})"
+
+
+def fp8_products(config: PretrainConfig, device: torch.device) -> str | None:
+    """How matrices are multiplied in fp8, in words; None where none are.
+
+    Raises ConfigError where this device cannot, or where its units do not take the model's shapes.
+    """
+    recipe = config.training.fp8
+    if recipe == "none":
+        return None
+    if device.type != "cuda":
+        return f"fp8: {recipe} scales, rounding emulated and products in fp32 (no fp8 units on {device.type})"
+    problems = fp8_problems(config, torch.cuda.get_device_capability(device))
+    if problems:
+        raise ConfigError(problems)
+    return f"fp8: {recipe} scales, torch._scaled_mm"
+
+
+def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[str]:
+    """Why products in fp8 cannot run on GPUs of this compute capability, one message each."""
+    model, tensor, recipe = config.model, config.parallel.tensor, config.training.fp8
+    found = []
+    if capability < FP8_CAPABILITY:
+        found.append(
+            f"training.fp8 {recipe} needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, "
+            f"Hopper) or later, and this one has {capability[0]}.{capability[1]}; set training.fp8 none"
+        )
+    if recipe == "rowwise" and config.training.precision != "bf16":
+        found.append(
+            f"training.fp8 rowwise gives its results in bf16, and training.precision is {config.training.precision}; "
+            "set that to bf16, or training.fp8 tensorwise"
+        )
+    extents = {
+        "model.hidden_size": model.hidden_size,
+        "rows of the MLP's matrices on a rank": model.ffn_size // tensor,
+        "columns of the attention's output matrix on a rank": model.num_heads * model.head_dim // tensor,
+        "rows of its qkv matrix on a rank": (model.num_heads + 2 * model.kv_heads) * model.head_dim // tensor,
+        "tokens of a micro-batch": config.batch.micro_size * config.data.sequence_length,
+    }
+    found += [
+        f"training.fp8 {recipe}: {name} {extent} must be a multiple of {ALIGNMENT} on a GPU; choose another size, or "
+        "set training.fp8 none"
+        for name, extent in extents.items()
+        if extent % ALIGNMENT
+    ]
+    return found
 
 
 def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:

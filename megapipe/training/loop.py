@@ -47,6 +47,7 @@ class _FedStep:
 
     samples: int
     learning_rate: float
+    loss_scale: float | None
 
 
 class TrainingLoop:
@@ -135,8 +136,11 @@ class TrainingLoop:
         rate = learning_rate(self._config.optimizer, step + 1, self._config.training.steps)
         self._use_engine_for(batch.num_samples)
         self._profiler.before(step, self._engine)
-        self._fed.append(_FedStep(batch.num_samples, rate))
-        return self._tell(position, self._engine.feed(StepInput(step, batch.contexts, batch.token_counts, rate, stop)))
+        scaler = self._replica.loss_scaler
+        scale = None if scaler is None else scaler.scale(step)
+        self._fed.append(_FedStep(batch.num_samples, rate, scale))
+        given = StepInput(step, batch.contexts, batch.token_counts, rate, stop, 1.0 if scale is None else scale)
+        return self._tell(position, self._engine.feed(given))
 
     def _tell(self, position: Position, results: Sequence[StepResult]) -> bool:
         """Advance `position` over steps that ended; whether some rank wanted to stop in one of them."""
@@ -148,6 +152,8 @@ class TrainingLoop:
             now = time.perf_counter()
             self._listener.step(self._record(position, result, fed, now - self._clock))
             self._clock = now
+            if self._replica.loss_scaler is not None:
+                self._replica.loss_scaler.observe(result.step, result.skipped)
         return any(result.stop for result in results)
 
     def _use_engine_for(self, num_samples: int) -> None:
@@ -174,4 +180,5 @@ class TrainingLoop:
             seconds=seconds,
             mfu=self._meter.mfu(tokens, seconds),
             terms=self._replica.family.named(result.loss_terms),
+            loss_scale=fed.loss_scale,
         )

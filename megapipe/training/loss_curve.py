@@ -11,7 +11,7 @@ from megapipe.training.references import References
 FILE_NAME = "loss_curve.png"
 
 _TRAINING, _EVALUATION, _REFERENCE = "#1f6fb4", "#d9541e", "#8a8a8a"
-_RUNS = (_TRAINING, _EVALUATION, "#3a8f3a", "#8a4fb0")
+_RUNS = (_TRAINING, _EVALUATION, "#3a8f3a", "#8a4fb0", "#b8860b", "#c2407e")
 
 Curve = tuple[str, LossHistory, str, str]
 """What stands ahead of a run's labels, its losses, and the colours of its training and its validation."""

@@ -18,7 +18,7 @@ from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
 from megapipe.training.folders import make_folders
-from megapipe.training.kernel_choices import attention_kept, document_attention, kernel_choices, told
+from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.precision import with_precision
 from megapipe.training.profile import Profiler
@@ -73,9 +73,10 @@ def _train(config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Sam
         evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
         for line in told(choices, config.kernels.backends):
             say(line)
-        for remark in (document_attention(config, mesh.device), attention_kept(config, mesh.device)):
-            if remark is not None:
-                say(remark)
+        for remark in (document_attention, attention_kept, fp8_products):
+            told_of = remark(config, mesh.device)
+            if told_of is not None:
+                say(told_of)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)
 
 

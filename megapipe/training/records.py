@@ -33,6 +33,8 @@ class StepRecord:
     2204.02311, appendix B)."""
     terms: dict[str, float] = field(default_factory=dict)
     """Of a loss that has several, by name: mlm (masked tokens), sop (sentence order), nsp (next sentence)."""
+    loss_scale: float | None = None
+    """What an fp16 run multiplied the step's loss by."""
 
 
 @dataclass(frozen=True, kw_only=True)

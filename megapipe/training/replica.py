@@ -15,13 +15,21 @@ from megapipe.engine.stage import Stage
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.kernels.ops import OPS
 from megapipe.optim.clipping import clip_coefficient
-from megapipe.optim.optimizer import make_optimizer
+from megapipe.optim.loss_scale import LossScaler
+from megapipe.optim.make import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
-from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts, share_samples_of
+from megapipe.training.assemble import (
+    Assembly,
+    compile_blocks,
+    lay_out,
+    recompute_parts,
+    share_samples_of,
+    use_fp8,
+)
 from megapipe.training.families import family_of
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.sequence import shard_sequences
@@ -54,9 +62,13 @@ class Replica:
             share_samples_of(self.stages.values(), mesh.group("context"), config.parallel.context_attention)
         if config.recompute.method == "selective":
             recompute_parts(self.stages.values(), config.recompute.parts)
+        use_fp8(self.stages, self.layout, config, mesh.group("tensor"))
         if config.training.compile:
             compile_blocks(self.stages.values())
-        self.optimizer = make_optimizer(config.optimizer, self.kernels)
+        self.optimizer = make_optimizer(config.optimizer, self.kernels, config.training.seed, mesh.group("tensor"))
+        lag = 0 if self.schedule.flushes else 1
+        scaled = config.training.precision == "fp16"
+        self.loss_scaler = LossScaler(config.loss_scale, lag) if scaled else None
         self._links = LinkPool(mesh, config.parallel.links, config.parallel.timeout_seconds)
         self.engine = self._engine(self.schedule)
 

@@ -21,7 +21,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
 
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FIXED = (
     ("training", "seed"),
     ("data", "sequence_length"),
@@ -115,6 +115,7 @@ class Checkpointer:
             precision=PRECISIONS[states[0].weights[0].dtype],
             losses=tuple(losses),
             config=asdict(self._config),
+            loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
         )
         self.path = save(self.directory, states, replica.optimizer.applied, run, self._mesh)
         self._saved_step = step
@@ -169,9 +170,11 @@ class Checkpointer:
             replica.states(),
             replica.optimizer.applied,
             self._mesh,
-            moments=replica.optimizer.moment_names,
+            moments=replica.optimizer,
             updates_per_step=replica.schedule.header.updates_per_step,
         )
+        if replica.loss_scaler is not None:
+            replica.loss_scaler.restore(run.loss_scale, run.step)
         self._saved_step = run.step
         if self._mesh.rank == 0:
             self._say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")

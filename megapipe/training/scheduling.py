@@ -158,6 +158,11 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
             f"update, and this schedule updates {updates_per_step} times a step, each rank when it likes; set "
             "optimizer.clip_norm null, or use 2bw, which clips exactly"
         )
+    if config.training.precision == "fp16":
+        problems.append(
+            "training.precision fp16 skips steps whose gradients overflow, and this schedule updates before that is "
+            "known; set training.precision bf16, or use 2bw"
+        )
     if config.model.tie_embeddings and config.parallel.pipeline > 1:
         problems.append(
             "model.tie_embeddings: the tied weight lies on the first and the last rank, which this schedule updates "

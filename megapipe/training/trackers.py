@@ -37,6 +37,7 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "speed/tokens_per_second": record.tokens / record.seconds,
         "speed/mfu": record.mfu,
         **{f"train/{name}_loss": loss for name, loss in record.terms.items()},
+        **({} if record.loss_scale is None else {"train/loss_scale": record.loss_scale}),
     }
 
 

@@ -1,6 +1,5 @@
 """Tiny GPT runs that save and resume, on any mesh."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.shards import parts_of, shards_of
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
@@ -17,7 +17,7 @@ from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from megapipe.training.sources import open_loader, open_samples
-from tests.support.gpt_runs import Shard, assembled, make_config, shards
+from tests.support.gpt_runs import Shard, assembled, make_config
 from tests.support.meshes import run_mesh
 
 Sizes = dict[str, int]
@@ -61,8 +61,8 @@ def run(sizes: Sizes, config: PretrainConfig, until: int) -> Outcome:
     parallel = replace(config.parallel, **layout, timeout_seconds=30.0)
     ranks: list[RankOutcome] = run_mesh(sizes, train, replace(config, parallel=parallel), until)
     assert all(rank.losses == ranks[0].losses for rank in ranks)
-    kinds = ranks[0].kept
-    tensors = {kind: assembled([rank.kept[kind] for rank in ranks]) for kind in kinds}
+    kinds = {kind for rank in ranks for kind in rank.kept}
+    tensors = {kind: assembled([rank.kept.get(kind, []) for rank in ranks]) for kind in sorted(kinds)}
     return Outcome(ranks[0].losses, ranks[0].start, ranks[0].said, tensors)
 
 
@@ -78,12 +78,17 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
         for step in range(start, until):
             batch = loader.load(consumed)
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-            results = replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, rate))
+            scaler = replica.loss_scaler
+            scale = 1.0 if scaler is None else scaler.scale(step)
+            given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
+            results = replica.engine.feed(given)
             consumed += config.batch.global_size
             last = step + 1 == until
             saving = checkpointer.is_due(step + 1, last)
             if last or saving:
                 results += replica.engine.drain()
+            for result in results if scaler is not None else ():
+                scaler.observe(result.step, result.skipped)
             losses += [(result.step + 1, result.loss) for result in results]
             if saving:
                 checkpointer.save(replica, step + 1, consumed, losses)
@@ -91,11 +96,13 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
 
 
 def kept(replica: Replica) -> dict[str, list[Shard]]:
-    """Weights and moments of this rank."""
-    states: Sequence[Any] = replica.states()
-    kinds = set(states[0].moments)
-    found = {"weights": shards(states, [state.master for state in states])}
-    return found | {kind: shards(states, [state.moments[kind] for state in states]) for kind in sorted(kinds)}
+    """Weights of all versions and moments of this rank."""
+    found: dict[str, list[Shard]] = {}
+    for shard in shards_of(replica.states()):
+        for kind, part in parts_of(shard).items():
+            spec, box = shard.segment.spec, shard.segment.box
+            found.setdefault(kind, []).append(Shard(spec.name, spec.shape, box, part.view(box.shape).clone()))
+    return found
 
 
 def assert_same_bits(found: Outcome, expected: Outcome) -> None:

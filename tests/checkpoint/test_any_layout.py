@@ -18,6 +18,7 @@ from tests.checkpoint.toy import (
     MODEL,
     MOMENTS,
     Layout,
+    ToyMoments,
     alone,
     check,
     fill,
@@ -100,7 +101,7 @@ def test_fewer_versions_take_the_newest_and_more_start_from_it(tmp_path: Path) -
     load_step(alone(), ALONE, path, 5)
     single = save_step(alone(), ALONE, tmp_path, 6)
     states = make_states(alone(), two)
-    load(single, states, {}, alone(), moments=MOMENTS)
+    load(single, states, {}, alone(), moments=ToyMoments())
     check(states, 6)
     for state in states:
         assert torch.equal(state.weights[0], state.weights[1])
@@ -109,7 +110,7 @@ def test_fewer_versions_take_the_newest_and_more_start_from_it(tmp_path: Path) -
 def test_several_updates_a_step_number_the_versions(tmp_path: Path) -> None:
     path = save_step(alone(), ALONE, tmp_path, 5)
     states = make_states(alone(), ALONE)
-    load(path, states, {}, alone(), moments=MOMENTS, updates_per_step=4)
+    load(path, states, {}, alone(), moments=ToyMoments(), updates_per_step=4)
     assert {state.newest for state in states} == {20}
 
 
@@ -118,7 +119,7 @@ def test_bf16_goes_on_from_its_fp32_master(tmp_path: Path) -> None:
     path = save_step(alone(), half, tmp_path, 5)
     assert {chunk.dtype for chunk in read_manifest(path).chunks} == {"F32"}
     states = make_states(alone(), half)
-    load(path, states, {}, alone(), moments=MOMENTS)
+    load(path, states, {}, alone(), moments=ToyMoments())
     check(states, 5)
     for state in states:
         assert torch.equal(state.weights[0], state.master.to(torch.bfloat16))
@@ -141,7 +142,7 @@ def test_units_that_were_never_updated_have_no_moments(tmp_path: Path) -> None:
     fill(states, 1, moments=())
     path = save(tmp_path, states, {}, run_state(1), alone())
     found, applied = make_states(alone(), ALONE), {"one": 3}
-    load(path, found, applied, alone(), moments=MOMENTS)
+    load(path, found, applied, alone(), moments=ToyMoments())
     assert all(state.moments == {} for state in found)
     assert set(applied.values()) == {0}
 
@@ -149,7 +150,7 @@ def test_units_that_were_never_updated_have_no_moments(tmp_path: Path) -> None:
 def test_an_optimizer_with_other_moments_is_refused(tmp_path: Path) -> None:
     path = save_step(alone(), ALONE, tmp_path, 5)
     with pytest.raises(CheckpointError, match=r"not its momentum.*init_from"):
-        load(path, make_states(alone(), ALONE), {}, alone(), moments=("momentum",))
+        load(path, make_states(alone(), ALONE), {}, alone(), moments=ToyMoments(("momentum",)))
 
 
 def load_and_look(mesh: Mesh, layout: Layout, path: Path) -> tuple[type, str, bool]:
@@ -158,7 +159,7 @@ def load_and_look(mesh: Mesh, layout: Layout, path: Path) -> tuple[type, str, bo
     fill(states, 3)
     applied = {"one": 3}
     try:
-        load(path, states, applied, mesh, moments=MOMENTS)
+        load(path, states, applied, mesh, moments=ToyMoments())
     except CheckpointError as error:
         check(states, 3)
         return type(error), str(error), applied == {"one": 3}

@@ -23,6 +23,20 @@ from megapipe.parallel.unit_state import UnitState
 MOMENTS = ("first_moment", "second_moment")
 
 
+@dataclass(frozen=True)
+class ToyMoments:
+    """Moments that every parameter has."""
+
+    names: Sequence[str] = MOMENTS
+
+    def kinds(self, spec: ParameterSpec) -> Sequence[str]:
+        return self.names
+
+    def allocate(self, state: UnitState) -> None:
+        for name in self.names:
+            state.add_moment(name, slice(0, state.table.num_elements))
+
+
 def spec(name: str, shape: tuple[int, ...], axis: int | None = 0, padded: bool = False) -> ParameterSpec:
     return ParameterSpec(name, shape, axis, Init("zeros"), decay=len(shape) > 1, matrix=False, padded=padded)
 
@@ -133,7 +147,7 @@ def load_step(mesh: Mesh, layout: Layout, path: Path, step: int, earlier: int = 
     """Load into fresh states and check them. earlier: how many older versions the checkpoint has."""
     states = make_states(mesh, layout)
     applied: dict[str, int] = {}
-    found = load(path, states, applied, mesh, moments=MOMENTS)
+    found = load(path, states, applied, mesh, moments=ToyMoments())
     assert found == run_state(step)
     assert applied == {state.name: step for state in states}
     check(states, step, (WEIGHTS, *MOMENTS, *[earlier_weights(age) for age in range(1, earlier + 1)]))

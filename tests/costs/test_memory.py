@@ -9,7 +9,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes, boundary_bytes, num_moments, state_bytes
-from megapipe.optim.optimizer import make_optimizer
+from megapipe.optim.make import make_optimizer
 
 
 @given(st.integers(1, 4), st.integers(1, 128), st.sampled_from([4, 8, 16]), st.sampled_from([1, 2, 4]))

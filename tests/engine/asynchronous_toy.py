@@ -16,7 +16,8 @@ from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.optim.clipping import clip_coefficient
-from megapipe.optim.optimizer import FlatOptimizer, make_optimizer
+from megapipe.optim.make import make_optimizer
+from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.costs.parameters import Init, ParameterSpec
-from megapipe.optim.optimizer import FlatAdamW, FlatOptimizer, FlatSGD, make_optimizer
+from megapipe.optim.make import make_optimizer
+from megapipe.optim.optimizer import FlatAdamW, FlatOptimizer, FlatSGD
 from megapipe.parallel.unit_state import UnitState
 
 SPECS = [

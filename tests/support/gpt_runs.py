@@ -127,7 +127,12 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeou
     for step in range(config.training.steps if steps is None else steps):
         batch = loader.load(step * config.batch.global_size)
         rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-        results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate)))
+        scaler = replica.loss_scaler
+        scale = 1.0 if scaler is None else scaler.scale(step)
+        given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
+        results.append(replica.engine.run(given))
+        if scaler is not None:
+            scaler.observe(step, results[-1].skipped)
     states = replica.states()
     return RankRun(results, gradients, shards(states, [state.master for state in states]))
 

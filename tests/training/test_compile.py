@@ -8,12 +8,10 @@ import pytest
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.parallel.mesh import Mesh
-from megapipe.training import assemble
-from megapipe.training.assemble import CompiledForward
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
+from tests.support.compiled_runs import run_compiled
 from tests.support.equality import check_bits, check_gradients
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, write_shard
 from tests.support.meshes import run_mesh
 
 DROPOUT = replace(GPT2_SHAPE, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
@@ -36,20 +34,7 @@ def train(
         schedule=schedule or {},
         training={"compile": compiler is not None},
     )
-    return run_mesh({"pipeline": pipeline}, on_compiler, config, compiler, timeout=300)
-
-
-def on_compiler(mesh: Mesh, config: Any, compiler: str | None) -> RankRun:
-    """A run whose compiled blocks count their frames: every block of a rank shares the first."""
-    if compiler is None:
-        return run_gpt(mesh, config, STEPS)
-    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
-
-    counter = CompileCounterWithBackend(compiler)
-    assemble.CompiledForward = lambda **options: CompiledForward(backend=counter, **options)  # type: ignore[misc, assignment]
-    run = run_gpt(mesh, config, STEPS, timeout=200.0)
-    assert counter.frame_count == 1
-    return run
+    return run_mesh({"pipeline": pipeline}, run_compiled, config, compiler, STEPS, timeout=300)
 
 
 def check(found: list[RankRun], expected: list[RankRun]) -> None:
@@ -76,7 +61,7 @@ def test_traced_blocks_of_a_bert_train_the_same_model(tmp_path: Path, model: Ber
     runs = []
     for compiler, schedule in ((None, {}), ("aot_eager", {}), ("aot_eager", {"two_bp": True})):
         config = make_bert_config(data, model, schedule=schedule, training={"compile": compiler is not None})
-        runs.append(run_mesh({}, on_compiler, config, compiler, timeout=300))
+        runs.append(run_mesh({}, run_compiled, config, compiler, STEPS, timeout=300))
     expected, whole, halves = runs
     check(whole, expected)
     check_bits(halves, whole[0])

@@ -1,0 +1,96 @@
+"""What a precision, or an optimizer, does to a model's losses: a small GPT over bytes, one picture for each question.
+
+Every run starts from the same weights on the same batches in one process on a CPU, where bf16, fp16 and fp8 round as
+they do on a GPU (fp8 is emulated) but save no time. The data are those of examples/gpt_tiny.yaml.
+
+    .venv/bin/python benchmarks/precision_losses.py --steps 150
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PRECISIONS = {
+    "fp32": ["--training.precision=fp32"],
+    "bf16": ["--training.precision=bf16"],
+    "bf16, no master": ["--training.precision=bf16", "--training.master_weights=false"],
+    "fp16": ["--training.precision=fp16", "--loss_scale.window=100"],
+    "bf16, fp8 tensorwise": ["--training.precision=bf16", "--training.fp8=tensorwise"],
+    "bf16, fp8 rowwise": ["--training.precision=bf16", "--training.fp8=rowwise"],
+}
+OPTIMIZERS = {"adamw": ["--optimizer.name=adamw"], "muon": ["--optimizer.name=muon"]}
+PICTURES = {"precision_loss.png": PRECISIONS, "optimizer_loss.png": OPTIMIZERS}
+
+MODEL = [
+    "--model.num_layers=2", "--model.hidden_size=64", "--model.num_heads=4", "--data.sequence_length=64",
+    "--batch.micro_size=8",
+]  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak, of every run")
+    parser.add_argument("--prefix", type=Path, default=Path("data/stdlib_text_document"), help="shard of bytes")
+    parser.add_argument("--folder", type=Path, default=Path("runs/precision_losses"), help="where the runs go")
+    parser.add_argument(
+        "--pictures", type=Path, default=None, help="folder of the pictures; default: that of the runs"
+    )
+    return parser.parse_args()
+
+
+def train(name: str, options: list[str], arguments: argparse.Namespace) -> Path:
+    """One run; returns its folder."""
+    folder: Path = arguments.folder / name.replace(", ", "_").replace(" ", "_")
+    if not arguments.prefix.with_suffix(".bin").is_file():
+        sys.exit(f"{arguments.prefix}.bin is not there; examples/gpt_tiny.yaml says how to make it, or use --prefix")
+    command = [
+        sys.executable, "pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml", "--data.prefix",
+        str(arguments.prefix), *MODEL, "--parallel.device=cpu", "--training.directory", str(folder),
+        "--training.steps", str(arguments.steps), "--optimizer.warmup_steps", str(max(1, arguments.steps // 10)),
+        "--optimizer.learning_rate", str(arguments.learning_rate), "--training.log_every=50",
+        "--checkpoint.every", "null", "--evaluation.every", str(max(1, arguments.steps // 4)), *options,
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    return folder
+
+
+def main() -> None:
+    arguments = parse()
+    for path in ("prefix", "folder"):
+        setattr(arguments, path, getattr(arguments, path).resolve())
+    folders = {
+        picture: {name: train(name, options, arguments) for name, options in runs.items()}
+        for picture, runs in PICTURES.items()
+    }
+
+    # Not before the runs: torch takes a second to import, and bad arguments are told by then.
+    from megapipe.config.load import parse as parse_config
+    from megapipe.training import loss_curve, metrics
+    from megapipe.training.batches import split_samples
+    from megapipe.training.references import reference_losses
+
+    data = ["--config", str(ROOT / "examples/gpt_tiny.yaml"), "--data.prefix", str(arguments.prefix)]
+    config = parse_config(data)
+    references = reference_losses(split_samples(config, "train"), config.model.vocabulary_size)
+    print(f"\n{'run':<24}{'mean of last 20':>18}{'held-out loss':>16}{'skipped':>9}")
+    for picture, runs in folders.items():
+        histories = {name: metrics.read_losses(folder / metrics.FILE_NAME) for name, folder in runs.items()}
+        title = f"GPT over bytes, {arguments.steps} steps, learning rate {arguments.learning_rate:g}"
+        path = (arguments.pictures or arguments.folder) / picture
+        loss_curve.draw_loss_curves(path, histories, references, title)
+        for name, history in histories.items():
+            last = [history.training[step] for step in sorted(history.training)[-20:]]
+            lines = (runs[name] / metrics.FILE_NAME).read_text().splitlines()
+            skipped = sum('"skipped": true' in line for line in lines)
+            held_out = history.evaluation[max(history.evaluation)]
+            print(f"{name:<24}{sum(last) / len(last):>18.4f}{held_out:>16.4f}{skipped:>9}")
+        print(f"picture: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Muon over UnitStates against torch.optim.Muon and torch.optim.AdamW on the separate matrices and the rest."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.muon import MuonConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.memory import num_moments, state_bytes
+from megapipe.costs.parameters import Init, ParameterSpec
+from megapipe.optim.make import make_optimizer
+from megapipe.optim.newton_schulz import orthogonalised
+from megapipe.optim.optimizer import FlatOptimizer
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.training.validate import validate
+from tests.support.meshes import run_mesh
+
+NORMAL = Init("normal", 0.3)
+SPECS = [
+    ParameterSpec("qkv", (2, 4, 3, 10), 0, NORMAL, decay=True, matrix=True),
+    ParameterSpec("table", (20, 6), 0, NORMAL, decay=True, matrix=False),
+    ParameterSpec("up", (2, 16, 10), 1, NORMAL, decay=True, matrix=True),
+    ParameterSpec("bias", (7,), None, NORMAL, decay=False, matrix=False),
+    ParameterSpec("down", (10, 16), 1, NORMAL, decay=True, matrix=True),
+    ParameterSpec("whole", (5, 9), None, NORMAL, decay=True, matrix=True),
+]
+CONFIGS = [
+    OptimizerConfig(name="muon", muon=MuonConfig(elementwise_rate=0.5)),
+    OptimizerConfig(name="muon", muon=MuonConfig(momentum=0.8, nesterov=False, scale="spectral"), weight_decay=0.0),
+    OptimizerConfig(name="muon", muon=MuonConfig(newton_schulz_steps=3)),
+]
+RATES = [1e-2, 3e-2, 2e-2, 5e-3]
+
+
+def gradient_of(name: str, step: int) -> Tensor:
+    """Of a whole parameter."""
+    spec = next(spec for spec in SPECS if spec.name == name)
+    return torch.randn(spec.shape, generator=torch.Generator().manual_seed(100 * step + len(name) + ord(name[0])))
+
+
+def separate(name: str, whole: Tensor) -> Iterator[Tensor]:
+    """The matrices of a parameter by hand, as views."""
+    if name == "qkv":
+        yield from (whole[:, :2], whole[:, 2], whole[:, 3])
+    elif name == "up":
+        yield from (whole[0], whole[1])
+    else:
+        yield whole
+
+
+def stepped(
+    config: OptimizerConfig, rank: int = 0, size: int = 1, group: Any = None, dtype: torch.dtype = torch.float32
+) -> UnitState:
+    """A unit after some updates. rank, size: of a tensor group."""
+    state = UnitState("unit", SPECS, compute_dtype=dtype, tensor_rank=rank, tensor_size=size)
+    state.initialize(3)
+    optimizer = make_optimizer(config, tensor_group=group)
+    for step, rate in enumerate(RATES):
+        for segment in state.table:
+            box = tuple(slice(*each) for each in zip(segment.box.starts, segment.box.stops, strict=True))
+            part = gradient_of(segment.spec.name, step)[box]
+            state.owned_view(state.gradients[0], segment).copy_(part)
+        optimizer.update([state], state.newest + 1, rate, torch.tensor(0.25))
+        state.publish()
+    return state
+
+
+def values(state: UnitState) -> dict[str, Tensor]:
+    return {segment.spec.name: state.owned_view(state.master, segment).clone() for segment in state.table}
+
+
+def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
+    """The same by torch, every separate matrix a parameter of its own."""
+    state = UnitState("unit", SPECS)
+    state.initialize(3)
+    found = values(state)
+    muon = config.muon
+    parts = {
+        name: [torch.nn.Parameter(part.reshape(-1, part.shape[-1])) for part in separate(name, found[name])]
+        for name in ("qkv", "up", "down", "whole")
+    }
+    matrices = torch.optim.Muon(
+        [part for each in parts.values() for part in each],
+        lr=1.0,
+        weight_decay=config.weight_decay,
+        momentum=muon.momentum,
+        nesterov=muon.nesterov,
+        ns_steps=muon.newton_schulz_steps,
+        adjust_lr_fn="match_rms_adamw" if muon.scale == "match_rms" else "original",
+    )
+    rest = {name: torch.nn.Parameter(found[name]) for name in ("table", "bias")}
+    groups = [{"params": [rest["table"]]}, {"params": [rest["bias"]], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay)
+    for step, rate in enumerate(RATES):
+        for name, each in parts.items():
+            for part, gradient in zip(each, separate(name, gradient_of(name, step) * 0.25), strict=True):
+                part.grad = gradient.reshape(part.shape)
+        for name, parameter in rest.items():
+            parameter.grad = gradient_of(name, step) * 0.25
+        matrices.param_groups[0]["lr"] = rate
+        for group in adamw.param_groups:
+            group["lr"] = rate * muon.elementwise_rate
+        matrices.step()
+        adamw.step()
+    for name, each in parts.items():
+        for target, part in zip(separate(name, found[name]), each, strict=True):
+            target.copy_(part.detach().view(target.shape))
+    return found | {name: parameter.detach() for name, parameter in rest.items()}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["nesterov", "spectral", "three-steps"])
+def test_equals_torchs_muon_and_adamw(config: OptimizerConfig) -> None:
+    expected = torchs(config)
+    for name, found in values(stepped(config)).items():
+        torch.testing.assert_close(found, expected[name], rtol=2e-6, atol=2e-6)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 100))
+def test_singular_values_come_near_one(rows: int, columns: int, seed: int) -> None:
+    """U S V^T keeps U and V: against the singular value decomposition in float64, for values above a tenth of the
+    norm."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonalised(matrix.float(), steps=5).double()
+    inside = (left.t() @ found @ right.t()).diagonal()[singular > 0.1 * matrix.norm()]
+    assert ((inside > 0.6) & (inside < 1.3)).all()
+    assert torch.linalg.svdvals(found).max() < 1.35
+
+
+def on_tensor_rank(mesh: Mesh, config: OptimizerConfig) -> dict[str, Tensor]:
+    group = mesh.group("tensor")
+    return values(stepped(config, group.rank, group.size, group))
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+def test_tensor_ranks_find_the_update_of_the_whole_matrix(backend: str) -> None:
+    """Bit for bit: the gathered momentum is the whole one."""
+    ranks = run_mesh({"tensor": 2}, on_tensor_rank, CONFIGS[0], backend=backend)  # type: ignore[arg-type]
+    expected = values(stepped(CONFIGS[0]))
+    for spec in SPECS:
+        parts = [rank[spec.name] for rank in ranks]
+        found = parts[0] if spec.partition_axis is None else torch.cat(parts, spec.partition_axis)
+        assert torch.equal(found, expected[spec.name]), spec.name
+
+
+def test_working_copies_are_the_rounded_master() -> None:
+    state = stepped(CONFIGS[0], dtype=torch.bfloat16)
+    assert torch.equal(state.weights[0], state.master.bfloat16())
+    for name, found in values(state).items():
+        torch.testing.assert_close(found, values(stepped(CONFIGS[0]))[name])
+
+
+def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
+    specs = [
+        ParameterSpec("w", (64, 32), None, NORMAL, decay=True, matrix=True),
+        ParameterSpec("t", (64, 2), None, NORMAL, decay=True, matrix=False),
+    ]
+    state = UnitState("unit", specs)
+    optimizer: FlatOptimizer = make_optimizer(CONFIGS[0])
+    optimizer.update([state], 1, 1e-3, torch.tensor(1.0))
+    config = CONFIGS[0]
+    expected = state_bytes(specs, "fp32", moments=num_moments(config), matrix_moments=num_moments(config, matrix=True))
+    assert sum(moment.nbytes for moment in state.moments.values()) == expected.moments == 4 * (64 * 32 + 2 * 64 * 2)
+    assert optimizer.sharding == "whole"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "muon", "muon": MuonConfig(momentum=1.0)}, r"optimizer.muon.momentum is 1.0; it must be"),
+        ({"name": "muon", "muon": MuonConfig(newton_schulz_steps=0)}, r"newton_schulz_steps is 0; it must be from 1"),
+        ({"name": "muon", "muon": MuonConfig(elementwise_rate=0)}, r"elementwise_rate is 0; it must be above 0"),
+        ({"name": "muon", "momentum": 0.9}, r"whose momentum is optimizer.muon.momentum; set that one"),
+        ({"muon": MuonConfig(momentum=0.9)}, r"optimizer.muon is set, and optimizer.name is adamw"),
+        ({"name": "muon", "moment_dtype": "bf16"}, r"moment_dtype is bf16, which adamw alone can"),
+    ],
+)
+def test_wrong_values_are_told(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(PretrainConfig(optimizer=OptimizerConfig(**fields)), 1)

@@ -1,0 +1,153 @@
+"""Stochastic rounding: right on average, the same bits however a tensor is cut, and able to learn where rounding to
+nearest stands still."""
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.memory import state_bytes
+from megapipe.costs.parameters import Init, ParameterSpec
+from megapipe.kernels.reference.stochastic_rounding import Elements, round_to
+from megapipe.optim.make import make_optimizer
+from megapipe.optim.rounding import round_weights
+from megapipe.parallel.unit_state import UnitState
+from megapipe.random.rounding import rounding_key, rounding_words
+from megapipe.training.validate import validate
+
+WHOLE = Elements(0, 1, 1)
+
+
+def rounded(source: torch.Tensor, key: int, elements: Elements = WHOLE, block: int = 1 << 16) -> torch.Tensor:
+    target = torch.zeros(source.numel(), dtype=torch.bfloat16)
+    round_to(target, source, key, elements, block)
+    return target
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**32 - 1))
+def test_torch_has_the_reference_words(seed: int, first: int, update: int) -> None:
+    """Seen through the rounding of 1 + k / 65536 units in the last place, for every k that a word decides."""
+    key = rounding_key(seed, "blocks.3.mlp.up.weight", update)
+    words = rounding_words(key, np.arange(first, first + 64, dtype=np.uint64)) & 0xFFFF
+    fractions = torch.arange(64, dtype=torch.int32) * 1024
+    source = (torch.ones(64).view(torch.int32) | fractions).view(torch.float32)
+    up = rounded(source, key, Elements(first, 1, 1)) > 1
+    assert up.tolist() == [int(word) + 1024 * k >= 1 << 16 for k, word in enumerate(words)]
+
+
+def test_the_mean_over_many_draws_is_the_number() -> None:
+    """Each element's mean over n updates is off by at most 5 standard errors of its own two-point distribution."""
+    draws = 4000
+    source = torch.randn(256, generator=torch.Generator().manual_seed(3)) * 10.0 ** torch.linspace(-20, 20, 256)
+    total, total_square = torch.zeros(256, dtype=torch.float64), torch.zeros(256, dtype=torch.float64)
+    for update in range(draws):
+        found = rounded(source, rounding_key(11, "weight", update)).double()
+        total += found
+        total_square += (found - source.double()) ** 2
+    spacing = (rounded(source, 0).abs().double() * 2.0**-7).clamp(min=1e-38)
+    error = (total / draws - source.double()).abs()
+    assert (error <= 5 * spacing / (2 * draws**0.5)).all()
+    assert (total_square / draws <= spacing**2).all()
+    across = ((total / draws - source.double()) / spacing).mean()
+    assert abs(float(across)) < 5 / (2 * (draws * 256) ** 0.5)
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
+def test_a_number_becomes_one_of_its_neighbours(values: list[float], key: int) -> None:
+    source = torch.tensor(values, dtype=torch.float32)
+    for value, found in zip(source, rounded(source, key), strict=True):
+        if not value.isfinite():
+            assert torch.equal(found.float(), value) or bool(found.isnan() and value.isnan())
+            continue
+        bits = value.view(torch.int32) & ~0xFFFF
+        below = bits.view(torch.float32).item()
+        above = (bits + 0x10000).view(torch.float32).item()
+        assert found.item() == below or (found.item() == above and value.item() != below)
+
+
+@given(st.integers(1, 4), st.integers(0, 2), st.integers(1, 3), st.integers(1, 50))
+def test_the_same_bits_however_a_tensor_is_cut(ranks: int, axis: int, inner: int, block: int) -> None:
+    shape = [2, 3, inner]
+    shape[axis] *= ranks
+    spec = ParameterSpec("w", tuple(shape), axis, Init("normal", 1.0), decay=True, matrix=True)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = rounded(values.flatten(), rounding_key(5, "w", 7), block=block).view(shape)
+    for rank in range(ranks):
+        state = UnitState(
+            "u", [spec], compute_dtype=torch.bfloat16, tensor_rank=rank, tensor_size=ranks, master_weights=False
+        )
+        segment = state.table["w"]
+        box = tuple(slice(*each) for each in zip(segment.box.starts, segment.box.stops, strict=True))
+        wide = torch.zeros(state.table.num_elements)
+        state.owned_view(wide, segment).copy_(values[box])
+        round_weights(state, wide, seed=5, update=7)
+        assert torch.equal(state.owned_view(state.master, segment), expected[box])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_updates_too_small_for_bf16_add_up(name: str) -> None:
+    """400 steps of 2^-14 from 1, where neighbours are 2^-7 apart: to nearest, nothing would ever move."""
+    spec = ParameterSpec("w", (4096,), None, Init("ones"), decay=False, matrix=False)
+    state = UnitState("u", [spec], compute_dtype=torch.bfloat16, num_versions=2, master_weights=False)
+    state.initialize(0)
+    config = OptimizerConfig(name=name, weight_decay=0.0)  # type: ignore[arg-type]
+    optimizer = make_optimizer(config, seed=1)
+    for _ in range(400):
+        state.gradients[0].fill_(1.0)
+        optimizer.update([state], state.newest + 1, 2.0**-14, torch.tensor(1.0))
+    assert state.master.dtype == torch.bfloat16
+    assert all(moment.dtype == torch.float32 for moment in state.moments.values())
+    assert float(state.master.double().mean()) == pytest.approx(1 - 400 * 2.0**-14, abs=2e-4)
+
+
+@pytest.mark.parametrize(("master", "moments"), [(True, "fp32"), (True, "bf16"), (False, "fp32"), (False, "bf16")])
+def test_the_formula_counts_what_is_kept(master: bool, moments: str) -> None:
+    spec = ParameterSpec("w", (64, 64), None, Init("normal", 1.0), decay=True, matrix=True)
+    state = UnitState("u", [spec], compute_dtype=torch.bfloat16, master_weights=master)
+    config = OptimizerConfig(moment_dtype=moments)  # type: ignore[arg-type]
+    make_optimizer(config).update([state], 1, 1e-3, torch.tensor(1.0))
+    kept = {*state.weights, state.master, *state.gradients, *state.moments.values()}
+    storages = {each.data_ptr(): each.nbytes for each in kept}
+    expected = state_bytes([spec], "bf16", master_weights=master, moment_bytes=2 if moments == "bf16" else 4)
+    assert (
+        sum(storages.values())
+        == expected.total
+        == prod(spec.shape) * (6 + 4 * master + (4 if moments == "bf16" else 8))
+    )
+
+
+def test_bf16_moments_stay_close_to_fp32_ones() -> None:
+    spec = ParameterSpec("w", (512,), None, Init("normal", 1.0), decay=True, matrix=False)
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        state = UnitState("u", [spec])
+        state.initialize(0)
+        optimizer = make_optimizer(OptimizerConfig(moment_dtype=dtype))  # type: ignore[arg-type]
+        for step in range(20):
+            state.gradients[0].copy_(torch.randn(512, generator=torch.Generator().manual_seed(step)))
+            optimizer.update([state], step + 1, 1e-2, torch.tensor(1.0))
+        found[dtype] = state
+    first = found["bf16"].moments["first_moment"]
+    assert first.dtype == torch.bfloat16
+    torch.testing.assert_close(first.float(), found["fp32"].moments["first_moment"], atol=0.01, rtol=0.05)
+    torch.testing.assert_close(found["bf16"].master, found["fp32"].master, atol=0.01, rtol=0)
+
+
+def test_what_does_not_go_together_is_told() -> None:
+    config = PretrainConfig()
+    config.training.master_weights = False
+    config.optimizer.moment_dtype = "bf16"
+    config.optimizer.betas = (0.9, 0.999)
+    with pytest.raises(
+        ConfigError, match=r"master_weights is false, and training.precision is fp32(?s:.*)at most 0.996"
+    ):
+        validate(config, 1)
+    config.optimizer.name = "sgd"
+    with pytest.raises(ConfigError, match=r"moment_dtype is bf16, which adamw alone can, and optimizer.name is sgd"):
+        validate(config, 1)

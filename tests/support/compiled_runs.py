@@ -1,0 +1,20 @@
+"""Runs whose blocks go through torch.compile with a backend of the test's choice."""
+
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.training import assemble
+from megapipe.training.assemble import CompiledForward
+from tests.support.gpt_runs import RankRun, run_gpt
+
+
+def run_compiled(mesh: Mesh, config: PretrainConfig, compiler: str | None, steps: int) -> RankRun:
+    """A run whose compiled blocks count their frames: every block of a rank shares the first. None: uncompiled."""
+    if compiler is None:
+        return run_gpt(mesh, config, steps)
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
+    counter = CompileCounterWithBackend(compiler)
+    assemble.CompiledForward = lambda **options: CompiledForward(backend=counter, **options)  # type: ignore[misc, assignment]
+    run = run_gpt(mesh, config, steps, timeout=200.0)
+    assert counter.frame_count == 1
+    return run
