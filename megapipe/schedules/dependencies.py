@@ -12,6 +12,7 @@ import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
 from megapipe.schedules.gathers import USES
+from megapipe.schedules.offload import move_needs, reload_needs
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -105,6 +106,7 @@ class Dependencies:
         yield from self._hand_over_needs()
         yield from self._unit_needs()
         yield from self._recompute_needs()
+        yield from (self.reloads, *(Needs(*pair) for pair in move_needs(self.table)))
         if self.table.header.mode == "train":
             yield from self._reduction_needs()
             yield from self._version_needs()
@@ -165,6 +167,10 @@ class Dependencies:
             rows = rows[np.isin(place[rows], place[again])]
             rows = rows[np.argsort(place[rows])]
             yield Needs(again, rows) if kinds == (Kind.FORWARD,) else Needs(rows, again)
+
+    @cached_property
+    def reloads(self) -> Needs:
+        return Needs(*reload_needs(self.table, BACKWARDS))
 
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.

@@ -8,6 +8,7 @@ from megapipe.schedules.actions import KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.build import forward_only
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering import Spans, lower
+from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
 from megapipe.schedules.text import loads
 from megapipe.schedules.validation import validate
@@ -42,6 +43,7 @@ def fit_for_training(
     data_parallel: bool = False,
     receive_ahead: int = 1,
     recompute: Spans = (),
+    offload: Offload = NOTHING,
 ) -> Schedule:
     """The valid, lowered schedule that a run gets out of one from a file, as :func:`build` gives it for a name.
 
@@ -58,6 +60,7 @@ def fit_for_training(
         data_parallel: whether gradients are to be reduced over replicas.
         receive_ahead: compute actions between a receive's posting and its use; a lowered file has its own.
         recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
+        offload: the same.
 
     Raises:
         ScheduleError: the schedule is not valid, or was made for something else than the run.
@@ -81,7 +84,8 @@ def fit_for_training(
         schedule = forward_only(_whole_forwards(schedule))
     if not schedule.header.lowered:
         filled = replace(schedule.header, units_per_stage=units, tied_groups=tied, data_parallel=data_parallel)
-        schedule = lower(replace(schedule, header=filled), receive_ahead=receive_ahead, recompute=recompute)
+        schedule = replace(schedule, header=filled)
+        schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
     validate(schedule)
     return schedule
 

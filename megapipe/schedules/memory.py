@@ -3,6 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Kind, Mask
+from megapipe.schedules.offload import activations_moved
 from megapipe.schedules.table import Table
 
 
@@ -10,20 +11,28 @@ def peak_activations(table: Table) -> tuple[float, ...]:
     """Most activations alive at once on each rank, in micro-batches of the whole rank's layers.
 
     An activation lives from its forward to its backward, or to the input half of a split one. Of what runs again it
-    lives from then on; the inputs that are kept till then are not counted.
+    lives from then on; the inputs that are kept till then are not counted. In host memory it is not counted either.
     """
-    return _peaks(table, activations_made(table), table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT))
+    return _peaks(table, activations_made(table), activations_gone(table))
 
 
 def activations_made(table: Table) -> Mask:
-    """Rows behind which a backward's activations are kept: forwards, or what runs one again."""
+    """Rows behind which a backward's activations are kept: forwards, or what runs one again, and reloads."""
     again = table.rows_with(Kind.RECOMPUTE)
     forwards = table.rows_with(Kind.FORWARD)
     most = max(table.header.units_per_stage) + 1
     place = table.key * most + table.unit
     made = table.is_kind(Kind.RECOMPUTE)
     made[forwards] = ~np.isin(place[forwards], place[again])
+    made[activations_moved(table, Kind.RELOAD)] = True
     return made
+
+
+def activations_gone(table: Table) -> Mask:
+    """Rows behind which they are kept no longer: backwards, or their input halves, and offloads."""
+    gone = table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    gone[activations_moved(table, Kind.OFFLOAD)] = True
+    return gone
 
 
 def pending_weight_halves(table: Table) -> tuple[float, ...]:

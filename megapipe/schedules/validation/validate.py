@@ -15,6 +15,7 @@ from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields
 from megapipe.schedules.validation.gathers import check_gathers
 from megapipe.schedules.validation.header import check_header
+from megapipe.schedules.validation.offload import check_offload
 from megapipe.schedules.validation.order import check_order
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
 
@@ -69,6 +70,7 @@ def _check(table: Table) -> None:
     check_fields(table)
     check_coverage(table)
     check_gathers(table)
+    check_offload(table)
     dependencies = Dependencies(table)
     check_order(dependencies)
     check_links(dependencies)
