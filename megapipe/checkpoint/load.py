@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megapipe.checkpoint.agreement import agreed
@@ -52,7 +51,7 @@ def load(
     for state in states:
         count = _applied_updates(manifest, state)
         applied[state.name] = count
-        state.moments = {kind: torch.zeros_like(state.master) for kind in moments} if count else {}
+        state.zero_moments(moments if count else ())
     _copy(transfers, states, run.step * updates_per_step)
     return run
 

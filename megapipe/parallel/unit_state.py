@@ -24,6 +24,7 @@ class UnitState:
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
     moments: name -> flat buffer, filled in by the optimizer.
+    in_host: what only updates work on, moments and a separate master, lies in host memory.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class UnitState:
         num_versions: int = 1,
         num_uses: int = 1,
         gradient_buffers: int = 1,
+        in_host: bool = False,
     ) -> None:
         """Allocate zeroed buffers. Raises ValueError on a count below one, or gradient buffers that do not go evenly
         into the versions: what computes with one version always accumulates in the same buffer."""
@@ -61,8 +63,9 @@ class UnitState:
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False
+        self.in_host = in_host
         if compute_dtype != self.accumulate_dtype:
-            self._master = torch.zeros(size, dtype=self.accumulate_dtype, device=device)
+            self._master = self._update_zeros()
 
     @property
     def master(self) -> Tensor:
@@ -73,6 +76,26 @@ class UnitState:
     def working_copy(self) -> Tensor | None:
         """The newest weights in the compute dtype; None where the master itself is in it."""
         return None if self._master is None else self.weights[self.newest % len(self.weights)]
+
+    def update_buffers(self) -> dict[str, Tensor]:
+        """What only updates work on: the moments, and the master where it is no weight version."""
+        return self.moments | ({} if self._master is None else {"master": self._master})
+
+    def place_update_buffers(self, buffers: dict[str, Tensor], *, in_host: bool) -> None:
+        """Let other tensors take the place of `update_buffers`, by name."""
+        self.in_host = in_host
+        self.moments = {name: buffer for name, buffer in buffers.items() if name != "master"}
+        self._master = buffers.get("master")
+
+    def zero_moments(self, names: Iterable[str]) -> None:
+        """Moments of zeros, where this state's lie."""
+        self.moments = {name: self._update_zeros() for name in names}
+
+    def _update_zeros(self) -> Tensor:
+        device = self.weights[0].device
+        pinned = self.in_host and device.type == "cuda"
+        where = torch.device("cpu") if self.in_host else device
+        return torch.zeros(self.table.num_elements, dtype=self.accumulate_dtype, device=where, pin_memory=pinned)
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""

@@ -4,6 +4,7 @@ import numpy as np
 
 from megapipe.schedules.actions import Kind, Mask
 from megapipe.schedules.offload import activations_moved
+from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 
 
@@ -14,6 +15,19 @@ def peak_activations(table: Table) -> tuple[float, ...]:
     lives from then on; the inputs that are kept till then are not counted. In host memory it is not counted either.
     """
     return _peaks(table, activations_made(table), activations_gone(table))
+
+
+def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
+    """Most micro-batches whose activations each stage holds at once, in its own layers."""
+    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
+    held = (
+        np.where(table.stage == stage, np.where(activations_made(table), 1.0, 0.0) - activations_gone(table), 0.0)
+        for stage in range(table.num_stages)
+    )
+    return tuple(
+        float(np.round(np.cumsum(change / np.where(table.unit < 0, 1, table.units)).max(initial=0.0), 9))
+        for change in held
+    )
 
 
 def activations_made(table: Table) -> Mask:

@@ -134,6 +134,7 @@ class Assembly:
             num_versions=self._copies,
             num_uses=num_uses,
             gradient_buffers=self._header.gradient_buffers,
+            in_host=self._config.offload.optimizer,
         )
         state.initialize(self._config.training.seed)
         return state

@@ -73,7 +73,11 @@ def _train(config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Sam
         evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
         for line in told(choices, config.kernels.backends):
             say(line)
-        for remark in (document_attention(config, mesh.device), attention_kept(config, mesh.device)):
+        for remark in (
+            document_attention(config, mesh.device),
+            attention_kept(config, mesh.device),
+            *replica.plan.remarks,
+        ):
             if remark is not None:
                 say(remark)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)

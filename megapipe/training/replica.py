@@ -12,6 +12,7 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.groups import communicators, counted_states, unit_states
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
+from megapipe.engine.swaps import Swaps
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.kernels.ops import OPS
 from megapipe.optim.clipping import clip_coefficient
@@ -19,9 +20,11 @@ from megapipe.optim.optimizer import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
+from megapipe.schedules.offload import Offload
 from megapipe.schedules.schedule import Mode
 from megapipe.training.assemble import Assembly, compile_blocks, lay_out, recompute_parts
 from megapipe.training.families import family_of
+from megapipe.training.offload_plan import ActivationPlan, plan_activations
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.validate import num_microbatches
 
@@ -39,7 +42,10 @@ class Replica:
         length, predictions = config.data.sequence_length, self.family.predictions
         recompute = config.recompute.logits
         self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions, recompute)
+        self.plan = ActivationPlan((), Offload())
+        self.plan = plan_activations(config, mesh, self.layout, self._schedule(config))
         self.schedule = self._schedule(config)
+        self._swaps = Swaps(mesh.device)
         self.kernels = OPS.with_overrides(config.kernels.backends)
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels)
         self.stages: dict[int, Stage] = assembly.stages()
@@ -81,13 +87,14 @@ class Replica:
             units_per_stage=self.layout.units_per_stage,
             tied_groups=self.layout.tied,
             data_parallel=self._mesh.size("data") > 1,
-            recompute=self.layout.recomputed(config.recompute) if mode == "train" else (),
+            recompute=self.plan.recompute if mode == "train" else (),
+            offload=self.plan.offload,
             mode=mode,
         )
 
     def _engine(self, schedule: Schedule) -> Engine:
         transfers = connect(schedule, self._mesh, self.stages, self._links)
-        return Engine(schedule, self.rank, self.stages, transfers, self._reductions(schedule))
+        return Engine(schedule, self.rank, self.stages, transfers, self._reductions(schedule), self._swaps)
 
     def _reductions(self, schedule: Schedule) -> Reductions:
         names = [spec.name for layer in self._layers for spec in layer.parameters.values()]
