@@ -133,9 +133,9 @@ def _undominated(partials: list[_Partial]) -> list[_Partial]:
 class _Copies:
     """Whether the copies of moved blocks fit behind compute.
 
-    A block's way out has the forwards from its own to the next moved one's, whose copy waits for it. Its way in has
-    the backwards from that one's to its own, `prefetch` of them at most: the stream is free when that one's backward
-    starts.
+    A block's way out has the forwards from its own to the next moved one's, whose copy waits for it, and no more than
+    what stands between its forward and its reload. Its way in has the backwards from the next moved one's to its own,
+    `prefetch` of them at most: the stream is free when that one's backward starts.
     """
 
     def __init__(self, blocks: Sequence[BlockCost], microbatches: float, bandwidth: float, prefetch: int) -> None:
@@ -148,17 +148,25 @@ class _Copies:
     def hide_until(self, moved: int, following: int) -> bool:
         """Whether both copies of a moved block hide where `following` is the next one that moves."""
         out = self._forward[following + 1] - self._forward[moved + 1]
-        return self._seconds[moved] <= min(out, self._way_in(moved, following))
+        return self._seconds[moved] <= min(out, self._until_reload(moved), self._way_in(moved, following))
 
     def hide_at_end(self, moved: int) -> bool:
-        """Whether both copies of the stage's last moved block hide: out until it is reloaded and, where the next
-        micro-batch's forward may come before that, until the first block's forward there."""
+        """Whether both copies of the stage's last moved block hide; where the next micro-batch's forward may come
+        before its backward, its way out ends at the first block there."""
         end = len(self._seconds)
-        out = self._forward[end] - self._forward[moved + 1]
-        meanwhile = self._backward[end] - self._backward[min(moved + 1 + self._prefetch, end)]
+        out = self._until_reload(moved)
         if self._next_microbatch:
-            meanwhile = min(meanwhile, self._forward[1])
-        return self._seconds[moved] <= min(out + meanwhile, self._way_in(moved, end - 1))
+            out = min(out, self._forward[end] - self._forward[moved + 1] + self._forward[1])
+        return self._seconds[moved] <= min(out, self._way_in(moved, end - 1))
+
+    def _until_reload(self, moved: int) -> float:
+        """From the block's forward through the others behind it and back, `prefetch` actions ahead of its backward."""
+        end = len(self._seconds)
+        behind = end - 1 - moved
+        actions = max(0, 2 * behind - self._prefetch)
+        forwards = min(actions, behind)
+        out = self._forward[moved + 1 + forwards] - self._forward[moved + 1]
+        return out + self._backward[end] - self._backward[end - (actions - forwards)]
 
     def _way_in(self, moved: int, following: int) -> float:
         return self._backward[min(following, moved + self._prefetch) + 1] - self._backward[moved + 1]

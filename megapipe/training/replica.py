@@ -32,7 +32,10 @@ from megapipe.training.validate import num_microbatches
 class Replica:
     """This rank's part of one model replica, ready to run steps with `engine`."""
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...]) -> None:
+    def __init__(
+        self, config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...], swaps: Swaps | None = None
+    ) -> None:
+        """swaps: what moves tensors to host memory and back; by default of this rank's device."""
         self._config = config
         self._mesh = mesh
         self._layers = layers
@@ -45,7 +48,7 @@ class Replica:
         self.plan = ActivationPlan((), Offload())
         self.plan = plan_activations(config, mesh, self.layout, self._schedule(config))
         self.schedule = self._schedule(config)
-        self._swaps = Swaps(mesh.device)
+        self._swaps = Swaps(mesh.device) if swaps is None else swaps
         self.kernels = OPS.with_overrides(config.kernels.backends)
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels)
         self.stages: dict[int, Stage] = assembly.stages()
