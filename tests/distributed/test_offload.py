@@ -11,10 +11,15 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.schedules.command.main import main
+from megapipe.training import assemble
+from megapipe.training.assemble import CompiledForward
 from tests.distributed.test_recompute import MODELS, STEPS, fed
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_close
 from tests.support.gpt_runs import RankRun, make_config, run_gpt, write_shard
+from tests.support.launch import launch
 from tests.support.meshes import run_mesh
 
 BLOCKS = {"activations": "blocks"}
@@ -102,3 +107,31 @@ def test_replicas_and_tensor_ranks_move_theirs_too(corpus: str, sizes: dict[str,
     config = config_of(corpus, "gpt2-tied-dropout", sizes, EVERYTHING, name="1f1b")
     config.parallel = replace(config.parallel, data=sizes.get("data", 1))
     check_close(run_mesh(sizes, run_gpt, config, STEPS), resident(corpus, "gpt2-tied-dropout"), 1e-5)
+
+
+def test_a_traced_run_tells_what_auto_decided_and_is_laid_over(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload = ["--offload.activations=auto", "--offload.memory=1", "--offload.optimizer=true"]
+    arguments = [*offload, "--parallel.pipeline=2", "--training.steps=6", "--profile.trace=trace"]
+    done = launch(2, f"--data.prefix={corpus}", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "offload auto: stage 1: of " in done.stdout
+    assert main(["overlay", str(tmp_path / "trace"), "-o", str(tmp_path / "overlay.html")]) == 0
+    assert "predicted" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_compiled_blocks_move_theirs_too(corpus: str, schedule: str) -> None:
+    results = []
+    for offload in (BLOCKS, {}):
+        config = config_of(corpus, "llama-untied", {}, offload, name=schedule)
+        config.training = replace(config.training, compile=True)
+        results.append(run_mesh({}, compiled_run, config, timeout=300)[0])
+    check_bits([results[0]], results[1])
+
+
+def compiled_run(mesh: Mesh, config: PretrainConfig) -> RankRun:
+    assemble.CompiledForward = lambda **options: CompiledForward(backend="aot_eager", **options)  # type: ignore[misc, assignment]
+    return run_gpt(mesh, config, STEPS, timeout=200.0)
