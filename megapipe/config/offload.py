@@ -15,8 +15,9 @@ class OffloadConfig:
     """blocks: every how many of a stage's blocks one is moved, the first one first."""
     num_blocks: int | None = None
     """blocks: how many of a stage's blocks are moved at most (null: all that `every` names)."""
-    prefetch: int = 1
-    """Compute actions between a reload and its backward: as many units wait on the device at most."""
+    prefetch: int | None = None
+    """Compute actions between a reload and its backward: as many units wait on the device at most (null: 1; under auto
+    what needs least recomputation, up to 4)."""
     memory: float | None = None
     """auto: GiB of activations that a rank may hold on its device."""
     bandwidth: float | None = None
@@ -52,6 +53,6 @@ class OffloadConfig:
                 "offload.memory, offload.bandwidth and offload.compute need offload.activations auto; set it, or "
                 "leave them out"
             )
-        if self.activations == "none" and self.prefetch != 1:
+        if self.activations == "none" and self.prefetch is not None:
             found.append("offload.prefetch needs offload.activations blocks or auto; set it, or leave it out")
         return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Treatment = Literal["keep", "move", "recompute"]
 
@@ -46,13 +46,25 @@ class DoesNotFit(ValueError):
         self.least = least
 
 
-@dataclass(frozen=True)
-class _Partial:
-    """Treatments of the first blocks. kept: bytes of every micro-batch. cost: `recomputed`, then `moved`."""
+class _Partial(NamedTuple):
+    """Treatments of the first blocks. kept: bytes of every micro-batch. recomputed, moved: as in `Treatments`; moves:
+    how many blocks move. The last block's treatment, behind those of the others."""
 
-    of_blocks: tuple[Treatment, ...]
     kept: int
-    cost: tuple[float, int]
+    recomputed: float
+    moved: int
+    moves: int
+    before: "_Partial | None" = None
+    last: Treatment = "keep"
+
+    def of_blocks(self) -> tuple[Treatment, ...]:
+        """All of them, in order."""
+        found: list[Treatment] = []
+        partial = self
+        while partial.before is not None:
+            found.append(partial.last)
+            partial = partial.before
+        return tuple(reversed(found))
 
 
 def treat(
@@ -76,56 +88,57 @@ def treat(
     """
     copies = _Copies(blocks, microbatches, bandwidth, prefetch)
     most = max(block.kept for block in blocks)
-    fits: list[Treatments] = []
-    least = None
-    for partial in _complete(blocks, copies):
-        count = {name: partial.of_blocks.count(name) for name in ("move", "recompute")}
-        held = ceil(microbatches * partial.kept) + (most if count["recompute"] else 0)
-        held += min(prefetch + 2, ceil(microbatches * count["move"])) * most
+    best: tuple[tuple[float, int, int], _Partial] | None = None
+    least: int | None = None
+    for again, partial in _complete(blocks, copies):
+        held = ceil(microbatches * partial.kept) + (most if again else 0)
+        held += min(prefetch + 2, ceil(microbatches * partial.moves)) * most
         least = held if least is None else min(least, held)
-        if held <= memory:
-            fits.append(Treatments(partial.of_blocks, held, *partial.cost))
-    if not fits:
+        rank = partial.recomputed, partial.moved, held
+        if held <= memory and (best is None or rank < best[0]):
+            best = rank, partial
+    if best is None:
         raise DoesNotFit(least or 0, memory)
-    return min(fits, key=lambda each: (each.recomputed, each.moved, each.bytes))
+    (recomputed, moved, held), partial = best
+    return Treatments(partial.of_blocks(), held, recomputed, moved)
 
 
-def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[_Partial]:
-    """Treatments of all blocks whose copies hide; those are left out than which others keep and cost no more.
+def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[tuple[bool, _Partial]]:
+    """(whether any runs again, treatments of all blocks) whose copies hide; those are left out than which others keep
+    and cost no more.
 
-    By dynamic programming over the blocks. What comes depends of what went before on the last block that moves, and on
-    whether anything runs again or moves.
+    By dynamic programming over the blocks: what comes depends of what went before on the last block that moves alone,
+    and how much memory is worth on whether anything runs again and how many move.
     """
-    fronts: dict[tuple[int, bool], list[_Partial]] = {(-1, False): [_Partial((), 0, (0.0, 0))]}
+    fronts: dict[tuple[int, bool, int], list[_Partial]] = {(-1, False, 0): [_Partial(0, 0.0, 0, 0)]}
     for index, block in enumerate(blocks):
-        grown: dict[tuple[int, bool], list[_Partial]] = {}
-        for (last, again), front in fronts.items():
-            options: list[tuple[Treatment, tuple[int, bool], int, float, int]] = [
-                ("keep", (last, again), block.kept, 0.0, 0),
-                ("recompute", (last, True), block.input, block.forward, 0),
-            ]
+        grown: dict[tuple[int, bool, int], list[_Partial]] = {}
+        for (last, again, moves), front in fronts.items():
+            keep, rerun = grown.setdefault((last, again, moves), []), grown.setdefault((last, True, moves), [])
+            for partial in front:
+                kept, recomputed, moved = partial[:3]
+                keep.append(_Partial(kept + block.kept, recomputed, moved, partial.moves, partial, "keep"))
+                again_kept, again_time = kept + block.input, recomputed + block.forward
+                rerun.append(_Partial(again_kept, again_time, moved, partial.moves, partial, "recompute"))
             if last < 0 or copies.hide_until(last, index):
-                options.append(("move", (index, again), 0, 0.0, block.kept))
-            for name, state, kept, recomputed, moved in options:
+                # More than a few moved blocks take no more room.
+                state = index, again, min(moves + 1, copies.most_at_once)
                 grown.setdefault(state, []).extend(
-                    _Partial(
-                        (*partial.of_blocks, name),
-                        partial.kept + kept,
-                        (partial.cost[0] + recomputed, partial.cost[1] + moved),
-                    )
+                    _Partial(kept, recomputed, moved + block.kept, count + 1, partial, "move")
                     for partial in front
+                    for kept, recomputed, moved, count, *_ in (partial,)
                 )
         fronts = {state: _undominated(partials) for state, partials in grown.items()}
-    for (last, _), front in fronts.items():
+    for (last, again, _), front in fronts.items():
         if last < 0 or copies.hide_at_end(last):
-            yield from front
+            yield from ((again, partial) for partial in front)
 
 
 def _undominated(partials: list[_Partial]) -> list[_Partial]:
     """Without those that keep and cost no less than another one."""
     front: list[_Partial] = []
-    for partial in sorted(partials, key=lambda each: (each.kept, each.cost)):
-        if not front or partial.cost < front[-1].cost:
+    for partial in sorted(partials, key=lambda each: each[:3]):
+        if not front or partial[1:3] < front[-1][1:3]:
             front.append(partial)
     return front
 
@@ -144,6 +157,7 @@ class _Copies:
         self._backward = [0.0, *accumulate(block.backward for block in blocks)]
         self._prefetch = prefetch
         self._next_microbatch = microbatches > 1
+        self.most_at_once = prefetch + 2
 
     def hide_until(self, moved: int, following: int) -> bool:
         """Whether both copies of a moved block hide where `following` is the next one that moves."""

@@ -1,7 +1,7 @@
 """What of this run's activations runs again and what goes to host memory: as asked, or decided by costs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,6 +28,8 @@ from megapipe.training.matrix_product import product_flops
 COPIED = 64 * 2**20
 """Bytes of a copy that is timed."""
 REPEATS = 5
+PREFETCHES = (1, 2, 3, 4)
+"""What auto chooses from."""
 GIB = 2**30
 
 
@@ -61,7 +63,7 @@ def plan_activations(config: PretrainConfig, mesh: Mesh, layout: StageLayout, pl
                 "offload.activations blocks with recompute.method full leaves no block that keeps activations; set "
                 "recompute.num_blocks, or leave one of the two out"
             )
-    return ActivationPlan(again, Offload(units, offload.prefetch, offload.optimizer))
+    return ActivationPlan(again, Offload(units, offload.prefetch or 1, offload.optimizer))
 
 
 def blocks_of(layout: StageLayout, stage: int) -> tuple[int, ...]:
@@ -76,36 +78,66 @@ def _kept_blocks(layout: StageLayout, stage: int, again: Spans) -> tuple[int, ..
 
 def _decided(config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Schedule) -> ActivationPlan:
     offload = config.offload
-    assert offload.memory is not None  # config/offload.py asks for it
     flops, bandwidth = _rates(config, mesh)
     held = microbatches_held(plain)
-    again: list[list[range]] = []
-    units: list[tuple[int, ...]] = []
-    remarks = [
-        f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} GB/s each way, "
-        f"{offload.memory:g} GiB of activations a rank"
-    ]
+    blocks = {stage: found for stage in range(len(layout.ranges)) if (found := blocks_of(layout, stage))}
+    costs = {
+        stage: [_block_cost(config, mesh, layout.layers[layout.ranges[stage][unit]], flops) for unit in found]
+        for stage, found in blocks.items()
+    }
+
+    def treated(prefetch: int) -> dict[int, Treatments]:
+        found = {}
+        for stage, own in costs.items():
+            neighbours = plain.header.stages_on(plain.rank_of(stage))
+            share = len(own) / sum(len(blocks.get(each, ())) for each in neighbours)
+            memory = share * cast(float, offload.memory) * GIB
+            found[stage] = _treated(config, own, stage, held[stage], memory, bandwidth, prefetch)
+        return found
+
+    prefetch, chosen = _least_recomputed(treated, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
+    again, units, told = [], [], []
     for stage in range(len(layout.ranges)):
-        blocks = blocks_of(layout, stage)
-        neighbours = plain.header.stages_on(plain.rank_of(stage))
-        share = len(blocks) / max(1, sum(len(blocks_of(layout, each)) for each in neighbours))
-        found = None
-        if blocks:
-            costs = [_block_cost(config, mesh, layout.layers[layout.ranges[stage][unit]], flops) for unit in blocks]
-            found = _treated(config, costs, stage, held[stage], share * offload.memory * GIB, bandwidth)
-            remarks.append(_told(found, costs, stage, held[stage], bandwidth))
-        chosen = found.of_blocks if found is not None else ()
-        again.append([range(u, u + 1) for u, name in zip(blocks, chosen, strict=False) if name == "recompute"])
-        units.append(tuple(u for u, name in zip(blocks, chosen, strict=False) if name == "move"))
-    moves = Offload(tuple(units), offload.prefetch, offload.optimizer)
-    return ActivationPlan(again, moves, tuple(remarks))
+        named = list(zip(blocks[stage], chosen[stage].of_blocks, strict=True)) if stage in blocks else []
+        again.append([range(unit, unit + 1) for unit, name in named if name == "recompute"])
+        units.append(tuple(unit for unit, name in named if name == "move"))
+        if named:
+            told.append(_told(chosen[stage], costs[stage], stage, held[stage], bandwidth))
+    remark = (
+        f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} GB/s each way, "
+        f"{offload.memory:g} GiB of activations a rank, prefetch {prefetch}"
+    )
+    return ActivationPlan(again, Offload(tuple(units), prefetch, offload.optimizer), (remark, *told))
+
+
+def _least_recomputed(
+    treated: Callable[[int], dict[int, Treatments]], prefetches: Iterable[int]
+) -> tuple[int, dict[int, Treatments]]:
+    """The prefetch, with its treatments by stage, whose slowest stage recomputes least; of several the smallest."""
+    found: dict[int, dict[int, Treatments]] = {}
+    refused: ConfigError | None = None
+    for prefetch in prefetches:
+        try:
+            found[prefetch] = treated(prefetch)
+        except ConfigError as error:
+            refused = refused or error
+    if refused is not None and not found:
+        raise refused
+    best = min(found, key=lambda each: (max(stage.recomputed for stage in found[each].values()), each))
+    return best, found[best]
 
 
 def _treated(
-    config: PretrainConfig, costs: Sequence[BlockCost], stage: int, held: float, memory: float, bandwidth: float
+    config: PretrainConfig,
+    costs: Sequence[BlockCost],
+    stage: int,
+    held: float,
+    memory: float,
+    bandwidth: float,
+    prefetch: int,
 ) -> Treatments:
     try:
-        return treat(costs, microbatches=held, memory=memory, bandwidth=bandwidth, prefetch=config.offload.prefetch)
+        return treat(costs, microbatches=held, memory=memory, bandwidth=bandwidth, prefetch=prefetch)
     except DoesNotFit as error:
         raise ConfigError(
             f"offload.memory {config.offload.memory:g}: activations of the blocks of stage {stage} need "
