@@ -7,6 +7,7 @@ from megapipe.config.between_steps import CheckpointConfig, EvaluationConfig, Pr
 from megapipe.config.data import DataConfig
 from megapipe.config.loss_scale import LossScaleConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.recompute import RecomputeConfig
@@ -112,6 +113,7 @@ class PretrainConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -183,7 +185,18 @@ class PretrainConfig:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute)
+        if self.recompute.method == "selective" and self.offload.activations != "none":
+            found.append(
+                f"recompute.method selective with offload.activations {self.offload.activations}: what is made again "
+                "holds what it is made from on the device, so that it could not leave; set recompute.method none or "
+                "full, or offload.activations none"
+            )
+        if self.recompute.method == "full" and self.offload.activations == "auto":
+            found.append(
+                "recompute.method full with offload.activations auto, which decides by itself what runs again; set "
+                "recompute.method none, or offload.activations blocks"
+            )
+        parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload)
         return found + [problem for part in parts for problem in part.problems()]
 
     def _fp8_problems(self) -> list[str]:

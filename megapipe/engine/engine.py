@@ -13,6 +13,7 @@ from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepInput, StepResult, StepState, finished
+from megapipe.engine.swaps import Swaps
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
@@ -23,6 +24,8 @@ class Engine:
 
     schedule: lowered, mode "train" or "forward". rank: pipeline rank. stages: stage id -> Stage, exactly the stages
     that the schedule places on this rank.
+
+    swaps: what moves tensors to host memory and back, for schedules that do.
 
     A schedule that flushes runs a step at each `feed`. One that never flushes has a step under way between calls:
     `feed` runs the rest of it and the beginning of the one that is given, `drain` ends it. Where the run is drained
@@ -38,6 +41,7 @@ class Engine:
         stages: Mapping[int, Stage],
         transfers: Transfers,
         reductions: Reductions,
+        swaps: Swaps | None = None,
     ) -> None:
         """Compile the schedule. Raises EngineError when stages and schedule do not belong together."""
         expected = set(schedule.header.stages_on(rank))
@@ -53,7 +57,8 @@ class Engine:
         self._transfers = transfers
         self._reductions = reductions
         self.schedule = schedule
-        program = Program(schedule, rank, stages, transfers, reductions)
+        self._swaps = swaps
+        program = Program(schedule, rank, stages, transfers, reductions, swaps)
         self._compiled = {name: list(program.compile(name)) for name in SECTIONS}
         self._sections = self._compiled
         self._under_way: StepState | None = None
@@ -65,11 +70,13 @@ class Engine:
 
         Actions that nobody records pay nothing: a recorder has a program of its own.
         """
+        if self._swaps is not None:
+            self._swaps.watch(None if recorder is None else recorder.wait)
         if recorder is None:
             self._sections = self._compiled
             return
         transfers, reductions = recorder.transfers(self._transfers), self._reductions.through(recorder.group)
-        program = Program(self.schedule, self._rank, self._stages, transfers, reductions)
+        program = Program(self.schedule, self._rank, self._stages, transfers, reductions, self._swaps)
         self._sections = {name: recorder.instructions(name, program.compile(name)) for name in SECTIONS}
 
     def run(self, step_input: StepInput) -> StepResult:
@@ -173,6 +180,8 @@ class Engine:
             except BaseException as error:
                 self._broken_by = f"step {steps[instruction.offset].input.step}: {error!r}"
                 raise
+        if self._swaps is not None:
+            self._swaps.end_section()
 
     def _await_sends(self, step: int) -> None:
         try:

@@ -16,6 +16,7 @@ from megapipe.engine.compute import (
     run_units,
     unsplit_parameters,
 )
+from megapipe.engine.moves import Moves
 from megapipe.engine.shared_state import shared_states
 from megapipe.engine.stage import Stage, Unit
 from megapipe.engine.step import StepState, UnitKey
@@ -66,7 +67,10 @@ class Forwards:
     run of units has one kept input alone, the first unit's.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, Stage], transfers: Transfers) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, stages: Mapping[int, Stage], transfers: Transfers, moves: Moves
+    ) -> None:
+        self._moves = moves
         self._schedule = schedule
         self._stages = stages
         self._transfers = transfers
@@ -96,8 +100,10 @@ class Forwards:
         flags = requires_grad_flags(stage.inputs)
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
-        training, again = self._training, (stage_id, microbatch, unit) in self._again
+        place = stage_id, microbatch, unit
+        training, again = self._training, place in self._again
         run_bare = self._run_bare(action, chain) if again else None
+        moves = self._moves if training and self._moves.keeps(action) else None
         version, per_step = action.version, self._schedule.header.updates_per_step
         slots = self._transfers.receive_activation.get(stage_id) if slot >= 0 else None
         following = self._schedule.next_stage(stage_id, microbatch)
@@ -119,14 +125,19 @@ class Forwards:
                     hand_on(step, outputs if slots is None else apart(outputs, inputs))
                 return
             copy = (step.input.step * per_step + version) % len(chain.twins)
+            leaves = inputs
             if run_bare is not None:
                 outputs = run_bare(step, copy, inputs)
+            elif moves is not None:
+                leaves, outputs, tape = moves.run_forward(
+                    step, place, chain.twins[copy], inputs, slots is not None, lambda x: chain.run(copy, x, context)
+                )
             else:
                 outputs, tape = chain.run(copy, inputs, context)
             if slots is not None and not leaves_in_time:
                 outputs = apart(outputs, inputs)
             if run_bare is None:
-                step.pieces[stage_id, microbatch, unit] = Piece.between(inputs, outputs, tape)
+                step.pieces[place] = Piece.between(leaves, outputs, tape)
             hand_on(step, outputs)
 
         return run

@@ -8,9 +8,11 @@ from torch import Tensor
 from megapipe.engine.compute import WHOLE, apart, backward, backward_input, unsplit_parameters
 from megapipe.engine.errors import EngineError
 from megapipe.engine.forwards import Forwards
+from megapipe.engine.moves import Moves
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepState
+from megapipe.engine.swaps import Swaps
 from megapipe.engine.transfers import Transfers
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind
@@ -43,6 +45,7 @@ class Program:
         stages: Mapping[int, Stage],
         transfers: Transfers,
         reductions: Reductions,
+        swaps: Swaps | None = None,
     ) -> None:
         self._schedule = schedule
         self._header = schedule.header
@@ -50,18 +53,20 @@ class Program:
         self._stages = stages
         self._transfers = transfers
         self._reductions = reductions
-        forwards = Forwards(schedule, rank, stages, transfers)
+        moves = self._moves = Moves(schedule, rank, stages, swaps)
+        forwards = Forwards(schedule, rank, stages, transfers, moves)
         # Of the reductions of one unit in a step; the micro-batch that the last one in order names.
         self._last_reduced = {
             (action.stage, action.unit): action.microbatch
             for action in schedule.actions("body", rank)
             if action.kind == Kind.REDUCE_GRADIENTS
         }
+        backward = self._on_shared_state(self._backward)
         self._makers: dict[Kind, Callable[[Action], Closure]] = {
             Kind.FORWARD: forwards.forward,
             Kind.RECOMPUTE: forwards.recompute,
-            Kind.BACKWARD: self._on_shared_state(self._backward),
-            Kind.BACKWARD_INPUT: self._on_shared_state(self._backward),
+            Kind.BACKWARD: lambda action: moves.backward(action, backward(action)),
+            Kind.BACKWARD_INPUT: lambda action: moves.backward(action, backward(action)),
             Kind.BACKWARD_WEIGHT: self._on_shared_state(self._backward_weight),
             Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECV_ACTIVATION: self._receive_activation,
@@ -73,6 +78,8 @@ class Program:
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
             Kind.REDUCE_TIED: self._reduce_tied,
             Kind.REDUCE_SCALARS: self._reduce_scalars,
+            Kind.OFFLOAD: moves.offload,
+            Kind.RELOAD: moves.reload,
         }
 
     def compile(self, section: SectionName) -> Iterator[Instruction]:
@@ -213,7 +220,7 @@ class Program:
         def run(step: StepState) -> None:
             self._reductions.update(step, states, step.input.step * per_step + version, number(step))
 
-        return run
+        return self._moves.update(actions, run)
 
     def _update_number(self, action: Action) -> Callable[[StepState], int]:
         """The absolute number of the update that an action of a step belongs to."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.compute import Piece
+from megapipe.engine.saved_tensors import SavedTensors
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
 
@@ -88,6 +89,7 @@ class StepState:
     kept: inputs of forwards that run again, from the forward until then.
     pieces: from a forward, or from where it runs again, to its backward or input half.
     tapes: from an input half to the weight half.
+    saved: what forwards keep that goes to host memory meanwhile, from the forward to the backward or input half.
     activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
     counts: loss tokens of each update, by term, then how many ranks want to stop; float64.
     reductions: sums of gradients that were started and not awaited.
@@ -99,6 +101,7 @@ class StepState:
     kept: dict[UnitKey, tuple[Tensor, ...]] = field(default_factory=dict)
     pieces: dict[UnitKey, Piece] = field(default_factory=dict)
     tapes: dict[UnitKey, SplitTape] = field(default_factory=dict)
+    saved: dict[UnitKey, SavedTensors] = field(default_factory=dict)
     activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     loss_sums: list[Tensor] = field(default_factory=list)

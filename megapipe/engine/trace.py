@@ -93,6 +93,10 @@ class Recorder:
             for note in self._notes
         ]
 
+    def wait(self, function: Callable[[], None]) -> None:
+        """Call a function that waits for a copy, under the stopwatch."""
+        self._stopwatch.wait(function)
+
     def transfers(self, transfers: Transfers) -> Transfers:
         """The same boundaries, their receives awaited under the stopwatch."""
 

@@ -120,6 +120,11 @@ class SplitTape:
         return self
 
     @property
+    def records(self) -> Sequence[Record]:
+        """What was recorded so far, in order."""
+        return self._records
+
+    @property
     def kept(self) -> list[Tensor]:
         """What the weight half needs: the inputs that the forward saved and, after the input half, the gradients."""
         saved = [tensor for record in self._records for tensor in record.saved]

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from megapipe.costs.parameters import ParameterSpec
 from megapipe.parallel.groups import Group, Work
-from megapipe.parallel.segments import Segment, SegmentTable
+from megapipe.parallel.segments import SegmentTable
 from megapipe.parallel.sharding import WHOLE, Sharding, allocate, allocated, free, is_allocated, transient
+from megapipe.parallel.table_shard import TableShard
 from megapipe.random.weights import fill_box
 
 
-class UnitState:
+class UnitState(TableShard):
     """Flat buffers of one unit on one rank.
 
     weights[i]: compute-dtype copies; absolute weight version v lies in copy v modulo their number. Versions
@@ -28,6 +29,7 @@ class UnitState:
     moments: name -> flat buffer, filled in by the optimizer. One that not all parameters have begins at
     `moment_starts[name]` of the other buffers.
     partial: names of parameters whose gradient is of this tensor rank's tokens alone, to be summed over the ranks.
+    in_host: what only updates work on, moments and a separate master, lies in host memory.
 
     Where replicas share the state out, `shard` says which elements of the table this rank keeps. The master, the
     moments, `reduced_gradient` and `weight_shards[i]` have these alone. Of sharded gradients the whole accumulator has
@@ -51,6 +53,7 @@ class UnitState:
         gradient_buffers: int = 1,
         sharding: Sharding = WHOLE,
         master_weights: bool = True,
+        in_host: bool = False,
     ) -> None:
         """Allocate zeroed buffers. Raises ValueError on a count below one, or gradient buffers that do not go evenly
         into the versions: what computes with one version always accumulates in the same buffer."""
@@ -97,8 +100,9 @@ class UnitState:
         self.newest = num_versions - 1
         self._master: Tensor | None = None
         self._published = False
+        self.in_host = in_host
         if master_weights and compute_dtype != self.accumulate_dtype:
-            self._master = torch.zeros(shard_size, dtype=self.accumulate_dtype, device=device)
+            self._master = self._update_zeros(shard_size)
 
     @property
     def master(self) -> Tensor:
@@ -111,31 +115,33 @@ class UnitState:
         """This rank's part of the newest weights in the compute dtype; None where the master itself is them."""
         return None if self._master is None else self.weight_shards[self.newest % len(self.weights)]
 
-    def held(self, segment: Segment) -> range:
-        """Which of a parameter's owned elements, counted from its first, lie in this rank's shard."""
-        start = min(max(self.shard.start - segment.start, 0), segment.owned)
-        return range(start, max(start, min(self.shard.stop - segment.start, segment.owned)))
-
-    def in_shard(self, shard: Tensor, segment: Segment) -> Tensor:
-        """A parameter's owned elements in a buffer of this rank's shard: those of `held`, flat."""
-        first = segment.start - self.shard.start
-        held = self.held(segment)
-        return shard[first + held.start : first + held.stop] if held else shard[:0]
-
-    def within_shard(self, element: int) -> int:
-        """How many of the table's elements before that number this rank's shard has."""
-        return min(max(element, self.shard.start), self.shard.stop) - self.shard.start
-
     def add_moment(self, name: str, part: slice, dtype: torch.dtype | None = None) -> None:
         """Make a zeroed moment for the parameters that lie in `part`, by default in the accumulation dtype."""
-        size, kind = part.stop - part.start, self.accumulate_dtype if dtype is None else dtype
-        self.moments[name] = torch.zeros(size, dtype=kind, device=self.master.device)
+        self.moments[name] = self._update_zeros(part.stop - part.start, dtype)
         self.moment_starts[name] = part.start
 
     def moment(self, name: str, part: slice) -> Tensor:
         """The elements of a moment that belong to `part` of the other buffers."""
         start = self.moment_starts.get(name, 0)
         return self.moments[name][part.start - start : part.stop - start]
+
+    def update_buffers(self) -> dict[str, Tensor]:
+        """What only updates work on: the moments, and the master where it is no weight version."""
+        return self.moments | ({} if self._master is None else {"master": self._master})
+
+    def place_update_buffers(self, buffers: dict[str, Tensor], *, in_host: bool) -> None:
+        """Let other tensors take the place of `update_buffers`, by name."""
+        self.in_host = in_host
+        self.moments = {name: buffer for name, buffer in buffers.items() if name != "master"}
+        self._master = buffers.get("master")
+
+    def _update_zeros(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A buffer for updates, where this state's lie; by default in the accumulation dtype."""
+        device = self.weights[0].device
+        pinned = self.in_host and device.type == "cuda"
+        where = torch.device("cpu") if self.in_host else device
+        kind = self.accumulate_dtype if dtype is None else dtype
+        return torch.zeros(size, dtype=kind, device=where, pin_memory=pinned)
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""
@@ -234,16 +240,6 @@ class UnitState:
                 parameter.grad = self.view(gradients, segment)
                 owner, _, leaf = path.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, parameter)
-
-    @staticmethod
-    def view(flat: Tensor, segment: Segment) -> Tensor:
-        """One parameter's stored shard as a tensor of its local shape."""
-        return flat[segment.start : segment.stop].view(segment.local_shape)
-
-    @staticmethod
-    def owned_view(flat: Tensor, segment: Segment) -> Tensor:
-        """One parameter's owned elements, shaped as its box: no padding."""
-        return flat[segment.start : segment.start + segment.owned].view(segment.box.shape)
 
     def gradients_of(self, update: int) -> list[Tensor]:
         """The accumulators of an update, by use. update: absolute number, that of the version it is computed with."""

@@ -6,6 +6,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, Options
 from megapipe.schedules.generators.weight_halves import Times
 from megapipe.schedules.lowering import lower
+from megapipe.schedules.offload import Offload
 from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
 from megapipe.schedules.simulation import Costs, Link, Simulation, rank_costs, simulate
 from megapipe.schedules.text import dumps, loads
@@ -19,6 +20,7 @@ __all__ = [
     "Header",
     "Kind",
     "Link",
+    "Offload",
     "Options",
     "Report",
     "Rows",

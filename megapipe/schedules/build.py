@@ -9,6 +9,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.schedules.generators.weight_halves import Times, split_backwards
 from megapipe.schedules.lowering import Spans, lower
+from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections
 
 
@@ -25,6 +26,7 @@ def build(
     whole_gradients: int = 0,
     receive_ahead: int = 1,
     recompute: Spans = (),
+    offload: Offload = NOTHING,
     **options: Unpack[Options],
 ) -> Schedule:
     """The lowered schedule of that name.
@@ -42,6 +44,7 @@ def build(
         receive_ahead: compute actions between a receive's posting and its use.
         recompute: per stage, runs of units whose forwards keep their input alone and run again before the backward;
             nothing by default.
+        offload: what goes to host memory between its uses; nothing by default.
         options: what the named schedule takes besides, see :class:`Options`.
 
     Raises:
@@ -51,7 +54,7 @@ def build(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
         data_parallel=data_parallel, weight_buffers=weight_buffers, whole_gradients=whole_gradients, **options,
     )  # fmt: skip
-    return lower(compute, receive_ahead=receive_ahead, recompute=recompute)
+    return lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
 
 
 def order(

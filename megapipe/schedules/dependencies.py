@@ -12,7 +12,9 @@ import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
 from megapipe.schedules.gathers import ADDING, USES, awaited_reductions
+from megapipe.schedules.offload import move_needs, reload_needs
 from megapipe.schedules.table import Table, first_row_per, last_row_per
+from megapipe.schedules.tied_uses import local_uses, readers_of_state
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """Kinds that make the gradient of a stage's input."""
@@ -108,6 +110,7 @@ class Dependencies:
         yield from self._hand_over_needs()
         yield from self._unit_needs()
         yield from self._recompute_needs()
+        yield from (self.reloads, *(Needs(*pair) for pair in move_needs(self.table)))
         if self.table.header.mode == "train":
             yield from self._reduction_needs()
             yield from self._version_needs()
@@ -169,6 +172,10 @@ class Dependencies:
             rows = rows[np.argsort(place[rows])]
             yield Needs(again, rows) if kinds == (Kind.FORWARD,) else Needs(rows, again)
 
+    @cached_property
+    def reloads(self) -> Needs:
+        return Needs(*reload_needs(self.table, BACKWARDS))
+
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.
 
@@ -190,7 +197,7 @@ class Dependencies:
             yield Needs(reductions, by_unit[(place + table.unit)[reductions]]).where_known()
         yield Needs(reductions, by_stage[(place // most_units)[reductions]]).where_known()
         tied = table.rows_with(Kind.REDUCE_TIED)
-        for stage, uses in self._local_uses().items():
+        for stage, uses in local_uses(self.table.header).items():
             rows = tied[table.stage[tied] == stage]
             for group, stages in uses.items():
                 mine = rows[table.unit[rows] == header.units_per_stage[stage] + group]
@@ -231,29 +238,12 @@ class Dependencies:
             keys = table.stage[rows] * table.num_updates + table.update[rows]
             first = first_row_per(keys, rows, table.num_stages * table.num_updates)
             first = first.reshape(table.num_stages, table.num_updates)
-            for stage, users in self._readers_of_state().items():
+            for stage, users in readers_of_state(self.table.header).items():
                 mine = updates[table.stage[updates] == stage]
                 later = table.update[mine] + delays[stage]
                 inside = later < table.num_updates
                 for reader in users:
                     yield Needs(first[reader, later[inside]], mine[inside]).where_known()
-
-    def _local_uses(self) -> dict[int, dict[int, tuple[int, ...]]]:
-        """Per owning stage and tied group, the stages of its rank that hold a use."""
-        header = self.table.header
-        uses: dict[int, dict[int, tuple[int, ...]]] = {}
-        for group, stages in enumerate(header.tied_groups):
-            for owner in header.tied_owners(group):
-                local = (stage for stage in stages if header.stages[stage].rank == header.stages[owner].rank)
-                uses.setdefault(owner, {})[group] = tuple(sorted(set(local)))
-        return uses
-
-    def _readers_of_state(self) -> dict[int, set[int]]:
-        """Per stage that keeps state, the stages of its rank whose compute uses any of it."""
-        readers = {stage: {stage} for stage in range(self.table.num_stages)}
-        for owner, uses in self._local_uses().items():
-            readers[owner].update(stage for stages in uses.values() for stage in stages)
-        return readers
 
     def _collective_rows(self, kind: Kind, every: int) -> Ints:
         """The row of a whole-pipeline collective for each rank and step or update; shape [ranks, count]."""

@@ -8,6 +8,7 @@ from megapipe.schedules.actions import KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.build import forward_only
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering import Spans, lower
+from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
 from megapipe.schedules.text import loads
 from megapipe.schedules.validation import validate
@@ -44,6 +45,7 @@ def fit_for_training(
     whole_gradients: int = 0,
     receive_ahead: int = 1,
     recompute: Spans = (),
+    offload: Offload = NOTHING,
 ) -> Schedule:
     """The valid, lowered schedule that a run gets out of one from a file, as :func:`build` gives it for a name.
 
@@ -62,6 +64,7 @@ def fit_for_training(
             sharded; 0 where they are not.
         receive_ahead: compute actions between a receive's posting and its use; a lowered file has its own.
         recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
+        offload: the same.
 
     Raises:
         ScheduleError: the schedule is not valid, or was made for something else than the run.
@@ -94,7 +97,8 @@ def fit_for_training(
             weight_buffers=weight_buffers,
             whole_gradients=whole_gradients,
         )
-        schedule = lower(replace(schedule, header=filled), receive_ahead=receive_ahead, recompute=recompute)
+        schedule = replace(schedule, header=filled)
+        schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
     validate(schedule)
     return schedule
 

@@ -3,6 +3,8 @@
 import numpy as np
 
 from megapipe.schedules.actions import Kind, Mask
+from megapipe.schedules.offload import activations_moved
+from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 
 
@@ -10,20 +12,41 @@ def peak_activations(table: Table) -> tuple[float, ...]:
     """Most activations alive at once on each rank, in micro-batches of the whole rank's layers.
 
     An activation lives from its forward to its backward, or to the input half of a split one. Of what runs again it
-    lives from then on; the inputs that are kept till then are not counted.
+    lives from then on; the inputs that are kept till then are not counted. In host memory it is not counted either.
     """
-    return _peaks(table, activations_made(table), table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT))
+    return _peaks(table, activations_made(table), activations_gone(table))
+
+
+def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
+    """Most micro-batches whose activations each stage holds at once, in its own layers."""
+    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
+    held = (
+        np.where(table.stage == stage, np.where(activations_made(table), 1.0, 0.0) - activations_gone(table), 0.0)
+        for stage in range(table.num_stages)
+    )
+    return tuple(
+        float(np.round(np.cumsum(change / np.where(table.unit < 0, 1, table.units)).max(initial=0.0), 9))
+        for change in held
+    )
 
 
 def activations_made(table: Table) -> Mask:
-    """Rows behind which a backward's activations are kept: forwards, or what runs one again."""
+    """Rows behind which a backward's activations are kept: forwards, or what runs one again, and reloads."""
     again = table.rows_with(Kind.RECOMPUTE)
     forwards = table.rows_with(Kind.FORWARD)
     most = max(table.header.units_per_stage) + 1
     place = table.key * most + table.unit
     made = table.is_kind(Kind.RECOMPUTE)
     made[forwards] = ~np.isin(place[forwards], place[again])
+    made[activations_moved(table, Kind.RELOAD)] = True
     return made
+
+
+def activations_gone(table: Table) -> Mask:
+    """Rows behind which they are kept no longer: backwards, or their input halves, and offloads."""
+    gone = table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    gone[activations_moved(table, Kind.OFFLOAD)] = True
+    return gone
 
 
 def pending_weight_halves(table: Table) -> tuple[float, ...]:

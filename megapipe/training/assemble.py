@@ -157,6 +157,7 @@ class Assembly:
             gradient_buffers=self._header.gradient_buffers,
             master_weights=self._config.training.master_weights,
             sharding=sharding,
+            in_host=self._config.offload.optimizer,
         )
         state.initialize(self._config.training.seed)
         return state

@@ -66,7 +66,7 @@ def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str
             f"out of memory in {_failed_unit(error, stages)}: {error}",
             *_table("alive by unit", ("weights", "master", "gradients", "moments"), [_state_row(s) for s in states]),
             *_table("alive for backwards to come", ("saved",), _activation_rows(error.states, states)),
-            *_device_lines(states[0].master.device),
+            *_device_lines(states[0].weights[0].device),
             ADVICE,
         ]
     )
@@ -154,12 +154,12 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _state_row(state: UnitState) -> Row:
     weights = _storages([*state.weights, *state.weight_shards])
-    master = _storages([state.master])
+    master = {} if state.in_host else _storages([state.master])
     sizes = (
         sum(weights.values()),
         sum(master[address] for address in master.keys() - weights.keys()),
         sum(_storages([*state.gradients, *([state.reduced_gradient()] if state.sharding.gradients else [])]).values()),
-        sum(_storages(state.moments.values()).values()),
+        0 if state.in_host else sum(_storages(state.moments.values()).values()),
     )
     return state.name, sizes
 

@@ -73,8 +73,8 @@ def _train(config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Sam
         evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
         for line in told(choices, config.kernels.backends):
             say(line)
-        for remark in (document_attention, attention_kept, fp8_products):
-            told_of = remark(config, mesh.device)
+        remarks = [remark(config, mesh.device) for remark in (document_attention, attention_kept, fp8_products)]
+        for told_of in (*remarks, *replica.plan.remarks):
             if told_of is not None:
                 say(told_of)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)

@@ -12,6 +12,7 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.groups import communicators, counted_states, unit_states
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
+from megapipe.engine.swaps import Swaps
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.kernels.ops import OPS
 from megapipe.optim.clipping import clip_coefficient
@@ -21,6 +22,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
+from megapipe.schedules.offload import Offload
 from megapipe.schedules.schedule import Mode
 from megapipe.training.assemble import (
     Assembly,
@@ -31,6 +33,7 @@ from megapipe.training.assemble import (
     use_fp8,
 )
 from megapipe.training.families import family_of
+from megapipe.training.offload_plan import ActivationPlan, plan_activations
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.sequence import shard_sequences
 from megapipe.training.validate import num_microbatches
@@ -39,7 +42,10 @@ from megapipe.training.validate import num_microbatches
 class Replica:
     """This rank's part of one model replica, ready to run steps with `engine`."""
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...]) -> None:
+    def __init__(
+        self, config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...], swaps: Swaps | None = None
+    ) -> None:
+        """swaps: what moves tensors to host memory and back; by default of this rank's device."""
         self._config = config
         self._mesh = mesh
         self._layers = layers
@@ -49,7 +55,10 @@ class Replica:
         length, predictions = config.data.sequence_length, self.family.predictions
         recompute = config.recompute.logits
         self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions, recompute)
+        self.plan = ActivationPlan((), Offload())
+        self.plan = plan_activations(config, mesh, self.layout, self._schedule(config))
         self.schedule = self._schedule(config)
+        self._swaps = Swaps(mesh.device) if swaps is None else swaps
         self.kernels = OPS.with_overrides(config.kernels.backends)
         replicas = mesh.group("data", "context")
         count = config.zero.num_shards(replicas.size)
@@ -102,13 +111,14 @@ class Replica:
             units_per_stage=self.layout.units_per_stage,
             tied_groups=self.layout.tied,
             data_parallel=self._mesh.group("data", "context").size > 1 or config.parallel.sequence,
-            recompute=self.layout.recomputed(config.recompute) if mode == "train" else (),
+            recompute=self.plan.recompute if mode == "train" else (),
+            offload=self.plan.offload,
             mode=mode,
         )
 
     def _engine(self, schedule: Schedule) -> Engine:
         transfers = connect(schedule, self._mesh, self.stages, self._links)
-        return Engine(schedule, self.rank, self.stages, transfers, self._reductions(schedule))
+        return Engine(schedule, self.rank, self.stages, transfers, self._reductions(schedule), self._swaps)
 
     def _reductions(self, schedule: Schedule) -> Reductions:
         names = [spec.name for layer in self._layers for spec in layer.parameters.values()]

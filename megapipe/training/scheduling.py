@@ -10,6 +10,7 @@ from megapipe.schedules.balance import check_assignment
 from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.schedules.load_file import fit_for_training, read_file
 from megapipe.schedules.lowering import Spans
+from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Mode
 from megapipe.training.batch_plan import BatchPlan
 
@@ -49,12 +50,13 @@ def build_schedule(
     tied_groups: Sequence[Sequence[int]],
     data_parallel: bool,
     recompute: Spans = (),
+    offload: Offload = NOTHING,
     mode: Mode = "train",
 ) -> Schedule:
     """The lowered schedule that the configuration names, for micro-batches of one replica in one step.
 
-    units_per_stage, tied_groups: how the model falls into stages. recompute: what of them runs again. Raises
-    ScheduleError.
+    units_per_stage, tied_groups: how the model falls into stages. recompute: what of them runs again. offload: what
+    of them goes to host memory. Raises ScheduleError.
     """
     pipeline, ahead = config.parallel.pipeline, config.schedule.receive_ahead
     zero = config.zero
@@ -74,6 +76,7 @@ def build_schedule(
             receive_ahead=ahead,
             recompute=recompute,
             **sharded,
+            offload=offload,
         )
     return build(
         config.schedule.name,
@@ -86,6 +89,7 @@ def build_schedule(
         receive_ahead=ahead,
         recompute=recompute,
         **sharded,
+        offload=offload,
         **schedule_options(config),
     )
 
@@ -122,6 +126,11 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
         problems.append(
             f"recompute.method {config.recompute.method}: schedule.file {config.schedule.file} is lowered and says by "
             "itself what runs again; set recompute.method none, or give compute actions alone"
+        )
+    if header.lowered and (config.offload.activations != "none" or config.offload.optimizer):
+        problems.append(
+            f"offload: schedule.file {config.schedule.file} is lowered and says by itself what goes to host memory; "
+            "leave the group out, or give compute actions alone"
         )
     return problems or _asynchronous_problems(config, header.updates_per_step)
 

@@ -210,6 +210,8 @@ class Rank(RankState):
 
     def update(self, action: Action) -> bool:
         header, buffer = self.world.schedule.header, self.buffer(action)
+        if self.state_moves and (action.stage, action.unit) not in self.states_here:
+            raise Broken(f"its state is in host memory: {action}")
         sort, index, _ = name = self.names[action.stage, action.unit]
         gradient: int | None
         if sort == "tied":

@@ -47,6 +47,9 @@ class RankState:
         }
         self.whole_gradients: set[tuple[int, int]] = set()
         self.gathered: dict[tuple[int, int], int] = {}
+        self.away: set[tuple[int, int, int]] = set()
+        self.state_moves = any(a.kind in (Kind.OFFLOAD, Kind.RELOAD) and a.version >= 0 for a in program)
+        self.states_here: set[tuple[int, int]] = set()
         self.meant_for: dict[tuple[tuple[object, ...], int], int] = {}
 
     def take(self, sort: str, action: Action) -> int | None:
@@ -89,10 +92,34 @@ class RankState:
         count = self.world.schedule.header.units_per_stage[action.stage]
         return list(range(count)) if action.unit < 0 else [action.unit]
 
+    def offload(self, action: Action) -> bool:
+        if action.version >= 0:
+            self.states_here.remove((action.stage, action.unit))
+            return True
+        for unit in self.units(action):
+            place = action.stage, unit, action.microbatch
+            if place not in self.inputs or place in self.away or place in self.runs_again:
+                raise Broken(f"nothing to move: {action}")
+            self.away.add(place)
+        return True
+
+    def reload(self, action: Action) -> bool:
+        if action.version >= 0:
+            place = action.stage, action.unit
+            if place in self.states_here or len(self.states_here) == 2:
+                raise Broken(f"no room: {action}")
+            self.states_here.add(place)
+            return True
+        for unit in self.units(action):
+            self.away.remove((action.stage, unit, action.microbatch))
+        return True
+
     def saved_input(self, stage: int, unit: int, microbatch: int) -> int:
         """What the unit's input holds now: a receive buffer may have been overwritten since the forward."""
         if (stage, unit, microbatch) not in self.inputs:
             raise Broken("backward without forward")
+        if (stage, unit, microbatch) in self.away:
+            raise Broken("its activations are in host memory")
         slot = self.input_slot[stage, microbatch]
         if unit == 0 and slot >= 0:
             return mix(self.slots["activation", stage, slot])

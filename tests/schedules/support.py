@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from megapipe.schedules import GENERATORS, Rows, Schedule, Sections, build
+from megapipe.schedules import GENERATORS, Offload, Rows, Schedule, Sections, build
 from megapipe.schedules.schedule import SECTIONS, Mode, SectionName
 from megapipe.schedules.tokens import write_action
 
@@ -62,12 +62,24 @@ def spans(draw: st.DrawFn, units_per_stage: Sequence[int]) -> list[list[range]]:
 
 
 @st.composite
+def offloads(draw: st.DrawFn, units_per_stage: Sequence[int], again: Sequence[Sequence[range]] = ()) -> Offload:
+    """What goes to host memory: activations of any units that do not run again, optimizer state, both or nothing."""
+    units = []
+    for stage, count in enumerate(units_per_stage):
+        free = set(range(count)) - {unit for span in (again[stage] if again else ()) for unit in span}
+        units.append(tuple(sorted(draw(st.sets(st.sampled_from(sorted(free)))))) if free else ())
+    return Offload(tuple(units), draw(st.integers(1, 4)), draw(st.booleans()))
+
+
+@st.composite
 def schedules(draw: st.DrawFn, mode: Mode = "train", max_ranks: int = 4, max_microbatches: int = 6) -> Schedule:
     """Any schedule that can be built."""
     name = draw(st.sampled_from(sorted(GENERATORS)))
     arguments = draw(layouts(name, max_ranks, max_microbatches))
     if draw(st.booleans()):
         arguments["recompute"] = draw(spans(arguments["units_per_stage"]))
+    if draw(st.booleans()):
+        arguments["offload"] = draw(offloads(arguments["units_per_stage"], arguments.get("recompute", ())))
     return build(name, mode=mode, **arguments)
 
 

@@ -47,7 +47,6 @@ def broken(old: str, new: str, **arguments: object) -> str:
         ("F0.0@0 ", "F0.0:0@0 ", ["slice must be unused"]),
         ("F0.0@0 ", "F0.0 ", ["version must be given"]),
         ("SA0.0", "SA0.0^1", ["slot must be unused"]),
-        ("F0.0@0 ", "OF0.0@0 F0.0@0 ", ["no place in a schedule of mode 'train'"]),
     ],
 )
 def test_each_broken_invariant_is_named(old, new, expected):

@@ -12,6 +12,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.generators.weight_halves import Times
 from megapipe.schedules.load_file import load_file
+from megapipe.schedules.offload import Offload
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
 
@@ -77,6 +78,13 @@ def _flags(command: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--recompute", type=int, metavar="K", help="keep the input of every K units alone and run them again"
     )
+    shape.add_argument(
+        "--offload", type=int, metavar="K", help="move the activations of every K-th unit to host memory and back"
+    )
+    shape.add_argument("--prefetch", type=int, default=1, help="compute actions between a reload and its backward")
+    shape.add_argument(
+        "--offload-state", action="store_true", help="optimizer state on the device around updates alone"
+    )
     shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
     options = command.add_argument_group("options of single schedules")
     options.add_argument("--group-size", type=int, help="interleaved_1f1b: micro-batches in a row through a chunk")
@@ -103,6 +111,8 @@ def _flags(command: argparse.ArgumentParser) -> None:
     times.add_argument("--update-time", type=float, default=0.0, help="optimizer step of a rank's share")
     times.add_argument("--reduce-time", type=float, default=0.0, help="gradient reduction of a rank's share")
     times.add_argument("--gather-time", type=float, default=0.0, help="weight gather of a rank's share")
+    times.add_argument("--offload-time", type=float, default=0.0, help="copy of a micro-batch's activations, one way")
+    times.add_argument("--offload-state-time", type=float, default=0.0, help="copy of the optimizer state, one way")
     times.add_argument("--scalars-time", type=float, default=0.0, help="global norm and finite flag over all ranks")
 
 
@@ -126,7 +136,8 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
         name, flags.ranks, flags.microbatches, units_per_stage=[flags.units] * stages,
         data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
         weight_buffers=flags.weight_buffers, whole_gradients=flags.whole_gradients,
-        receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages), **cast(Options, options),
+        receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages), offload=_offload(flags, stages),
+        **cast(Options, options),
     )  # fmt: skip
 
 
@@ -137,6 +148,13 @@ def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
         raise ScheduleError(f"--recompute {flags.recompute} is below 1; leave it out to keep all activations")
     units = range(flags.units)
     return [[units[at : at + flags.recompute] for at in units[:: flags.recompute]]] * num_stages
+
+
+def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
+    if flags.offload is not None and flags.offload < 1:
+        raise ScheduleError(f"--offload {flags.offload} is below 1; leave it out to keep all activations")
+    units = () if flags.offload is None else (tuple(range(0, flags.units, flags.offload)),) * num_stages
+    return Offload(units, flags.prefetch, flags.offload_state)
 
 
 def _times(flags: argparse.Namespace) -> Times:
@@ -159,7 +177,8 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
         header, forward=flags.forward, recompute=flags.recompute_time, backward=flags.backward,
         backward_input=flags.backward_input, backward_weight=flags.backward_weight, update=flags.update_time,
         reduce_gradients=flags.reduce_time, gather_weights=flags.gather_time, reduce_scalars=flags.scalars_time,
-        link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends,
+        link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends, offload=flags.offload_time,
+        offload_state=flags.offload_state_time,
     )  # fmt: skip
 
 

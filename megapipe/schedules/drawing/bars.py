@@ -5,14 +5,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.memory import activations_made
+from megapipe.schedules.memory import activations_gone, activations_made
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation.simulate import Simulation
 from megapipe.schedules.table import Table
 from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at
 
-COMPUTE, TRANSFER, REDUCTION = "compute", "transfer", "reduction"
+COMPUTE, TRANSFER, REDUCTION, COPY_OUT, COPY_IN = "compute", "transfer", "reduction", "copy out", "copy in"
 LANES: Final = {
     Kind.SEND_ACTIVATION: TRANSFER,
     Kind.SEND_GRADIENT: TRANSFER,
@@ -20,6 +20,8 @@ LANES: Final = {
     Kind.REDUCE_GRADIENTS: REDUCTION,
     Kind.REDUCE_TIED: REDUCTION,
     Kind.REDUCE_SCALARS: REDUCTION,
+    Kind.OFFLOAD: COPY_OUT,
+    Kind.RELOAD: COPY_IN,
 }
 
 
@@ -75,7 +77,7 @@ def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]
     table = simulation.table
     on_rank = np.bincount(table.header.stage_ranks, minlength=table.header.num_ranks)
     share = 1.0 / (np.where(table.unit < 0, 1, table.units) * on_rank[table.rank])
-    opening, closing = np.flatnonzero(activations_made(table)), table.rows_with(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    opening, closing = np.flatnonzero(activations_made(table)), np.flatnonzero(activations_gone(table))
     curves = []
     for rank in range(table.header.num_ranks):
         begins, ends = opening[table.rank[opening] == rank], closing[table.rank[closing] == rank]

@@ -54,7 +54,8 @@ const FIELDS = ["line", "rank", "lane", "kind", "stage", "microbatch", "step", "
                 "text", "note", "fill", "ink"];
 const bars = data.bars.map(row => Object.fromEntries(FIELDS.map((name, i) => [name, row[i]])));
 const LEFT = 86, RIGHT = 24, AXIS = 24, CURVES = 150;
-const lanes = ["compute", "transfer", "reduction"].filter(lane => bars.some(bar => bar.lane === lane));
+const lanes = ["compute", "transfer", "reduction", "copy out", "copy in"].filter(
+  lane => bars.some(bar => bar.lane === lane));
 const laneHeight = (line, lane) => lane === "compute" ? line.height : 7;
 let bottom = AXIS;
 for (const line of data.lines) {

@@ -17,6 +17,8 @@ FILLS: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.REDUCE_GRADIENTS: ("#b26bb5",),
     Kind.REDUCE_TIED: ("#b26bb5",),
     Kind.REDUCE_SCALARS: ("#c9a3d6",),
+    Kind.OFFLOAD: ("#a8894f",),
+    Kind.RELOAD: ("#cdb587",),
 }
 NAMES: Final[dict[Kind, str]] = {
     Kind.FORWARD: "forward",
@@ -31,6 +33,8 @@ NAMES: Final[dict[Kind, str]] = {
     Kind.REDUCE_GRADIENTS: "reduce gradients",
     Kind.REDUCE_TIED: "reduce tied weight",
     Kind.REDUCE_SCALARS: "reduce scalars",
+    Kind.OFFLOAD: "offload",
+    Kind.RELOAD: "reload",
 }
 
 

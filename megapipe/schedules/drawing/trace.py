@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterable
 from typing import Any, Final
 
-from megapipe.schedules.drawing.bars import COMPUTE, REDUCTION, TRANSFER, Bar, bars_of
+from megapipe.schedules.drawing.bars import COMPUTE, COPY_IN, COPY_OUT, REDUCTION, TRANSFER, Bar, bars_of
 from megapipe.schedules.drawing.palette import NAMES
 from megapipe.schedules.simulation.simulate import Simulation
 
-THREADS: Final = {COMPUTE: 0, TRANSFER: 1, REDUCTION: 2}
+THREADS: Final = {COMPUTE: 0, TRANSFER: 1, REDUCTION: 2, COPY_OUT: 3, COPY_IN: 4}
 
 
 def trace_events(

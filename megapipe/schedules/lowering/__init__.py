@@ -1,7 +1,7 @@
 """Lowering: from compute actions in order to everything that a step does.
 
 A chain of pure passes over one table of all ranks: cut chunks into units where reductions want it, add sends and
-receives, add what runs again, add reductions and updates, give receives their slots.
+receives, add what runs again, add reductions, updates and what moves to host memory, give receives their slots.
 """
 
 from megapipe.schedules.lowering.lower import lower

@@ -18,14 +18,16 @@ class Place(IntEnum):
     RECEIVE = 1
     UPDATE_AHEAD = 2
     GATHER_WEIGHTS = 3
-    RECOMPUTE = 4
-    COMPUTE = 5
-    SEND = 6
-    RELEASE_WEIGHTS = 7
-    REDUCE_GRADIENTS = 8
-    REDUCE_TIED = 9
-    REDUCE_SCALARS = 10
-    UPDATE = 11
+    RELOAD = 4
+    RECOMPUTE = 5
+    COMPUTE = 6
+    SEND = 7
+    OFFLOAD = 8
+    RELEASE_WEIGHTS = 9
+    REDUCE_GRADIENTS = 10
+    REDUCE_TIED = 11
+    REDUCE_SCALARS = 12
+    UPDATE = 13
 
 
 PLACES: Final = len(Place)

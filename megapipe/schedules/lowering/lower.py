@@ -11,10 +11,12 @@ from megapipe.schedules.gathers import check_weight_buffers
 from megapipe.schedules.lowering.communication import Messages, place_receives
 from megapipe.schedules.lowering.gathers import add_gathers
 from megapipe.schedules.lowering.insertion import insert
+from megapipe.schedules.lowering.offload import add_offload, around_updates
 from megapipe.schedules.lowering.recompute import Spans, add_recompute, check_spans
 from megapipe.schedules.lowering.reductions import add_reductions
 from megapipe.schedules.lowering.refine import refine
 from megapipe.schedules.lowering.slots import assign_slots
+from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule, Sections, shift_rows
 from megapipe.schedules.table import Table
 
@@ -22,14 +24,17 @@ STEADY_BODIES: Final = 3
 """Bodies that a never-flushing schedule is lowered over; the middle one is its steady state."""
 
 
-def lower(schedule: Schedule, *, receive_ahead: int = 1, recompute: Spans = ()) -> Schedule:
+def lower(
+    schedule: Schedule, *, receive_ahead: int = 1, recompute: Spans = (), offload: Offload = NOTHING
+) -> Schedule:
     """Add to a schedule of compute actions everything else that a step does.
 
     ``receive_ahead``: compute actions between a receive's posting and its use (at least 1: less can hang where sends
     wait for their receive). With two gradient buffers updates wait until right before the first forward that reads the
     new version. With weight buffers every chunk is cut into units, whose weights are gathered before they are used and
     released after. ``recompute``: what each stage computes again before its backward; then, too, every chunk is cut
-    into units. Raises ScheduleError where the compute actions do not fit together.
+    into units. ``offload``: what goes to host memory meanwhile; for activations, too, every chunk is cut into units.
+    Raises ScheduleError where the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead {receive_ahead} is below 1: post receives before they are needed")
@@ -40,8 +45,10 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1, recompute: Spans = ()) 
     again = training and any(len(own) > 0 for own in recompute)
     if again:
         check_spans(schedule.header, recompute)
+    moves = training and offload.activations
+    offload.check(schedule.header, recompute if again else ())
     sharded = schedule.header.weight_buffers > 0 or (training and schedule.header.whole_gradients > 0)
-    everywhere = again or sharded
+    everywhere = again or moves or sharded
     if everywhere or (training and schedule.header.data_parallel):
         table = refine(table, everywhere=everywhere)
     messages = Messages.of(table)
@@ -53,7 +60,10 @@ def lower(schedule: Schedule, *, receive_ahead: int = 1, recompute: Spans = ()) 
     if schedule.header.weight_buffers:
         insertions += add_gathers(table)
     if training:
-        insertions += add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
+        added = add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
+        insertions += [around_updates(each) for each in added] if offload.optimizer else added
+    if moves:
+        insertions += add_offload(table, offload)
     table, _ = insert(table, insertions)
     table = assign_slots(table, flushes=schedule.flushes)
     header = replace(table.header, lowered=True)

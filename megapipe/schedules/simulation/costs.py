@@ -21,9 +21,11 @@ class Costs:
 
     ``forward``, ``recompute``, ``backward``, ``backward_input``, ``backward_weight``, ``update``, ``reduce_gradients``
     and ``gather_weights`` have one entry a stage, for the whole chunk. Gathers and reductions of a rank share one
-    stream beside its compute. ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run beside the compute,
-    one after another on each link; with ``blocking_sends`` they hold the sender until the message arrived, and start
-    only when the receive is posted.
+    stream beside its compute. ``offload``: the activations of a micro-batch, one way between device and host memory;
+    ``offload_state``: the optimizer state; both, too, by stage for the whole chunk, and without entries they take no
+    time. Each rank has one copy stream a direction beside its compute. ``links`` replaces ``link`` for pairs of ranks
+    (from, to). Sends run beside the compute, one after another on each link; with ``blocking_sends`` they hold the
+    sender until the message arrived, and start only when the receive is posted.
     """
 
     forward: tuple[float, ...]
@@ -39,6 +41,8 @@ class Costs:
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     blocking_sends: bool = False
+    offload: tuple[float, ...] = ()
+    offload_state: tuple[float, ...] = ()
 
 
 def rank_costs(
@@ -56,6 +60,8 @@ def rank_costs(
     reduce_scalars: float = 0.0,
     link: Link = Link(),
     blocking_sends: bool = False,
+    offload: float = 0.0,
+    offload_state: float = 0.0,
 ) -> Costs:
     """Costs from times of one whole rank's share of the model, shared equally by the stages of a rank.
 
@@ -70,7 +76,8 @@ def rank_costs(
         raise ScheduleError("give both halves of the backward (input and weight), or neither")
     backward = backward_input + backward_weight if backward is None else backward
     times = (
-        forward, recompute, backward, backward_input, backward_weight, update, reduce_gradients, gather_weights
+        forward, recompute, backward, backward_input, backward_weight, update, reduce_gradients, gather_weights,
+        offload, offload_state,
     )  # fmt: skip
     if min(*times, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must not be negative and compute must take some: got {times}")
@@ -89,4 +96,6 @@ def rank_costs(
         reduce_scalars=reduce_scalars,
         link=link,
         blocking_sends=blocking_sends,
+        offload=per_stage[8],
+        offload_state=per_stage[9],
     )

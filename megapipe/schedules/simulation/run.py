@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import Kind
+from megapipe.schedules.actions import VERSION, Kind
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.offload import states_moved
 from megapipe.schedules.simulation.costs import Costs
 from megapipe.schedules.table import Table
 
@@ -36,11 +37,16 @@ class Durations:
             by_kind[kind] = times
         by_kind[Kind.REDUCE_TIED] = costs.reduce_tied
         by_kind[Kind.REDUCE_SCALARS] = costs.reduce_scalars
+        by_kind[[Kind.OFFLOAD, Kind.RELOAD]] = costs.offload or 0.0
         parts = np.where(table.unit >= 0, table.units, 1)
         states = np.array([len(table.header.state_units(stage)) for stage in range(table.num_stages)])
         parts = np.where(table.is_kind(Kind.UPDATE), states[table.stage], parts)
         parts = np.where(table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS), 1, parts)
-        return cls(by_kind[table.kind, table.stage] / parts)
+        of_row = by_kind[table.kind, table.stage] / parts
+        moved = np.concatenate([states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)])
+        by_stage = np.array(costs.offload_state or (0.0,) * table.num_stages)
+        of_row[moved] = (by_stage / states)[table.stage[moved]]
+        return cls(of_row)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class _Clocks:
             self._note_waits(messages.send.tolist(), messages.receive.tolist())
         self._note_waits(dependencies.gathers.row.tolist(), dependencies.gathers.needed.tolist())
         self._note_waits(dependencies.gradient_buffers.row.tolist(), dependencies.gradient_buffers.needed.tolist())
+        self._note_waits(dependencies.reloads.row.tolist(), dependencies.reloads.needed.tolist())
         collectives = dependencies.collective_needs()
         self._note_waits(collectives.row.tolist(), collectives.needed.tolist())
         self._link_of = dict(
@@ -104,6 +111,9 @@ class _Clocks:
         self._link_free = dict.fromkeys(self._links, (0.0, -1))
         self._compute = [(0.0, -1)] * num_ranks
         self._data_parallel = [(0.0, -1)] * num_ranks
+        self._copied_out = [(0.0, -1)] * num_ranks
+        self._copied_in = [(0.0, -1)] * num_ranks
+        self._rows = table.rows
         self._collectives = collectives
 
     def _note_waits(self, rows: Sequence[int], needed: Sequence[int]) -> None:
@@ -127,6 +137,10 @@ class _Clocks:
             others = [self._data_parallel[rank]] if kind == Kind.REDUCE_SCALARS else []
             self.start[row], self.cause[row] = max([self._compute[rank], *others])
             self.end[row] = self.start[row]
+        elif kind == Kind.OFFLOAD:
+            self._offload(rank, row)
+        elif kind == Kind.RELOAD:
+            self._reload(rank, row)
         elif kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, Kind.RELEASE_WEIGHTS):
             self.start[row], self.cause[row] = self._compute[rank]
             self.end[row] = self.start[row]
@@ -150,6 +164,19 @@ class _Clocks:
         if self._kind[row] == Kind.REDUCE_TIED:
             return self._duration[row] + self._scalars
         return self._duration[row] if self._kind[row] in (Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS) else 0.0
+
+    def _offload(self, rank: int, row: int) -> None:
+        """One copy leaves at a time: compute waits for the one before, whose memory it goes on with."""
+        self._compute[rank] = max(self._compute[rank], self._copied_out[rank])
+        self._copied_out[rank] = self._put(row, self._compute[rank])
+
+    def _reload(self, rank: int, row: int) -> None:
+        """Copies arrive one after another. What leaves last is waited for where it comes back, and by a state, which
+        needs the memory of the state that left before."""
+        last = self._copied_out[rank][1]
+        if last >= 0 and (self._rows[row, VERSION] >= 0 or np.array_equal(self._rows[row, 1:], self._rows[last, 1:])):
+            self._compute[rank] = max(self._compute[rank], self._copied_out[rank])
+        self._copied_in[rank] = self._put(row, self._compute[rank], self._copied_in[rank])
 
     def _send(self, rank: int, row: int) -> None:
         pair = self._link_of[row]

@@ -15,7 +15,7 @@ class Shape(NamedTuple):
 
     stage: bool
     unit: bool | None
-    version: bool
+    version: bool | None
     slot: bool | None
 
 
@@ -36,6 +36,8 @@ SHAPES: Final[dict[Kind, Shape]] = {
     Kind.REDUCE_TIED: Shape(stage=True, unit=True, version=False, slot=False),
     Kind.REDUCE_COUNTS: Shape(stage=False, unit=False, version=False, slot=False),
     Kind.REDUCE_SCALARS: Shape(stage=False, unit=False, version=False, slot=False),
+    Kind.OFFLOAD: Shape(stage=True, unit=None, version=None, slot=False),
+    Kind.RELOAD: Shape(stage=True, unit=None, version=None, slot=False),
     Kind.UPDATE: Shape(stage=True, unit=True, version=True, slot=False),
 }
 FORWARD_MODE_KINDS: Final = (
@@ -99,8 +101,11 @@ def _check_units(table: Table) -> None:
     plain = table.is_kind(
         *COMPUTE_STREAM, Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS
     )  # fmt: skip
+    moved = table.is_kind(Kind.OFFLOAD, Kind.RELOAD)
+    plain |= moved & (table.version < 0)
     _require(table, ~plain | (table.unit < table.units), "the stage has fewer units")
-    for row in table.rows_with(Kind.REDUCE_TIED, Kind.UPDATE).tolist():
+    owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE) | (moved & (table.version >= 0))
+    for row in np.flatnonzero(owned).tolist():
         stage, unit = int(table.stage[row]), int(table.unit[row])
         tied = unit >= table.header.units_per_stage[stage]
         if unit not in table.header.state_units(stage) or (table.kind[row] == Kind.REDUCE_TIED and not tied):
@@ -112,6 +117,7 @@ def _check_last_included(table: Table) -> None:
     reducing = table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE)
     if table.header.whole_gradients == 0:  # else several may stand in an update, each behind what it includes
         reducing |= table.is_kind(Kind.REDUCE_GRADIENTS)
+    reducing |= table.is_kind(Kind.OFFLOAD, Kind.RELOAD) & (table.version >= 0)
     for rows, count in (
         (np.flatnonzero(reducing), table.header.microbatches_per_update),
         (table.rows_with(Kind.REDUCE_COUNTS), table.header.num_microbatches),
@@ -126,7 +132,7 @@ def _check_last_included(table: Table) -> None:
 def _check_versions(table: Table) -> None:
     """A micro-batch of update k reads version k, on every stage; update k writes the version after the oldest kept."""
     kept = np.array(table.header.versions_per_stage, dtype=np.int64)[table.stage]
-    writes = table.is_kind(Kind.UPDATE)
+    writes = table.is_kind(Kind.UPDATE, Kind.OFFLOAD, Kind.RELOAD)
     expected: Ints = table.update + np.where(writes, kept, 0)
     good = (table.version < 0) | (table.version == expected)
     if not good.all():

@@ -16,6 +16,7 @@ from megapipe.schedules.validation.fields import check_fields
 from megapipe.schedules.validation.gathers import check_gathers
 from megapipe.schedules.validation.gradients import check_gradients
 from megapipe.schedules.validation.header import check_header
+from megapipe.schedules.validation.offload import check_offload
 from megapipe.schedules.validation.order import check_order
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
 
@@ -71,6 +72,7 @@ def _check(table: Table) -> None:
     check_coverage(table)
     check_gathers(table)
     check_gradients(table)
+    check_offload(table)
     dependencies = Dependencies(table)
     check_order(dependencies)
     check_links(dependencies)

@@ -1,0 +1,186 @@
+"""Which blocks of a stage keep their activations, which move them to host memory and which run again.
+
+KARMA's rule (Wahib et al. 2020, 2008.11421, section III): move while the copy hides behind compute, recompute the
+rest, and keep what is needed soonest.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil
+from typing import Literal, NamedTuple
+
+Treatment = Literal["keep", "move", "recompute"]
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block and micro-batch: seconds of its forward and backward; bytes that it keeps in between, and bytes of its
+    input, which is all that is kept of a block that runs again."""
+
+    forward: float
+    backward: float
+    kept: int
+    input: int
+
+
+@dataclass(frozen=True)
+class Treatments:
+    """One for each block, in order, and what they amount to.
+
+    bytes: of activations on the device, at most. recomputed, moved: of each micro-batch, seconds of forwards that run
+    again, and bytes that leave.
+    """
+
+    of_blocks: tuple[Treatment, ...]
+    bytes: int
+    recomputed: float
+    moved: int
+
+
+class DoesNotFit(ValueError):
+    """There is less memory than any treatment needs. least: bytes that the smallest one needs."""
+
+    def __init__(self, least: int, memory: float) -> None:
+        super().__init__(f"activations need {least} bytes whatever is moved or recomputed, and there are {memory:.0f}")
+        self.least = least
+
+
+class _Partial(NamedTuple):
+    """Treatments of the first blocks. kept: bytes of every micro-batch. recomputed, moved: as in `Treatments`; moves:
+    how many blocks move. The last block's treatment, behind those of the others."""
+
+    kept: int
+    recomputed: float
+    moved: int
+    moves: int
+    before: "_Partial | None" = None
+    last: Treatment = "keep"
+
+    def of_blocks(self) -> tuple[Treatment, ...]:
+        """All of them, in order."""
+        found: list[Treatment] = []
+        partial = self
+        while partial.before is not None:
+            found.append(partial.last)
+            partial = partial.before
+        return tuple(reversed(found))
+
+
+def treat(
+    blocks: Sequence[BlockCost], *, microbatches: float, memory: float, bandwidth: float, prefetch: int = 1
+) -> Treatments:
+    """The treatments that recompute least of those that fit into memory and whose copies hide; of several the ones
+    that move the fewest bytes.
+
+    On the device are the kept activations and the inputs of what runs again, of every micro-batch; beside them one
+    block that runs again, and of moved ones one that leaves, `prefetch` that wait and one that is in use.
+
+    Args:
+        blocks: of one stage.
+        microbatches: whose activations the stage holds at once, were all of them kept.
+        memory: bytes for activations.
+        bandwidth: bytes per second between device and host, one way.
+        prefetch: compute actions between a reload and its backward.
+
+    Raises:
+        DoesNotFit: even the least needs more memory.
+    """
+    copies = _Copies(blocks, microbatches, bandwidth, prefetch)
+    most = max(block.kept for block in blocks)
+    best: tuple[tuple[float, int, int], _Partial] | None = None
+    least: int | None = None
+    for again, partial in _complete(blocks, copies):
+        held = ceil(microbatches * partial.kept) + (most if again else 0)
+        held += min(prefetch + 2, ceil(microbatches * partial.moves)) * most
+        least = held if least is None else min(least, held)
+        rank = partial.recomputed, partial.moved, held
+        if held <= memory and (best is None or rank < best[0]):
+            best = rank, partial
+    if best is None:
+        raise DoesNotFit(least or 0, memory)
+    (recomputed, moved, held), partial = best
+    return Treatments(partial.of_blocks(), held, recomputed, moved)
+
+
+def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[tuple[bool, _Partial]]:
+    """(whether any runs again, treatments of all blocks) whose copies hide; those are left out than which others keep
+    and cost no more.
+
+    By dynamic programming over the blocks: what comes depends of what went before on the last block that moves alone,
+    and how much memory is worth on whether anything runs again and how many move.
+    """
+    fronts: dict[tuple[int, bool, int], list[_Partial]] = {(-1, False, 0): [_Partial(0, 0.0, 0, 0)]}
+    for index, block in enumerate(blocks):
+        grown: dict[tuple[int, bool, int], list[_Partial]] = {}
+        for (last, again, moves), front in fronts.items():
+            keep, rerun = grown.setdefault((last, again, moves), []), grown.setdefault((last, True, moves), [])
+            for partial in front:
+                kept, recomputed, moved = partial[:3]
+                keep.append(_Partial(kept + block.kept, recomputed, moved, partial.moves, partial, "keep"))
+                again_kept, again_time = kept + block.input, recomputed + block.forward
+                rerun.append(_Partial(again_kept, again_time, moved, partial.moves, partial, "recompute"))
+            if last < 0 or copies.hide_until(last, index):
+                # More than a few moved blocks take no more room.
+                state = index, again, min(moves + 1, copies.most_at_once)
+                grown.setdefault(state, []).extend(
+                    _Partial(kept, recomputed, moved + block.kept, count + 1, partial, "move")
+                    for partial in front
+                    for kept, recomputed, moved, count, *_ in (partial,)
+                )
+        fronts = {state: _undominated(partials) for state, partials in grown.items()}
+    for (last, again, _), front in fronts.items():
+        if last < 0 or copies.hide_at_end(last):
+            yield from ((again, partial) for partial in front)
+
+
+def _undominated(partials: list[_Partial]) -> list[_Partial]:
+    """Without those that keep and cost no less than another one."""
+    front: list[_Partial] = []
+    for partial in sorted(partials, key=lambda each: each[:3]):
+        if not front or partial[1:3] < front[-1][1:3]:
+            front.append(partial)
+    return front
+
+
+class _Copies:
+    """Whether the copies of moved blocks fit behind compute.
+
+    A block's way out has the forwards from its own to the next moved one's, whose copy waits for it, and no more than
+    what stands between its forward and its reload. Its way in has the backwards from the next moved one's to its own,
+    `prefetch` of them at most: the stream is free when that one's backward starts.
+    """
+
+    def __init__(self, blocks: Sequence[BlockCost], microbatches: float, bandwidth: float, prefetch: int) -> None:
+        self._seconds = [block.kept / bandwidth for block in blocks]
+        self._forward = [0.0, *accumulate(block.forward for block in blocks)]
+        self._backward = [0.0, *accumulate(block.backward for block in blocks)]
+        self._prefetch = prefetch
+        self._next_microbatch = microbatches > 1
+        self.most_at_once = prefetch + 2
+
+    def hide_until(self, moved: int, following: int) -> bool:
+        """Whether both copies of a moved block hide where `following` is the next one that moves."""
+        out = self._forward[following + 1] - self._forward[moved + 1]
+        return self._seconds[moved] <= min(out, self._until_reload(moved), self._way_in(moved, following))
+
+    def hide_at_end(self, moved: int) -> bool:
+        """Whether both copies of the stage's last moved block hide; where the next micro-batch's forward may come
+        before its backward, its way out ends at the first block there."""
+        end = len(self._seconds)
+        out = self._until_reload(moved)
+        if self._next_microbatch:
+            out = min(out, self._forward[end] - self._forward[moved + 1] + self._forward[1])
+        return self._seconds[moved] <= min(out, self._way_in(moved, end - 1))
+
+    def _until_reload(self, moved: int) -> float:
+        """From the block's forward through the others behind it and back, `prefetch` actions ahead of its backward."""
+        end = len(self._seconds)
+        behind = end - 1 - moved
+        actions = max(0, 2 * behind - self._prefetch)
+        forwards = min(actions, behind)
+        out = self._forward[moved + 1 + forwards] - self._forward[moved + 1]
+        return out + self._backward[end] - self._backward[end - (actions - forwards)]
+
+    def _way_in(self, moved: int, following: int) -> float:
+        return self._backward[min(following, moved + self._prefetch) + 1] - self._backward[moved + 1]

@@ -1,0 +1,121 @@
+"""What leaves a device for host memory between its uses, and which rows move it.
+
+`OFFLOAD` and `RELOAD` without a version move the activations of a unit and micro-batch; with one they move what the
+update that makes this version works on: moments, and an fp32 master beside bf16 weights.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from megapipe.schedules.actions import Ints, Kind
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Header
+from megapipe.schedules.table import Table
+
+STATES_ON_DEVICE: Final = 2
+"""Units of a rank whose optimizer state may be on the device at once: one in its update, one on its way."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What a lowered schedule moves to host memory.
+
+    ``units``: per stage, the units whose activations leave behind their forward; empty for none. ``prefetch``: compute
+    actions between a reload and its backward, so that no more reloaded units wait for theirs. ``optimizer``: whether
+    each unit's optimizer state is on the device around its update alone.
+    """
+
+    units: tuple[tuple[int, ...], ...] = ()
+    prefetch: int = 1
+    optimizer: bool = False
+
+    @property
+    def activations(self) -> bool:
+        """Whether any unit's activations leave."""
+        return any(self.units)
+
+    def check(self, header: Header, recompute: Sequence[Sequence[range]] = ()) -> None:
+        """Raise ScheduleError unless the units are those of the header's stages, none of them runs again, and reloads
+        come before their use. recompute: per stage, what runs again."""
+        if self.prefetch < 1:
+            raise ScheduleError(f"prefetch {self.prefetch} is below 1: a reload starts before its backward")
+        if self.units and len(self.units) != len(header.stages):
+            raise ScheduleError(f"offload names units of {len(self.units)} stages, and there are {len(header.stages)}")
+        for stage, (count, own) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
+            if len(set(own)) < len(own) or not set(own) <= set(range(count)):
+                raise ScheduleError(
+                    f"offload of stage {stage}: units {list(own)} must be of 0 to {count - 1}, each once"
+                )
+        for stage, (own, spans) in enumerate(zip(self.units, recompute, strict=False)):
+            twice = sorted(unit for span in spans for unit in span if unit in own)
+            if twice:
+                raise ScheduleError(
+                    f"stage {stage}: units {twice} run again and have their activations offloaded; they need one alone"
+                )
+
+
+NOTHING: Final = Offload()
+
+
+def activations_moved(table: Table, kind: Kind) -> Ints:
+    """Rows that move activations; kind: `OFFLOAD` or `RELOAD`."""
+    rows = table.rows_with(kind)
+    return rows[table.version[rows] < 0]
+
+
+def states_moved(table: Table, kind: Kind) -> Ints:
+    """Rows that move optimizer state; kind: `OFFLOAD` or `RELOAD`."""
+    rows = table.rows_with(kind)
+    return rows[table.version[rows] >= 0]
+
+
+def unit_places(table: Table) -> Ints:
+    """Stage, micro-batch and unit (or whole chunk) of each row as one number."""
+    places: Ints = table.key * (max(table.header.units_per_stage) + 1) + table.unit + 1
+    return places
+
+
+def state_places(table: Table) -> Ints:
+    """Stage, update and state unit of each row as one number."""
+    header = table.header
+    most = max(header.units_per_stage) + len(header.tied_groups)
+    places: Ints = (table.stage.astype(np.int64) * table.num_updates + table.update) * most + table.unit
+    return places
+
+
+def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]:
+    """Backwards against the reload of their activations, updates against that of their state: (row, row it needs)."""
+    rows, needed = zip(
+        _joined(table.rows_with(*backwards), activations_moved(table, Kind.RELOAD), unit_places(table)),
+        _joined(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
+        strict=True,
+    )
+    return np.concatenate(rows), np.concatenate(needed)
+
+
+def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
+    """Activations leave behind their forward, state behind its update; what comes back has left: (row, its need)."""
+    places, states = unit_places(table), state_places(table)
+    out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
+    yield _joined(out, table.rows_with(Kind.FORWARD), places)
+    yield _joined(back, out, places)
+    out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
+    yield _joined(out, table.rows_with(Kind.UPDATE), states)
+    # By unit, then by update: each but a unit's first comes back from where the one before it left.
+    out, back = (rows[np.lexsort((table.update[rows], table.unit[rows], table.stage[rows]))] for rows in (out, back))
+    later = np.diff(table.update[back]) > 0
+    yield back[1:][later], out[:-1][later]
+
+
+def _joined(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
+    """Each of some rows with the one of others that stands for the same place, where there is one."""
+    if len(needed) == 0:
+        return needed, needed
+    order = np.argsort(places[needed], kind="stable")
+    wanted = places[needed][order]
+    found = np.minimum(np.searchsorted(wanted, places[rows]), len(needed) - 1)
+    known = wanted[found] == places[rows]
+    return rows[known], needed[order][found[known]]
