@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.gpt_runs import RankRun, make_config, run_gpt, write_shard
-from tests.support.layouts import FEATURES, MODELS, adds_in_one_order, config_of, oracle_of, sizes_of
+from tests.support.gpt_runs import RankRun, run_gpt, write_shard
+from tests.support.layouts import FEATURES, adds_in_one_order, config_of, sizes_of
 from tests.support.meshes import run_threads
 
 GUIDE = Path(__file__).parents[2] / "docs" / "parallelism.md"
