@@ -8,13 +8,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
