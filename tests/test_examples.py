@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = sorted((ROOT / "examples/models").glob("*.yaml"))
 LAUNCHES = sorted((ROOT / "examples/launch").iterdir())
 RUNS = sorted((ROOT / "examples").glob("*.yaml"))
+PARALLEL = sorted((ROOT / "examples/parallel").glob("*.yaml"))
 
 UNITS = {"M": 10**6, "B": 10**9}
 GPU_BYTES = 80 * 10**9
@@ -173,3 +175,14 @@ def test_launch_scripts_pass_shellcheck(script: Path) -> None:
 def test_a_run_can_start_on_one_and_on_two_ranks(path: Path, pipeline: int) -> None:
     config = parse_as(kind_of(path), ["--config", str(path), "--parallel.pipeline", str(pipeline)])
     validate(config, pipeline)
+
+
+@pytest.mark.parametrize("path", PARALLEL, ids=name_of)
+def test_a_parallel_example_starts_as_its_comment_says(path: Path) -> None:
+    comment = re.sub(r"\\\n# *", " ", path.read_text())
+    line = re.search(r"^#\s+torchrun --nproc_per_node (\d+) pretrain_(gpt|bert)\.py (.*)$", comment, re.MULTILINE)
+    assert line, "the file states no launch line"
+    kind = BertPretrainConfig if line[2] == "bert" else PretrainConfig
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(line[3])]
+    assert str(path) in words
+    validate(parse_as(kind, words), int(line[1]))

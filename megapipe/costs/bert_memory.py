@@ -1,6 +1,9 @@
 """Bytes that a BERT's layer keeps on one rank from a micro-batch's forward to its backward."""
 
+from collections.abc import Collection
+
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.bert import SENTENCE_CLASSES
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, AttentionPath, Precision, activation_bytes
 from megapipe.costs.parameters import LayerSpec
@@ -18,12 +21,15 @@ def bert_activation_bytes(
     tensor_size: int = 1,
     alignment: int = 1,
     sequence_parallel: bool = False,
+    recompute_logits: bool = False,
+    recompute: Collection[RecomputedPart] = (),
 ) -> int:
     """As `activation_bytes`, for a layer of costs.bert.bert_layers. predictions: hidden tokens of a sample at most.
 
     A block keeps what GPT's does, wherever its norms stand, and sdpa's mask, an element a token. The heads keep
     hidden states of all tokens once (twice with a norm before the heads), those of the hidden tokens four times, and
-    their logits; of the pair the pooled token, its tanh and the two probabilities.
+    their logits, or under recompute_logits their log-sums alone; of the pair the pooled token, its tanh and the two
+    probabilities.
     """
     tokens = micro_size * sequence_length
     size = ELEMENT_BYTES[precision]
@@ -41,15 +47,19 @@ def bert_activation_bytes(
             tensor_size=tensor_size,
             alignment=alignment,
             sequence_parallel=sequence_parallel,
+            recompute=recompute,
         )
     norm = (stream + tokens * statistics) // (tensor_size if sequence_parallel else 1)
     if layer.kind == "embedding":
         return kept + (norm if model.norm_position == "post" else 0)
     if layer.kind == "block":
+        # Behind the norm after the MLP comes the next block's attention, which keeps its input.
+        kept += stream if "norms" in recompute and model.norm_position == "post" else 0
         return kept + padding_mask_bytes(micro_size, sequence_length, precision, attention)
     rows = micro_size * predictions
     columns = min(layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0], model.vocabulary_size)
-    kept = stream + 4 * rows * model.hidden_size * size + rows * (statistics + columns * size + FULL_BYTES)
+    logits = 0 if recompute_logits else columns * size
+    kept = stream + 4 * rows * model.hidden_size * size + rows * (statistics + logits + FULL_BYTES)
     if model.norm_position == "pre":
         kept += norm
     return kept + (_sentence_bytes(model, micro_size, size) if model.sentence_head else 0)

@@ -60,16 +60,18 @@ def state_bytes(
     matrix_moments: int | None = None,
     master_weights: bool = True,
     moment_bytes: int = FULL_BYTES,
+    segment_alignment: int = 1,
 ) -> StateBytes:
     """State of the distinct parameters `specs` on one tensor rank, vocabulary padding included.
 
     num_versions: live weight versions. num_gradients: accumulators (one per use of a tied weight). moments: those of
     each parameter, which `num_moments` tells of an optimizer; the default is AdamW's. matrix_moments: those of
     matrices, where they have another number. master_weights, moment_bytes: 2
-    under bf16 moments, as training.master_weights and optimizer.moment_dtype say.
-    Not counted: the gaps that align segments in the flat buffers, under 64 elements a parameter.
+    under bf16 moments, as training.master_weights and optimizer.moment_dtype say. segment_alignment: as in
+    `stored_elements`.
     """
-    held = [(prod(spec.local_shape(tensor_size, alignment)), spec.matrix) for spec in specs]
+    shard = {"tensor_size": tensor_size, "alignment": alignment, "segment_alignment": segment_alignment}
+    held = [(stored_elements([spec], **shard), spec.matrix) for spec in specs]
     elements = sum(size for size, _ in held)
     of_matrices = moments if matrix_moments is None else matrix_moments
     kept = sum(size * (of_matrices if matrix else moments) for size, matrix in held)
@@ -79,6 +81,18 @@ def state_bytes(
         gradients=elements * num_gradients * FULL_BYTES,
         moments=kept * moment_bytes,
     )
+
+
+def stored_elements(
+    specs: Iterable[ParameterSpec], *, tensor_size: int = 1, alignment: int = 1, segment_alignment: int = 1
+) -> int:
+    """Elements that one tensor rank stores of `specs`, vocabulary padding included.
+
+    segment_alignment: parameters start at its multiples in the flat buffer of a unit, which ends at one; 1 leaves the
+    gaps out, under 64 elements a parameter.
+    """
+    sizes = (prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
+    return sum(-(-size // segment_alignment) * segment_alignment for size in sizes)
 
 
 def boundary_bytes(
@@ -137,6 +151,28 @@ def activation_bytes(
     )
     shared += _mlp_bytes(model, tokens, size, again="mlp" in recompute)
     return replicated + shared // tensor_size
+
+
+def isolation_bytes(
+    model: ModelConfig,
+    micro_size: int,
+    sequence_length: int,
+    precision: Precision,
+    attention: AttentionPath,
+    *,
+    recompute: Collection[RecomputedPart] = (),
+) -> int:
+    """What a block keeps of a micro-batch besides `activation_bytes` where data.isolate_documents is true.
+
+    Places within documents differ from sample to sample, so rotary tables, two for queries and two for keys, are the
+    micro-batch's own, in fp32; sdpa keeps the mask [b, s, s] in the compute dtype, the unfused path one of bytes.
+    """
+    tables = 4 * micro_size * sequence_length * model.head_dim // 2 * FULL_BYTES
+    kept = tables if model.positions == "rotary" else 0
+    mask = micro_size * sequence_length**2
+    if attention == "sdpa":
+        return kept + mask * ELEMENT_BYTES[precision]
+    return kept if "attention" in recompute else kept + mask
 
 
 def attention_bytes(

@@ -12,7 +12,7 @@ from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.bert import bert_layers
 from megapipe.costs.bert_memory import bert_activation_bytes
 from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes
+from megapipe.costs.memory import activation_bytes, isolation_bytes
 from megapipe.costs.parameters import LayerSpec
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.sequence_products import SequenceProducts
@@ -71,6 +71,7 @@ def saved_bytes(
     recompute_logits: bool = False,
     recompute: list[RecomputedPart] | None = None,
     group: Group | None = None,
+    document_starts: Tensor | None = None,
 ) -> int:
     """Bytes of all storages that autograd keeps, parameters and integer tensors (the micro-batch's own) apart."""
     module = bound_layer(model, layer, dtype, recompute_logits, group)
@@ -79,7 +80,9 @@ def saved_bytes(
         module.recompute(recompute)
     known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     tokens = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
-    context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(micro_size))
+    context = MicrobatchContext(
+        tokens=tokens, labels=tokens, ordinals=torch.arange(micro_size), document_starts=document_starts
+    )
     if isinstance(model, BertModelConfig):
         context = bert_context(micro_size)
     held = SEQUENCE if group is None else SEQUENCE // group.size
@@ -161,9 +164,40 @@ def test_every_layer_of_a_bert_keeps_what_is_predicted(
         embedding_dropout=dropout,
         attention_dropout=dropout if attention == "unfused" else 0.0,
     )
+    parts: list[RecomputedPart]
     for layer in bert_layers(model):
-        predicted = bert_activation_bytes(model, layer, micro_size, SEQUENCE, HIDDEN_TOKENS, precision, attention)
-        assert saved_bytes(model, layer, micro_size, DTYPES[precision]) == predicted, layer.name
+        for parts in [], ["attention", "mlp", "norms"]:
+            again = parts if layer.kind == "block" else None
+            measured = saved_bytes(model, layer, micro_size, DTYPES[precision], recompute=again)
+            shape = micro_size, SEQUENCE, HIDDEN_TOKENS
+            predicted = bert_activation_bytes(model, layer, *shape, precision, attention, recompute=parts)
+            assert measured == predicted, (layer.name, parts)
+    head = bert_layers(model)[-1]
+    measured = saved_bytes(model, head, micro_size, DTYPES[precision], recompute_logits=True)
+    shape = micro_size, SEQUENCE, HIDDEN_TOKENS
+    assert measured == bert_activation_bytes(model, head, *shape, precision, attention, recompute_logits=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "unfused"])
+@pytest.mark.parametrize("micro_size", [1, 3])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "grouped"])
+def test_documents_apart_keep_masks_and_angles(
+    shape: str, micro_size: int, attention: Literal["sdpa", "unfused"], precision: Literal["fp32", "bf16"]
+) -> None:
+    model = ModelConfig(
+        vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4, attention=attention, **SHAPES[shape]
+    )
+    starts = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
+    starts[:, SEQUENCE // 2 :] = SEQUENCE // 2
+    block = gpt_layers(model)[1]
+    parts: list[RecomputedPart]
+    for parts in [], ["attention"]:
+        again = parts if parts else None
+        measured = saved_bytes(model, block, micro_size, DTYPES[precision], recompute=again, document_starts=starts)
+        sizes = micro_size, SEQUENCE, precision, attention
+        predicted = activation_bytes(model, block, *sizes, recompute=parts)
+        assert measured == predicted + isolation_bytes(model, *sizes, recompute=parts), parts
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

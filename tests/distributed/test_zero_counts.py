@@ -22,7 +22,7 @@ from megapipe.training import replica as replica_module
 from megapipe.training.assemble import VOCABULARY_ALIGNMENT
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
-from tests.support.counting_groups import CountingGroup
+from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_mesh
@@ -53,8 +53,8 @@ class Counts:
 class Watched(CountingGroup):
     """Looks at the states whenever a collective starts."""
 
-    def __init__(self, group: Group, look: Callable[[], None]) -> None:
-        super().__init__(group)
+    def __init__(self, group: Group, traffic: Traffic, look: Callable[[], None]) -> None:
+        super().__init__(group, traffic)
         self._look = look
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
@@ -87,7 +87,7 @@ def bytes_of(states: list[UnitState]) -> StateBytes:
 
 def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
     """One rank's second step."""
-    counts, watched, states = Counts(), [], []  # type: ignore[var-annotated]
+    counts, traffic, states = Counts(), Traffic(), []  # type: ignore[var-annotated]
     communicators = replica_module.communicators
 
     def look() -> None:
@@ -101,9 +101,9 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
 
     def watching(*arguments: Any) -> Any:
         groups = communicators(*arguments)
-        shards = Watched(groups.shards, look) if groups.shards is not None else None
-        watched.append(CountingGroup(groups.data) if shards is None else shards)
-        return replace(groups, **({"data": watched[-1]} if shards is None else {"shards": shards}))
+        if groups.shards is None:
+            return replace(groups, data=CountingGroup(groups.data, traffic))
+        return replace(groups, shards=Watched(groups.shards, traffic, look))
 
     replica_module.communicators = watching  # type: ignore[attr-defined]
     with LiveBytes() as live:
@@ -113,14 +113,11 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
     loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
     for step in range(2):
         batch = loader.load(step * config.batch.global_size)
-        for group in watched:
-            group.log.clear()
+        traffic.clear()
         replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
         look()
-    for group in watched:
-        for operation, elements in group.log:
-            counts.calls[operation] = counts.calls.get(operation, 0) + 1
-            counts.elements[operation] = counts.elements.get(operation, 0) + elements
+    counts.calls = {place.operation: calls for place, calls in traffic.calls.items()}
+    counts.elements = {place.operation: elements for place, elements in traffic.elements.items()}
     return counts
 
 

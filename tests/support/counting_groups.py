@@ -1,59 +1,147 @@
-"""A group that counts what goes through it: how many collectives of each kind, and their elements and bytes."""
+"""Groups and links that count what goes through them: calls, elements and bytes of every operation, by group.
 
+`counted` makes a mesh whose groups count, `counted_links` the same of links. The group that a layer gets is then none
+of torch.distributed's, so its collectives run as methods of the group, and none goes past the count.
+"""
+
+import inspect
+from abc import update_abstractmethods
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from torch import Tensor
 
-from megapipe.parallel.groups import Group, ReduceOperation, Work
+from megapipe.engine import wiring
+from megapipe.parallel.groups import Group, SoloGroup
+from megapipe.parallel.links import Edge, Link, LinkKind
+from megapipe.parallel.links.link import Loan, Transfer
+from megapipe.parallel.mesh import Mesh
+
+
+class Place(NamedTuple):
+    """What a count belongs to. group: as the mesh is asked for it ("tensor", "data+context", "world"), "tied" for the
+    ranks that share a weight, "link" between stages."""
+
+    group: str
+    operation: str
+
+
+@dataclass
+class Traffic:
+    """Counts of one rank by place. Elements and bytes are those of the whole buffer of a collective: what an
+    all-reduce sums, what an all-gather leaves behind, what a reduce-scatter starts from.
+    """
+
+    calls: Counter[Place] = field(default_factory=Counter)
+    elements: Counter[Place] = field(default_factory=Counter)
+    bytes: Counter[Place] = field(default_factory=Counter)
+
+    def note(self, place: Place, tensors: Sequence[Tensor], copies: int = 1) -> None:
+        """Count a call by the largest of the tensors that it took and gave. copies: how often the buffer has it."""
+        largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
+        self.calls[place] += 1
+        self.elements[place] += 0 if largest is None else largest.numel() * copies
+        self.bytes[place] += 0 if largest is None else largest.nbytes * copies
+
+    def copy(self) -> "Traffic":
+        """The counts so far."""
+        return Traffic(Counter(self.calls), Counter(self.elements), Counter(self.bytes))
+
+    def clear(self) -> None:
+        """Forget all counts."""
+        for counts in (self.calls, self.elements, self.bytes):
+            counts.clear()
 
 
 class CountingGroup(Group):
-    """Another's group.
+    """Another's group, every collective of which is counted under `label` before it runs."""
 
-    Attributes:
-        calls: operation -> how often. num_bytes: operation -> bytes of the whole tensors, all members' parts together.
-        log: (operation, elements of the whole tensor), in order.
-    """
-
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, traffic: Traffic, label: str | None = None) -> None:
         super().__init__(group.name, group.ranks, group.rank)
         self._group = group
-        self.calls: Counter[str] = Counter()
-        self.num_bytes: Counter[str] = Counter()
-        self.log: list[tuple[str, int]] = []
+        self._traffic = traffic
+        self._label = group.name if label is None else label
 
-    def _count(self, operation: str, tensor: Tensor, copies: int = 1) -> None:
-        self.calls[operation] += 1
-        self.num_bytes[operation] += tensor.numel() * tensor.element_size() * copies
-        self.log.append((operation, tensor.numel() * copies))
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        self._count("all_reduce", tensor)
-        return self._group.all_reduce(tensor, op, async_op)
+def _counting(operation: str) -> Callable[..., Any]:
+    def method(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self._group, operation)(*args, **kwargs)
+        given = [each for each in (*args, *kwargs.values(), result) if isinstance(each, Tensor)]
+        # Of what was only started the result is still to come.
+        copies = self.size if operation == "start_all_gather" else 1
+        self._traffic.note(Place(self._label, operation), given, copies)
+        return result
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self._count("all_gather", tensor, self.size)
-        return self._group.all_gather(tensor)
+    return method
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        self._count("reduce_scatter", tensor)
-        return self._group.reduce_scatter(tensor)
 
-    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        self._count("gather_into", whole)
-        return self._group.gather_into(whole, part)
+# Whatever collectives the interface has or will have.
+for _name, _member in vars(Group).items():
+    if inspect.isfunction(_member) and not _name.startswith("_") and _name != "own_part":
+        setattr(CountingGroup, _name, _counting(_name))
+update_abstractmethods(CountingGroup)
 
-    def reduce_into_part(self, whole: Tensor) -> Work:
-        self._count("reduce_into_part", whole)
-        return self._group.reduce_into_part(whole)
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._count("broadcast", tensor)
-        self._group.broadcast(tensor, source)
+class CountingLink(Link):
+    """Another's link. Messages are counted where they are sent."""
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._group.all_gather_object(value)
+    def __init__(self, link: Link, traffic: Traffic) -> None:
+        vars(self).update(vars(link))
+        self.lends = link.lends
+        self._link = link
+        self._traffic = traffic
 
-    def barrier(self) -> None:
-        self._group.barrier()
+    def send(self, tensor: Tensor) -> Transfer:
+        self._traffic.note(Place("link", "send"), [tensor])
+        return self._link.send(tensor)
+
+    def receive(self, into: Tensor) -> Transfer:
+        return self._link.receive(into)
+
+    def borrow(self, like: Tensor) -> Loan:
+        return self._link.borrow(like)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def counted(mesh: Mesh, traffic: Traffic) -> Mesh:
+    """The same mesh, its groups of several ranks counting into `traffic`.
+
+    The pipeline's own group stays as it is: it carries links, which count by themselves.
+    """
+    other = copy(mesh)
+    make = mesh._create_group
+
+    def counting(group: Group, label: str) -> Group:
+        return group if isinstance(group, SoloGroup) else CountingGroup(group, traffic, label)
+
+    def create(name: str, partition: Any) -> Group | None:
+        made = make(name, partition)
+        return None if made is None else counting(made, "tied" if name.startswith("pipeline ") else name)
+
+    other._create_group = create
+    other._stage_groups = {}
+    other.world = counting(mesh.world, "world")
+    other._groups = {
+        names: group if names == ("pipeline",) else counting(group, "+".join(names))
+        for names, group in mesh._groups.items()
+    }
+    return other
+
+
+@contextmanager
+def counted_links(traffic: Traffic) -> Iterator[None]:
+    """Links that an engine makes meanwhile count into `traffic`."""
+    make = wiring.make_links
+
+    def making(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0) -> dict[Edge, Link]:
+        return {edge: CountingLink(link, traffic) for edge, link in make(mesh, edges, kind, timeout).items()}
+
+    with patch.object(wiring, "make_links", making):
+        yield

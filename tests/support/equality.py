@@ -38,8 +38,22 @@ def check_close(ranks: Sequence[RankRun], expected: RankRun, first_loss: float) 
     assembled([rank.weights for rank in ranks])
 
 
-def check_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Each gradient within 1e-5 of its own norm, or 1e-6 of its layer's, whichever is larger."""
+def check_weights(ranks: Sequence[RankRun], expected: RankRun, share: float) -> None:
+    """Each final weight is off by at most `share` of what all updates together may move it, root mean square.
+
+    An update of AdamW moves a weight by its learning rate at most; the runs' peak is 5e-3.
+    """
+    found, wanted = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        off = float((found[name].double() - tensor.double()).square().mean().sqrt())
+        assert off <= share * 5e-3 * len(expected.results), f"{name}: off by {off:.3g}"
+
+
+def check_gradients(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], own: float = 1e-5, layer: float = 1e-6
+) -> None:
+    """Each gradient within `own` of its own norm, or `layer` of its layer's, whichever is larger."""
     assert found.keys() == expected.keys()
     layer_of = {
         name: ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in found
@@ -48,6 +62,6 @@ def check_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     for name, gradient in expected.items():
         layer_norms[layer_of[name]] = layer_norms.get(layer_of[name], 0.0) + float(gradient.double().square().sum())
     for name, gradient in expected.items():
-        allowed = max(1e-5 * float(gradient.double().norm()), 1e-6 * layer_norms[layer_of[name]] ** 0.5)
+        allowed = max(own * float(gradient.double().norm()), layer * layer_norms[layer_of[name]] ** 0.5)
         difference = float((found[name].double() - gradient.double()).norm())
         assert difference <= allowed, f"{name}: off by {difference:.3g}, allowed {allowed:.3g}"

@@ -1,0 +1,56 @@
+"""Seconds of a data-parallel step: megapipe beside torch's DDP and FSDP2 on the same GPT, weights and batches.
+
+Ranks are processes over gloo with one thread each. All contestants live in one world and take turns, so that a change
+of the machine's load meets all of them; a time is that of the slower rank. Losses have to agree. The last line of the
+output is one JSON object.
+
+    python benchmarks/parallel.py --write table.md
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from parallel_contest.race import num_parameters, race
+from parallel_contest.report import table
+from parallel_contest.setting import SIZES
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="12m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7, help="at least 2")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
+    found = parser.parse_args()
+    if found.repeats < 2:
+        parser.error(f"--repeats is {found.repeats}; quartiles need at least 2")
+    if found.ranks < 2:
+        parser.error(f"--ranks is {found.ranks}; replicas need at least 2")
+    return found
+
+
+def main() -> None:
+    """Measure, print the table, end with one JSON object."""
+    chosen = arguments()
+    setting, count = SIZES[chosen.size], num_parameters(chosen.size)
+    figures = race(chosen.size, chosen.ranks, chosen.repeats)
+    share = (
+        f"{setting.num_microbatches} micro-batches of {setting.micro_size} x {setting.shape.sequence_length} tokens"
+    )
+    title = (
+        f"{count / 1e6:.1f} million parameters, {chosen.ranks} ranks, {share} each, fp32, median of {chosen.repeats}"
+    )
+    text = f"{title}:\n\n{table(figures)}\n"
+    print(text)
+    if chosen.write is not None:
+        chosen.write.write_text(text, encoding="utf-8")
+    facts = {"benchmark": "parallel", "size": chosen.size, "ranks": chosen.ranks, "repeats": chosen.repeats}
+    print(json.dumps({**facts, "torch": torch.__version__, "figures": [asdict(each) for each in figures]}))
+
+
+if __name__ == "__main__":
+    main()

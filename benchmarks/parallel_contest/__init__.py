@@ -1,0 +1,1 @@
+"""Contestants and measures of benchmarks/parallel.py."""

@@ -1,0 +1,93 @@
+"""megapipe with data parallelism, and its weights for the others to start from."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from plain_gpt import PlainGpt
+from torch import Tensor
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.step import StepInput
+from megapipe.layers.context import MicrobatchContext
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.replica import Replica
+
+from .setting import BETAS, CLIP, DECAY, LEARNING_RATE, Setting, Step
+
+
+def stages() -> list[int]:
+    """Of ZeRO, as far as the configuration knows them; 0 is plain data parallelism."""
+    return [0, 1, 2, 3] if hasattr(PretrainConfig(), "zero") else [0]
+
+
+def configuration(setting: Setting, replicas: int, zero_stage: int) -> PretrainConfig:
+    """The run that equals the peers'."""
+    shape = setting.shape
+    config = PretrainConfig(
+        model=ModelConfig(
+            vocabulary_size=shape.vocabulary_size,
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            max_positions=shape.sequence_length,
+        )
+    )
+    config.data = replace(config.data, prefix="unused", sequence_length=shape.sequence_length)
+    global_size = setting.micro_size * setting.num_microbatches * replicas
+    config.batch = replace(config.batch, global_size=global_size, micro_size=setting.micro_size)
+    config.parallel = replace(config.parallel, data=replicas, device="cpu")
+    config.optimizer = replace(config.optimizer, betas=BETAS, weight_decay=DECAY, clip_norm=CLIP)
+    if zero_stage:
+        sharded: Any = config
+        sharded.zero = replace(sharded.zero, stage=zero_stage)
+    return config
+
+
+def megapipe(mesh: Mesh, setting: Setting, rank: int, zero_stage: int = 0) -> tuple[Step, Replica]:
+    """A rank's step. rank: whose share of the batch."""
+    config = configuration(setting, mesh.size("data"), zero_stage)
+    replica = Replica(config, mesh, gpt_layers(config.model))
+    contexts = [
+        MicrobatchContext(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=torch.ones(labels.shape),
+            ordinals=torch.arange(len(tokens)),
+        )
+        for tokens, labels in setting.batches(rank)
+    ]
+    counts = [float(labels.numel()) for _, labels in setting.batches(rank)]
+    numbers = iter(range(10**9))
+
+    def step() -> float:
+        return replica.engine.run(StepInput(next(numbers), contexts, counts, LEARNING_RATE)).loss
+
+    return step, replica
+
+
+@torch.no_grad()
+def plain_copy(replica: Replica, setting: Setting) -> PlainGpt:
+    """The same model with the same weights in plain torch. replica: whole, that is not sharded."""
+    states = replica.states()
+    weights = {segment.spec.name: state.view(state.master, segment) for state in states for segment in state.table}
+    model, shape = PlainGpt(setting.shape), setting.shape
+
+    def joined(projected: Tensor) -> Tensor:
+        """[heads, 3, head_dim, ...] as it stands here to queries, keys, values."""
+        return projected.transpose(0, 1).reshape(3 * shape.hidden_size, *projected.shape[3:])
+
+    own = dict(model.named_parameters())
+    own.pop("word.weight").copy_(weights["embedding.word.weight"][: shape.vocabulary_size])
+    own.pop("position.weight").copy_(weights["embedding.position.weight"])
+    for name in ("weight", "bias"):
+        own.pop(f"norm.{name}").copy_(weights[f"head.norm.{name}"])
+    for name, parameter in own.items():
+        block, _, path = name.removeprefix("blocks.").partition(".")
+        part = path.partition(".")[0]
+        place = f"attention.{path}" if part in ("qkv", "output") else f"mlp.{path}" if part in ("up", "down") else path
+        found = weights[f"blocks.{block}.{place}"]
+        parameter.copy_(joined(found) if part == "qkv" else found.view(parameter.shape))
+    return model

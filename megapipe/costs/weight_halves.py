@@ -1,0 +1,53 @@
+"""Bytes that a layer keeps on one rank between the two halves of a split backward."""
+
+from collections.abc import Collection
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputedPart
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.costs.parameters import LayerSpec
+
+
+def weight_half_bytes(
+    model: ModelConfig,
+    layer: LayerSpec,
+    micro_size: int,
+    sequence_length: int,
+    precision: Precision,
+    *,
+    predictions: int | None = None,
+    tensor_size: int = 1,
+    alignment: int = 1,
+    recompute: Collection[RecomputedPart] = (),
+) -> int:
+    """What one layer keeps on one tensor rank from a micro-batch's input half to its weight half.
+
+    Counted are the input and the gradient of the output of every matrix product and norm, with the norm's statistics
+    (Qi et al. 2023, arXiv 2401.10241, table 1: 32 s b h of a GPT block, where masks and the softmax are freed). What
+    `recompute` names is made again from inputs that are counted elsewhere. Of the embedding the gradient of its sum.
+
+    predictions: tokens of a sample that the head predicts, by default all.
+    """
+    tokens = micro_size * sequence_length
+    size = ELEMENT_BYTES[precision]
+    stream = tokens * model.hidden_size * size
+    statistics = FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
+    norm = 2 * stream + tokens * statistics
+    if layer.kind == "embedding":
+        return stream + (norm if isinstance(model, BertModelConfig) and model.norm_position == "post" else 0)
+    if layer.kind == "head":
+        columns = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
+        if not isinstance(model, BertModelConfig):
+            return norm + stream + tokens * columns * size
+        rows = micro_size * (sequence_length if predictions is None else predictions)
+        heads = rows * ((5 * model.hidden_size + columns) * size + statistics)  # transform, its norm, output
+        return heads + (norm if model.norm_position == "pre" else 0)
+    inner = model.num_heads * model.head_dim
+    projected = inner + 2 * model.kv_heads * model.head_dim
+    up = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    kept = 2 * norm + 2 * stream  # both norms; gradients of what attention and MLP give
+    kept += 0 if "norms" in recompute else 2 * stream
+    # The tensor ranks share results of attention and activation (or what makes that again), gradients of qkv and up.
+    shared = inner + projected + up + (up if "mlp" in recompute else model.ffn_size)
+    return kept + tokens * shared * size // tensor_size

@@ -1,0 +1,127 @@
+"""Features in pairs: each pair of values of tests/support/layouts.py in some run, beside one process and the formulas.
+
+Each run shows three things at once. Losses, first gradients and weights are those of one process, bit for bit where no
+sum is reordered. What every rank exchanges is what costs/communication.py says, to the byte. What it holds is what
+costs/memory.py says: weights, gradients, moments and versions to the byte, activations within a tenth.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import pytest
+
+from megapipe.config.bert import BertDataConfig
+from megapipe.config.errors import ConfigError
+from megapipe.training.validate import validate
+from tests.support.bert_runs import write_corpus
+from tests.support.covering import Case, covering_array, possible_pairs
+from tests.support.equality import check_bits, check_close, check_gradients, check_weights
+from tests.support.gpt_runs import RankRun, assembled, write_shard
+from tests.support.layout_costs import Predicted, counts_of
+from tests.support.layout_runs import LayoutRun, run_layout
+from tests.support.layouts import (
+    AXES,
+    BASE,
+    MAXIMUM_RANKS,
+    RULES,
+    Rule,
+    adds_in_one_order,
+    allowed,
+    config_of,
+    oracle_of,
+    sizes_of,
+    world_size,
+)
+from tests.support.meshes import run_mesh, run_threads
+
+MOST_CASES = 60
+CASES = covering_array(AXES, allowed)
+FAST = [min((case for case in CASES if case["schedule"] == name), key=world_size) for name in AXES["schedule"]]
+"""The first of each schedule's with the fewest ranks."""
+EVERY_CASE = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+Corpora = tuple[str, BertDataConfig]
+Oracles = Callable[[tuple[tuple[str, str], ...]], RankRun]
+
+
+def name_of(case: Mapping[str, str]) -> str:
+    """Values that are not the first of their feature."""
+    return ", ".join(f"{axis} {value}" for axis, value in case.items() if value != BASE[axis]) or "nothing"
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "bert").mkdir()
+    return write_shard(folder), write_corpus(folder / "bert")
+
+
+@pytest.fixture(scope="module")
+def expected(corpora: Corpora) -> Oracles:
+    """The run that a case has to equal, by the case of that run; each is run once."""
+
+    @cache
+    def of(oracle: tuple[tuple[str, str], ...]) -> RankRun:
+        config = config_of(dict(oracle), *corpora)
+        ranks = [each.run for each in run_threads(sizes_of(config), run_layout, config)]
+        gradients = [shard for rank in ranks for shard in rank.gradients]
+        return RankRun(ranks[0].results, gradients, [shard for rank in ranks for shard in rank.weights])
+
+    return of
+
+
+@pytest.mark.parametrize("case", EVERY_CASE, ids=name_of)
+def test_a_pair_of_features_trains_as_one_process_and_costs_what_it_should(
+    corpora: Corpora, expected: Oracles, case: Case
+) -> None:
+    config = config_of(case, *corpora)
+    validate(config, world_size(case))
+    ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
+    check_equal(case, [rank.run for rank in ranks], expected(tuple(oracle_of(case).items())))
+    for number, rank in enumerate(ranks):
+        predicted = Predicted(config, number)
+        assert counts_of(rank.traffic) == predicted.traffic()
+        assert rank.state == predicted.state()
+        # A few scalars live on beside the buffers.
+        assert rank.state.total <= rank.lasting <= rank.state.total + 4096
+        # Of small ranks a message that waits to be sent is more than a tenth.
+        slack = max(predicted.activations() // 10, 2 * predicted.stream)
+        assert abs(rank.activations - predicted.activations()) <= slack
+
+
+def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:
+    """Bit for bit where no sum is reordered; else within the tolerances of the design, which bf16's own are wider."""
+    if adds_in_one_order(case):
+        check_bits(ranks, oracle)
+    elif case["precision"] == "fp32":
+        check_close(ranks, oracle, first_loss=1e-5)
+        check_weights(ranks, oracle, 1e-4)
+    else:
+        losses = [result.loss for result in ranks[0].results]
+        assert losses == pytest.approx([result.loss for result in oracle.results], rel=1e-3)
+        found = assembled([rank.gradients for rank in ranks])
+        check_gradients(found, assembled([oracle.gradients]), own=2e-2, layer=2e-2)
+        check_weights(ranks, oracle, 0.1)
+
+
+def test_the_array_holds_every_pair_that_no_rule_forbids() -> None:
+    """The array's own construction is tested in tests/support/test_covering.py."""
+    assert len(CASES) <= MOST_CASES
+    possible = possible_pairs(AXES, allowed)
+    for one, other in itertools.combinations(AXES, 2):
+        for values in itertools.product(AXES[one], AXES[other]):
+            pair = dict(zip((one, other), values, strict=True))
+            if frozenset(pair.items()) not in possible:
+                many = world_size(pair) > MAXIMUM_RANKS
+                assert many or any(rule.forbids(pair) for rule in RULES), f"{pair} is left out without a rule"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: " with ".join(rule.values))
+def test_what_is_left_out_is_refused_with_the_reason(corpora: Corpora, rule: Rule) -> None:
+    for values in itertools.product(*rule.values.values()):
+        case = {**BASE, **dict(zip(rule.values, values, strict=True))}
+        others = [other for other in RULES if other is not rule and other.forbids(case)]
+        assert not others, f"{case} breaks {others} too"
+        with pytest.raises(ConfigError, match=rule.reason):
+            validate(config_of(case, *corpora), world_size(case))

@@ -1,0 +1,35 @@
+"""The data-parallel benchmark runs every contestant at a tiny size, to equal losses; no time is judged."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_contestant_trains_alike(tmp_path: Path) -> None:
+    written = tmp_path / "table.md"
+    command = [sys.executable, "benchmarks/parallel.py", "--size", "toy", "--repeats", "2", "--write", str(written)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = {each["name"]: each for each in json.loads(done.stdout.splitlines()[-1])["figures"]}
+    replicas = {name: each["loss"] for name, each in figures.items() if "no replicas" not in name}
+    assert {"megapipe", "DDP", "FSDP2", "FSDP2, weights kept"} <= replicas.keys()
+    assert list(replicas.values()) == pytest.approx([replicas["megapipe"]] * len(replicas), rel=1e-4)
+    assert all(each["seconds"] > 0 for each in figures.values())
+    assert all(f"| {name} |" in written.read_text() for name in figures)
+
+
+def test_contestants_that_train_apart_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.parallel_contest.race import check_losses
+
+    alike = {"megapipe": [(1.0, 6.0), (1.0, 5.9)], "DDP": [(1.0, 6.0), (1.0, 5.9001)]}
+    check_losses(alike)
+    with pytest.raises(RuntimeError, match=r"DDP is at loss 5\.910000 in step 1, and megapipe at 5\.900000"):
+        check_losses({**alike, "DDP": [(1.0, 6.0), (1.0, 5.91)]})

@@ -1,0 +1,109 @@
+"""A few steps of a run on a layout, with everything that is counted on the way: traffic, state, activations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.memory import StateBytes
+from megapipe.engine.engine import Engine
+from megapipe.engine.step import StepInput
+from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.mesh import DIMENSIONS, Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
+from tests.support.counting_groups import Traffic, counted, counted_links
+from tests.support.gpt_runs import RankRun, Shard, shards
+from tests.support.live_bytes import LiveBytes
+
+COUNTED_STEP = 1
+"""The step whose traffic and activations are counted: the first one after everything has been allocated."""
+
+
+@dataclass(frozen=True)
+class LayoutRun:
+    """What one rank saw, and what was counted on it.
+
+    traffic: of one step. state: bytes of what the unit states hold. lasting: all bytes that live between steps.
+    activations: the most that a step held besides, behind any of its actions.
+    """
+
+    run: RankRun
+    traffic: Traffic
+    state: StateBytes
+    lasting: int
+    activations: int
+
+
+def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: float = 30.0) -> LayoutRun:
+    """Train on this rank as pretrain_gpt.py or pretrain_bert.py would, counting. timeout: of links, in s."""
+    sizes = {name: mesh.size(name) for name in DIMENSIONS if hasattr(config.parallel, name)}
+    config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
+    traffic, live = Traffic(), LiveBytes()
+    gradients: dict[str, Shard] = {}
+    with counted_links(traffic):
+        with live:
+            replica = Replica(config, counted(mesh, traffic), family_of(config).layers)
+        keep_first_gradients(replica, gradients)
+        loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+        results, lasting, activations = [], 0, 0
+        for step in range(steps):
+            batch = loader.load(step * config.batch.global_size)
+            rate = learning_rate(config.optimizer, step + 1, config.training.steps)
+            if step == COUNTED_STEP:
+                traffic.clear()
+                lasting, samples = live.current, sampled(replica.engine, live)
+            with live:
+                results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate)))
+            if step == COUNTED_STEP:
+                activations = max(samples) - lasting
+                counted_traffic = traffic.copy()
+    states = replica.states()
+    run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
+    return LayoutRun(run, counted_traffic, held(states), lasting, activations)
+
+
+def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
+    """Note every parameter's gradient of its first update, reduced and not yet clipped."""
+    update = replica.optimizer.update
+
+    def recording(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
+        with _disable_current_modes():  # what the test keeps is not the run's
+            for shard in shards(states, [state.gradients_of(version)[0] for state in states]):
+                gradients.setdefault(shard.name, shard)
+        update(states, version, rate, coefficient)
+
+    replica.optimizer.update = recording  # type: ignore[method-assign]
+
+
+def sampled(engine: Engine, live: LiveBytes) -> list[int]:
+    """Where the bytes alive behind every action from here on are put."""
+    samples: list[int] = []
+
+    def sampling(run: Any) -> Any:
+        def sampled_run(step: Any) -> None:
+            run(step)
+            samples.append(live.current)
+
+        return sampled_run
+
+    engine._sections = {
+        name: [replace(each, run=sampling(each.run)) for each in instructions]
+        for name, instructions in engine._compiled.items()
+    }
+    return samples
+
+
+def held(states: Sequence[UnitState]) -> StateBytes:
+    """Bytes of the buffers of unit states."""
+    return StateBytes(
+        weights=sum(each.nbytes for state in states for each in state.weights),
+        master=sum(state.master.nbytes for state in states if state.working_copy is not None),
+        gradients=sum(each.nbytes for state in states for each in state.gradients),
+        moments=sum(each.nbytes for state in states for each in state.moments.values()),
+    )

@@ -1,0 +1,194 @@
+"""Every way to run a model, as one table: a feature's values and what each changes in the configuration.
+
+A new feature is a line in `FEATURES`; what it cannot be combined with is a line in `RULES`, and the configuration has
+to refuse that combination in the words that stand there.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+from megapipe.config.bert import BertDataConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import DIMENSIONS
+from megapipe.schedules import GENERATORS
+from tests.support.bert_runs import PRE_NORM, make_bert_config
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config
+
+Change = Mapping[str, Mapping[str, Any]]
+"""Group of the configuration -> field -> value."""
+
+MODELS = {
+    "gpt2": replace(
+        GPT2_SHAPE,
+        num_layers=3,
+        attention="unfused",
+        embedding_dropout=0.1,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    ),
+    "llama": replace(LLAMA_SHAPE, num_layers=3, attention="sdpa"),
+    "bert": replace(PRE_NORM, num_layers=3, attention="unfused"),
+}
+MAXIMUM_RANKS = 4
+
+
+def parallel(**sizes: Any) -> Change:
+    """A change of the layout."""
+    return {"parallel": sizes}
+
+
+def _schedules() -> dict[str, Change]:
+    found: dict[str, Change] = {name: {"schedule": {"name": name}} for name in GENERATORS}
+    found["pipedream"] = {**found["pipedream"], "optimizer": {"clip_norm": None}}
+    found["1f1b in halves"] = {"schedule": {"name": "1f1b", "two_bp": True}}
+    return found
+
+
+EVERY_FEATURE: dict[str, dict[str, Change]] = {
+    "schedule": _schedules(),
+    "model": {name: {} for name in MODELS},
+    "tied": {"tied": {"model": {"tie_embeddings": True}}, "untied": {"model": {"tie_embeddings": False}}},
+    "tensor": {"1": parallel(tensor=1), "2": parallel(tensor=2)},
+    "data": {"1": parallel(data=1), "2": parallel(data=2)},
+    "pipeline": {"1": parallel(pipeline=1), "2": parallel(pipeline=2), "4": parallel(pipeline=4)},
+    "recompute": {
+        "none": {},
+        "selective": {"recompute": {"method": "selective"}},
+        "full": {"recompute": {"method": "full"}},
+        "logits": {"recompute": {"logits": True}},
+    },
+    "precision": {
+        "fp32": {},
+        "bf16": {"training": {"precision": "bf16"}},
+        "fp16": {"training": {"precision": "fp16"}},
+    },
+    "documents": {"joined": {}, "isolated": {"data": {"isolate_documents": True}}},
+    "sequence": {"off": {}, "on": parallel(sequence=True)},
+    "context": {
+        "1": {},
+        "2 ring": parallel(context=2, context_attention="ring"),
+        "2 all-to-all": parallel(context=2, context_attention="all_to_all"),
+    },
+    "zero": {"0": {}, **{stage: {"zero": {"stage": int(stage)}} for stage in "123"}},
+    "offload": {
+        "nothing": {},
+        "activations": {"offload": {"activations": "blocks"}},
+        "optimizer": {"offload": {"optimizer": True}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values of several features that do not go together, and what the configuration says of them (an expression)."""
+
+    values: Mapping[str, Collection[str]]
+    reason: str
+
+    def forbids(self, case: Mapping[str, str]) -> bool:
+        """Whether all of its features have one of its values."""
+        return all(case.get(feature) in values for feature, values in self.values.items())
+
+
+HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves")
+CHUNKED = ("interleaved_1f1b", "modular", "zb_v")
+EVERY_RULE = (
+    Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, and this schedule runs the two"),
+    Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages a rank of .* exceeds"),
+    Rule(
+        {"schedule": ("pipedream",), "tied": ("tied",), "pipeline": ("2", "4")},
+        "model.tie_embeddings: the tied weight lies on the first and the last rank",
+    ),
+    Rule({"model": ("bert",), "documents": ("isolated",)}, "data.isolate_documents is True; it shapes GPT's samples"),
+    Rule({"sequence": ("on",), "tensor": ("1",)}, "parallel.sequence"),
+    Rule({"zero": ("1", "2", "3"), "data": ("1",)}, "zero.stage"),
+    Rule({"zero": ("3",), "schedule": ("2bw", "pipedream")}, "zero.stage"),
+)
+
+
+def known(change: Change, config: PretrainConfig) -> bool:
+    """Whether the configuration has what a change sets."""
+    for group, fields in change.items():
+        found = getattr(config, group, None)
+        for name, value in fields.items():
+            if not hasattr(found, name):
+                return False
+            choices = get_args(get_type_hints(type(found))[name])
+            if isinstance(value, str) and choices and value not in choices:
+                return False
+    return True
+
+
+# Features that other branches bring: with all of them merged, FEATURES = EVERY_FEATURE and RULES = EVERY_RULE,
+# and `known` goes.
+FEATURES = {
+    feature: found
+    for feature, values in EVERY_FEATURE.items()
+    if len(found := {name: change for name, change in values.items() if known(change, PretrainConfig())}) > 1
+}
+RULES = tuple(rule for rule in EVERY_RULE if rule.values.keys() <= FEATURES.keys())
+
+AXES = {feature: tuple(values) for feature, values in FEATURES.items()}
+BASE = {feature: values[0] for feature, values in AXES.items()}
+"""Every feature at its first value."""
+
+
+def world_size(case: Mapping[str, str]) -> int:
+    """Ranks of a case, features that it leaves open at their first value."""
+    size = 1
+    for dimension in DIMENSIONS:
+        size *= int(case.get(dimension, "1").split()[0])
+    return size
+
+
+def allowed(case: Mapping[str, str]) -> bool:
+    """Whether no rule forbids a case, and it takes no more ranks than tests start."""
+    return world_size(case) <= MAXIMUM_RANKS and not any(rule.forbids(case) for rule in RULES)
+
+
+def config_of(case: Mapping[str, str], prefix: str, bert: BertDataConfig) -> PretrainConfig:
+    """The configuration of a case. prefix: GPT's corpus. bert: a BERT's.
+
+    AdamW divides a gradient by its own size, so that noise in one that should be zero would move a weight as far as a
+    real gradient does; the large epsilon keeps updates in proportion.
+    """
+    model = MODELS[case["model"]]
+    config = make_bert_config(bert, model) if case["model"] == "bert" else make_config(prefix, model)  # type: ignore[arg-type]
+    config.optimizer = replace(config.optimizer, epsilon=1e-3)
+    for feature, value in case.items():
+        for group, fields in FEATURES[feature][value].items():
+            setattr(config, group, replace(getattr(config, group), **fields))
+    return config
+
+
+def sizes_of(config: PretrainConfig) -> dict[str, int]:
+    """The mesh of a configuration."""
+    return {name: getattr(config.parallel, name) for name in DIMENSIONS if hasattr(config.parallel, name)}
+
+
+def adds_in_one_order(case: Mapping[str, str]) -> bool:
+    """Whether no sum is reordered, so that all numbers are those of one process bit for bit.
+
+    Sums are reordered where ranks share them (data, tensor, context), and where the gradient of the output projection
+    is found chunk by chunk.
+    """
+    alone = all(case.get(dimension, "1").startswith("1") for dimension in ("data", "tensor", "context"))
+    return alone and case["recompute"] != "logits"
+
+
+def oracle_of(case: Mapping[str, str]) -> dict[str, str]:
+    """The case that this one has to equal: one process that keeps everything, with the simplest schedule.
+
+    Schedules that never flush have a recursion of their own: 2bw on one process is its own oracle for every layout;
+    pipedream's depends on the number of stages and, as it updates after each micro-batch, of replicas.
+    """
+    oracle = {**case, "schedule": "1f1b"}
+    for feature in ("tensor", "data", "pipeline", "recompute", "sequence", "context", "zero", "offload"):
+        if feature in case:
+            oracle[feature] = BASE[feature]
+    if case["schedule"] in ("2bw", "pipedream"):
+        oracle["schedule"] = case["schedule"]
+    if case["schedule"] == "pipedream":
+        oracle |= {"pipeline": case["pipeline"], "data": case["data"]}
+    return oracle
