@@ -42,7 +42,7 @@ class LayoutRun:
 
 def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: float = 30.0) -> LayoutRun:
     """Train on this rank as pretrain_gpt.py or pretrain_bert.py would, counting. timeout: of links, in s."""
-    sizes = {name: mesh.size(name) for name in DIMENSIONS if hasattr(config.parallel, name)}
+    sizes = {name: mesh.size(name) for name in DIMENSIONS}
     config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
     traffic, live = Traffic(), LiveBytes()
     gradients: dict[str, Shard] = {}

@@ -43,11 +43,10 @@ def layouts() -> Iterator[dict[str, str]]:
     yield {"data": "2", "tensor": "2"}
     yield {"data": "4", "tensor": "2"}
     yield from ({"data": "2", "pipeline": "2", "tensor": "2", "schedule": name} for name in ("1f1b", "zb_h1"))
-    yield from ({feature: value} | needed for feature, value, needed in ARRIVING if value in FEATURES.get(feature, ()))
+    yield from ({feature: value} | needed for feature, value, needed in FURTHER)
 
 
-# Where all features are merged, the condition above goes: `FEATURES` has every one of these.
-ARRIVING: tuple[tuple[str, str, dict[str, str]], ...] = (
+FURTHER: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("sequence", "on", {"tensor": "2"}),
     ("sequence", "on", {"tensor": "2", "pipeline": "2"}),
     ("context", "2 ring", {}),

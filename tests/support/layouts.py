@@ -6,7 +6,7 @@ to refuse that combination in the words that stand there.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.run import PretrainConfig
@@ -45,7 +45,7 @@ def _schedules() -> dict[str, Change]:
     return found
 
 
-EVERY_FEATURE: dict[str, dict[str, Change]] = {
+FEATURES: dict[str, dict[str, Change]] = {
     "schedule": _schedules(),
     "model": {name: {} for name in MODELS},
     "tied": {"tied": {"model": {"tie_embeddings": True}}, "untied": {"model": {"tie_embeddings": False}}},
@@ -93,7 +93,7 @@ class Rule:
 
 HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves")
 CHUNKED = ("interleaved_1f1b", "modular", "zb_v")
-EVERY_RULE = (
+RULES = (
     Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, and this schedule runs the two"),
     Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages a rank of .* exceeds"),
     Rule(
@@ -106,28 +106,6 @@ EVERY_RULE = (
     Rule({"zero": ("3",), "schedule": ("2bw", "pipedream")}, "zero.stage"),
 )
 
-
-def known(change: Change, config: PretrainConfig) -> bool:
-    """Whether the configuration has what a change sets."""
-    for group, fields in change.items():
-        found = getattr(config, group, None)
-        for name, value in fields.items():
-            if not hasattr(found, name):
-                return False
-            choices = get_args(get_type_hints(type(found))[name])
-            if isinstance(value, str) and choices and value not in choices:
-                return False
-    return True
-
-
-# Features that other branches bring: with all of them merged, FEATURES = EVERY_FEATURE and RULES = EVERY_RULE,
-# and `known` goes.
-FEATURES = {
-    feature: found
-    for feature, values in EVERY_FEATURE.items()
-    if len(found := {name: change for name, change in values.items() if known(change, PretrainConfig())}) > 1
-}
-RULES = tuple(rule for rule in EVERY_RULE if rule.values.keys() <= FEATURES.keys())
 
 AXES = {feature: tuple(values) for feature, values in FEATURES.items()}
 BASE = {feature: values[0] for feature, values in AXES.items()}
@@ -164,7 +142,7 @@ def config_of(case: Mapping[str, str], prefix: str, bert: BertDataConfig) -> Pre
 
 def sizes_of(config: PretrainConfig) -> dict[str, int]:
     """The mesh of a configuration."""
-    return {name: getattr(config.parallel, name) for name in DIMENSIONS if hasattr(config.parallel, name)}
+    return {name: getattr(config.parallel, name) for name in DIMENSIONS}
 
 
 def adds_in_one_order(case: Mapping[str, str]) -> bool:
