@@ -14,7 +14,7 @@ from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import StateBytes
 from megapipe.costs.zero import flat_elements, shared_state_bytes
 from megapipe.engine.step import StepInput
-from megapipe.parallel.groups import Group, Work
+from megapipe.parallel.groups import Group, ReduceOperation, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
@@ -22,7 +22,6 @@ from megapipe.training import replica as replica_module
 from megapipe.training.assemble import VOCABULARY_ALIGNMENT
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
-from tests.support.counting_groups import CountingGroup
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_mesh
@@ -50,20 +49,45 @@ class Counts:
     created: int = 0
 
 
-class Watched(CountingGroup):
-    """Looks at the states whenever a collective starts."""
+class Watched(Group):
+    """Another's group: keeps (operation, elements of the whole tensor), in order, and looks at the states first."""
 
     def __init__(self, group: Group, look: Callable[[], None]) -> None:
-        super().__init__(group)
+        super().__init__(group.name, group.ranks, group.rank)
+        self._group = group
         self._look = look
+        self.log: list[tuple[str, int]] = []
+
+    def _note(self, operation: str, whole: Tensor) -> None:
+        self._look()
+        self.log.append((operation, whole.numel()))
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        self._look()
-        return super().gather_into(whole, part)
+        self._note("gather_into", whole)
+        return self._group.gather_into(whole, part)
 
     def reduce_into_part(self, whole: Tensor) -> Work:
-        self._look()
-        return super().reduce_into_part(whole)
+        self._note("reduce_into_part", whole)
+        return self._group.reduce_into_part(whole)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        self._note("all_reduce", tensor)
+        return self._group.all_reduce(tensor, op, async_op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return self._group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._group.broadcast(tensor, source)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._group.all_gather_object(value)
+
+    def barrier(self) -> None:
+        self._group.barrier()
 
 
 def storages(tensors: list[Tensor]) -> int:
@@ -101,9 +125,9 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
 
     def watching(*arguments: Any) -> Any:
         groups = communicators(*arguments)
-        shards = Watched(groups.shards, look) if groups.shards is not None else None
-        watched.append(CountingGroup(groups.data) if shards is None else shards)
-        return replace(groups, **({"data": watched[-1]} if shards is None else {"shards": shards}))
+        name = "data" if groups.shards is None else "shards"
+        watched.append(Watched(getattr(groups, name), look))
+        return replace(groups, **{name: watched[-1]})
 
     replica_module.communicators = watching  # type: ignore[attr-defined]
     with LiveBytes() as live:
