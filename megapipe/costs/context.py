@@ -53,6 +53,7 @@ def context_activation_bytes(
     of heads and whole samples, key and value heads as often as it sent them, and the result as it came back besides.
     """
     local = sequence_length // context_size
+    path: AttentionPath = attention if context_size == 1 else "sdpa"
     if isinstance(model, BertModelConfig):
         kept = bert_activation_bytes(
             model,
@@ -61,7 +62,7 @@ def context_activation_bytes(
             local,
             predictions,
             precision,
-            "sdpa",
+            path,
             tensor_size=tensor_size,
             alignment=alignment,
         )
@@ -72,13 +73,13 @@ def context_activation_bytes(
             micro_size,
             local,
             precision,
-            "sdpa",
+            path,
             tensor_size=tensor_size,
             alignment=alignment,
             recompute_logits=recompute_logits,
             recompute=recompute,
         )
-    if layer.kind != "block":
+    if layer.kind != "block" or context_size == 1:
         return kept
     padded = isinstance(model, BertModelConfig)
     if padded:

@@ -60,6 +60,9 @@ def _run(arguments: argparse.Namespace) -> None:
         model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
         if mesh.rank == 0:
             print(f"{checkpoint} (step {run.step}), tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
+            if trained.parallel.context > 1:
+                shared = f"parallel.context {trained.parallel.context}"
+                print(f"trained with {shared}; texts are whole here (context 1)", file=sys.stderr, flush=True)
         texts = generate(model, tokens, arguments.num_samples, settings, limits)
         if mesh.rank == 0:
             _show(texts, tokenizer)
