@@ -15,8 +15,8 @@ Treatment = Literal["keep", "move", "recompute"]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block and micro-batch: seconds of its forward and backward; bytes that it keeps in between, and bytes of its
-    input, which is all that is kept of a block that runs again."""
+    """One block and micro-batch: seconds of its forward and of its backward, or the input half of a split one; bytes
+    that it keeps in between, and bytes of its input, which is all that is kept of a block that runs again."""
 
     forward: float
     backward: float
@@ -86,7 +86,7 @@ def treat(
     Raises:
         DoesNotFit: even the least needs more memory.
     """
-    copies = _Copies(blocks, microbatches, bandwidth, prefetch)
+    copies = _Copies(blocks, bandwidth, prefetch)
     most = max(block.kept for block in blocks)
     best: tuple[tuple[float, int, int], _Partial] | None = None
     least: int | None = None
@@ -151,12 +151,11 @@ class _Copies:
     `prefetch` of them at most: the stream is free when that one's backward starts.
     """
 
-    def __init__(self, blocks: Sequence[BlockCost], microbatches: float, bandwidth: float, prefetch: int) -> None:
+    def __init__(self, blocks: Sequence[BlockCost], bandwidth: float, prefetch: int) -> None:
         self._seconds = [block.kept / bandwidth for block in blocks]
         self._forward = [0.0, *accumulate(block.forward for block in blocks)]
         self._backward = [0.0, *accumulate(block.backward for block in blocks)]
         self._prefetch = prefetch
-        self._next_microbatch = microbatches > 1
         self.most_at_once = prefetch + 2
 
     def hide_until(self, moved: int, following: int) -> bool:
@@ -165,12 +164,10 @@ class _Copies:
         return self._seconds[moved] <= min(out, self._until_reload(moved), self._way_in(moved, following))
 
     def hide_at_end(self, moved: int) -> bool:
-        """Whether both copies of the stage's last moved block hide; where the next micro-batch's forward may come
-        before its backward, its way out ends at the first block there."""
+        """Whether both copies of the stage's last moved block hide. Another forward may come before its backward, and
+        its way out then ends at the first block there."""
         end = len(self._seconds)
-        out = self._until_reload(moved)
-        if self._next_microbatch:
-            out = min(out, self._forward[end] - self._forward[moved + 1] + self._forward[1])
+        out = min(self._until_reload(moved), self._forward[end] - self._forward[moved + 1] + self._forward[1])
         return self._seconds[moved] <= min(out, self._way_in(moved, end - 1))
 
     def _until_reload(self, moved: int) -> float:

@@ -126,7 +126,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Kept | Tensor:
         address = address_of(tensor)
-        movable = tensor.is_floating_point() or tensor.dtype == torch.bool
+        movable = tensor.is_floating_point() or tensor.dtype in (torch.bool, torch.uint8)  # others are the batch's own
         if not movable or address in self._resident or tensor.untyped_storage().nbytes() == 0:
             return tensor.detach()  # detached: an output would keep the graph that keeps it
         if address not in self._storages:

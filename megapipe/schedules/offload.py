@@ -88,6 +88,8 @@ def state_places(table: Table) -> Ints:
 
 def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]:
     """Backwards against the reload of their activations, updates against that of their state: (row, row it needs)."""
+    if len(table.rows_with(Kind.RELOAD)) == 0:
+        return table.rows_with(Kind.RELOAD), table.rows_with(Kind.RELOAD)
     rows, needed = zip(
         _joined(table.rows_with(*backwards), activations_moved(table, Kind.RELOAD), unit_places(table)),
         _joined(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
@@ -98,6 +100,8 @@ def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]
 
 def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
     """Activations leave behind their forward, state behind its update; what comes back has left: (row, its need)."""
+    if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
+        return
     places, states = unit_places(table), state_places(table)
     out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
     yield _joined(out, table.rows_with(Kind.FORWARD), places)

@@ -23,8 +23,8 @@ CPU_ALLOCATOR = "can't allocate memory"
 ADVICE = (
     "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method full, more ranks in "
     "parallel.pipeline, parallel.context or parallel.tensor, parallel.sequence beside the latter, zero.stage 1 to 3 "
-    "where there are replicas, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16; on the last "
-    "stage recompute.logits"
+    "where there are replicas, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16, "
+    "offload.activations or offload.optimizer; on the last stage recompute.logits"
 )
 
 Row = tuple[str, tuple[int, ...]]

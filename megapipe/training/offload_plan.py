@@ -24,6 +24,7 @@ from megapipe.schedules.schedule import Schedule
 from megapipe.training.assemble import DTYPES, VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.training.families import family_of
 from megapipe.training.matrix_product import product_flops
+from megapipe.training.scheduling import splits_backwards
 
 COPIED = 64 * 2**20
 """Bytes of a copy that is timed."""
@@ -42,8 +43,10 @@ class ActivationPlan:
     remarks: tuple[str, ...] = ()
 
 
-def plan_activations(config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Schedule) -> ActivationPlan:
-    """The plan of a run. plain: its schedule without recomputation and offload. A collective call under
+def plan_activations(
+    config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Callable[[], Schedule]
+) -> ActivationPlan:
+    """The plan of a run. plain: makes its schedule without recomputation and offload. A collective call under
     offload.activations auto.
 
     Raises ConfigError where nothing is left to move, or auto finds too little memory.
@@ -51,7 +54,7 @@ def plan_activations(config: PretrainConfig, mesh: Mesh, layout: StageLayout, pl
     offload = config.offload
     again = layout.recomputed(config.recompute)
     if offload.activations == "auto":
-        return _decided(config, mesh, layout, plain)
+        return _decided(config, mesh, layout, plain())
     units: tuple[tuple[int, ...], ...] = ()
     if offload.activations == "blocks":
         units = tuple(
@@ -197,9 +200,10 @@ def _block_cost(config: PretrainConfig, mesh: Mesh, layer: LayerSpec, flops: flo
         kept = activation_bytes(
             model, layer, size, length, precision, attention, tensor_size=tensor, alignment=VOCABULARY_ALIGNMENT
         )
+    backward = work.backward_input + (0 if splits_backwards(config) else work.backward_weight)
     return BlockCost(
         work.forward / tensor / flops,
-        (work.backward_input + work.backward_weight) / tensor / flops,
+        backward / tensor / flops,
         kept,
         boundary_bytes(model, size, length, precision),
     )

@@ -56,7 +56,7 @@ class Replica:
         recompute = config.recompute.logits
         self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions, recompute)
         self.plan = ActivationPlan((), Offload())
-        self.plan = plan_activations(config, mesh, self.layout, self._schedule(config))
+        self.plan = plan_activations(config, mesh, self.layout, lambda: self._schedule(config))
         self.schedule = self._schedule(config)
         self._swaps = Swaps(mesh.device) if swaps is None else swaps
         self.kernels = OPS.with_overrides(config.kernels.backends)

@@ -61,8 +61,17 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "offload"), CASES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+TIED, UNTIED = MODELS
+SLOW = pytest.mark.slow
+ALTERNATING = [
+    pytest.param(model, *case, id=f"{model}-{case[0]}-{case[1]}", marks=() if turn == index % 2 else SLOW)
+    for index, case in enumerate(CASES)
+    for turn, model in enumerate(MODELS)
+]
+"""Every case with one model, with the other among the slow tests."""
+
+
+@pytest.mark.parametrize(("model", "schedule", "offload"), ALTERNATING)
 def test_what_comes_back_gives_the_bits_of_one_process_that_moves_nothing(
     corpus: str, model: str, schedule: dict[str, Any], offload: dict[str, Any]
 ) -> None:
@@ -70,25 +79,39 @@ def test_what_comes_back_gives_the_bits_of_one_process_that_moves_nothing(
     check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, model))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=SLOW), "zb_h1"])
 def test_bf16_with_its_master_in_host_memory_is_the_same(corpus: str, schedule: str) -> None:
-    config = config_of(corpus, "llama-untied", {"pipeline": 2}, EVERYTHING, "bf16", name=schedule)
-    check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, "llama-untied", "bf16"))
+    config = config_of(corpus, UNTIED, {"pipeline": 2}, EVERYTHING, "bf16", name=schedule)
+    check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, UNTIED, "bf16"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize(
+    ("schedule", "precision"),
+    [
+        ("2bw", "bf16"),
+        ("pipedream", "fp32"),
+        pytest.param("2bw", "fp32", marks=SLOW),
+        pytest.param("pipedream", "bf16", marks=SLOW),
+    ],
+)
 def test_stale_gradients_are_the_same_ones(corpus: str, schedule: str, precision: str) -> None:
     results = []
     for offload in (EVERYTHING, {}):
-        config = config_of(corpus, "llama-untied", {"pipeline": 2}, offload, precision, name=schedule)
+        config = config_of(corpus, UNTIED, {"pipeline": 2}, offload, precision, name=schedule)
         config.optimizer = replace(config.optimizer, clip_norm=None if schedule == "pipedream" else 1.0)
         results.append(run_mesh({"pipeline": 2}, fed, config))
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("model", [PRE_NORM, POST_NORM], ids=["pre", "post"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("schedule", "model"),
+    [
+        pytest.param("1f1b", PRE_NORM, id="1f1b-pre"),
+        pytest.param("zb_h1", POST_NORM, id="zb_h1-post"),
+        pytest.param("1f1b", POST_NORM, id="1f1b-post", marks=SLOW),
+        pytest.param("zb_h1", PRE_NORM, id="zb_h1-pre", marks=SLOW),
+    ],
+)
 def test_bert_is_the_same_too(tmp_path: Path, schedule: str, model: BertModelConfig) -> None:
     layout, data = {"pipeline": 2}, write_corpus(tmp_path)
     config = make_bert_config(data, model, parallel=layout, schedule={"name": schedule}, offload=EVERYTHING)
@@ -97,16 +120,16 @@ def test_bert_is_the_same_too(tmp_path: Path, schedule: str, model: BertModelCon
 
 
 def test_some_blocks_move_and_others_run_again(corpus: str) -> None:
-    config = config_of(corpus, "gpt2-tied-dropout", {"pipeline": 2}, EVERYTHING, name="zb_h1")
+    config = config_of(corpus, TIED, {"pipeline": 2}, EVERYTHING, name="zb_h1")
     config.recompute = RecomputeConfig(method="full", num_blocks=1)
-    check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, "gpt2-tied-dropout"))
+    check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, TIED))
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
 def test_replicas_and_tensor_ranks_move_theirs_too(corpus: str, sizes: dict[str, int]) -> None:
-    config = config_of(corpus, "gpt2-tied-dropout", sizes, EVERYTHING, name="1f1b")
+    config = config_of(corpus, TIED, sizes, EVERYTHING, name="1f1b")
     config.parallel = replace(config.parallel, data=sizes.get("data", 1))
-    check_close(run_mesh(sizes, run_gpt, config, STEPS), resident(corpus, "gpt2-tied-dropout"), 1e-5)
+    check_close(run_mesh(sizes, run_gpt, config, STEPS), resident(corpus, TIED), 1e-5)
 
 
 def test_a_traced_run_tells_what_auto_decided_and_is_laid_over(
@@ -121,12 +144,12 @@ def test_a_traced_run_tells_what_auto_decided_and_is_laid_over(
     assert "predicted" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_compiled_blocks_move_theirs_too(corpus: str, schedule: str) -> None:
     results = []
     for offload in (BLOCKS, {}):
-        config = config_of(corpus, "llama-untied", {}, offload, name=schedule)
+        config = config_of(corpus, UNTIED, {}, offload, name=schedule)
         config.training = replace(config.training, compile=True)
         results.append(run_mesh({}, compiled_run, config, timeout=300)[0])
     check_bits([results[0]], results[1])

@@ -14,6 +14,7 @@ from megapipe.engine.host_copies import HostPool
 from megapipe.engine.saved_tensors import SavedTensors, address_of
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
+from megapipe.training.memory_report import saved_bytes
 from tests.layers.bound import GPT2, LLAMA, bind, small_model
 from tests.support.live_bytes import LiveBytes
 
@@ -115,6 +116,15 @@ def test_a_split_backward_finds_its_tape(model: dict[str, object]) -> None:
 def shared(config: ModelConfig) -> int:
     """Bytes of rotary tables, which the formula leaves out because blocks share them."""
     return 2 * 16 * (config.head_dim // 2) * 4 if config.positions == "rotary" else 0
+
+
+def test_a_report_counts_what_is_on_the_device() -> None:
+    saved, piece = forward(curved, torch.randn(SIZE, SIZE))
+    before = sum(saved_bytes([piece]).values())
+    moved = move_away(saved, pool := HostPool(pinned=False))
+    assert sum(saved_bytes([piece]).values()) == before - moved == 0
+    bring_back(saved, pool)
+    assert sum(saved_bytes([piece]).values()) == moved
 
 
 def test_what_is_away_cannot_be_used() -> None:
