@@ -14,7 +14,7 @@ from megapipe.random.dropout import CHANNEL, TOKEN
 _BLOCK = 1024
 _NUM_WARPS = 4
 _CHANNEL, _TOKEN = tl.constexpr(CHANNEL), tl.constexpr(TOKEN)
-_KEPT, _DISCARDED, _EXPONENT = tl.constexpr(0xFFFF0000), tl.constexpr(0xFFFF), tl.constexpr(0x7F800000)
+_DISCARDED, _INFINITY, _MAGNITUDE, _QUIET = (tl.constexpr(bits) for bits in (0xFFFF, 0x7F800000, 0x7FFFFFFF, 0x40))
 
 
 @triton.jit
@@ -26,9 +26,11 @@ def _kernel(target, source, key, first, run, stride, count, BLOCK: tl.constexpr)
     word = finalize(finalize(low * _CHANNEL ^ tl.full((BLOCK,), key, tl.uint32)) ^ high * _TOKEN)
     value = tl.load(source + offsets, mask=mask, other=0.0)
     bits = value.to(tl.uint32, bitcast=True)
-    raised = ((bits + (word & _DISCARDED)) & _KEPT).to(tl.float32, bitcast=True)
-    rounded = tl.where((bits & _EXPONENT) == _EXPONENT, value, raised)
-    tl.store(target + offsets, rounded.to(target.dtype.element_ty), mask=mask)
+    magnitude = bits & _MAGNITUDE
+    raised = tl.where(magnitude < _INFINITY, bits + (word & _DISCARDED), bits) >> 16
+    # Of a NaN the upper half alone might be an infinity.
+    rounded = tl.where(magnitude > _INFINITY, raised | _QUIET, raised)
+    tl.store(target + offsets, rounded.to(tl.int16), mask=mask)
 
 
 def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
@@ -44,7 +46,7 @@ def round_to(target: Tensor, source: Tensor, key: int, elements: Elements) -> No
 
 def _launch(target: Tensor, source: Tensor, key: int, elements: Elements) -> Launch:
     arguments = {
-        "target": target,
+        "target": target.view(torch.int16),
         "source": source,
         "key": key,
         "first": elements.first,
