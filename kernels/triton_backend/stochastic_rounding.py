@@ -18,10 +18,11 @@ _DISCARDED, _INFINITY, _MAGNITUDE, _QUIET = (tl.constexpr(bits) for bits in (0xF
 
 
 @triton.jit
-def _kernel(target, source, key, first, run, stride, count, BLOCK: tl.constexpr):
+def _kernel(target, source, key, first, run, stride, skipped, count, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
-    index = offsets // run * stride + offsets % run + first
+    place = offsets + skipped
+    index = place // run * stride + place % run + first
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     word = finalize(finalize(low * _CHANNEL ^ tl.full((BLOCK,), key, tl.uint32)) ^ high * _TOKEN)
     value = tl.load(source + offsets, mask=mask, other=0.0)
@@ -52,6 +53,7 @@ def _launch(target: Tensor, source: Tensor, key: int, elements: Elements) -> Lau
         "first": elements.first,
         "run": elements.run,
         "stride": elements.stride,
+        "skipped": elements.skipped,
         "count": source.numel(),
     }
     return Launch(_kernel, (ceiling_division(source.numel(), _BLOCK),), arguments, {"BLOCK": _BLOCK}, _NUM_WARPS)

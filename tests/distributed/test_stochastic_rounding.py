@@ -54,3 +54,17 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, s
     run({"pipeline": 2}, config, 4)
     sizes = {"pipeline": 2} if schedule == "2bw" else {}
     assert_same_bits(run(sizes, config, 8), expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage"), [({"data": 2}, 1), ({"data": 2}, 3), ({"data": 2, "tensor": 2}, 1)], ids=str
+)
+def test_replicas_that_share_weights_out_round_them_as_whole_ones_do(
+    corpus: str, sizes: dict[str, int], stage: int
+) -> None:
+    plain = make_config(corpus, LLAMA_SHAPE, training=TRAINING, parallel=sizes)
+    shared = make_config(corpus, LLAMA_SHAPE, training=TRAINING, parallel=sizes, zero={"stage": stage})
+    wanted, found = (
+        assembled([rank.weights for rank in run_mesh(sizes, run_gpt, config, 3)]) for config in (plain, shared)
+    )
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
