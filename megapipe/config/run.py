@@ -191,6 +191,15 @@ class PretrainConfig:
                 "holds what it is made from on the device, so that it could not leave; set recompute.method none or "
                 "full, or offload.activations none"
             )
+        if (
+            self.recompute.method == "full"
+            and self.recompute.num_blocks is None
+            and self.offload.activations == "blocks"
+        ):
+            found.append(
+                "recompute.method full with offload.activations blocks leaves no block that keeps activations; set "
+                "recompute.num_blocks, or leave one of the two out"
+            )
         if self.recompute.method == "full" and self.offload.activations == "auto":
             found.append(
                 "recompute.method full with offload.activations auto, which decides by itself what runs again; set "

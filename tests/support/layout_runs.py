@@ -58,8 +58,13 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             if step == COUNTED_STEP:
                 traffic.clear()
                 lasting, samples = live.current, sampled(replica.engine, live)
+            scaler = replica.loss_scaler
+            scale = 1.0 if scaler is None else scaler.scale(step)
             with live:
-                results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate)))
+                given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
+                results.append(replica.engine.run(given))
+            if scaler is not None:
+                scaler.observe(step, results[-1].skipped)
             if step == COUNTED_STEP:
                 activations = max(samples) - lasting
                 counted_traffic = traffic.copy()
@@ -74,7 +79,7 @@ def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
 
     def recording(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
         with _disable_current_modes():  # what the test keeps is not the run's
-            for shard in shards(states, [state.gradients_of(version)[0] for state in states]):
+            for shard in shards(states, [state.reduced_gradient(version) for state in states]):
                 gradients.setdefault(shard.name, shard)
         update(states, version, rate, coefficient)
 
