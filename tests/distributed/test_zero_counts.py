@@ -146,7 +146,7 @@ def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str
         config_of(corpus, microbatches, LAYERED, stage=3, weight_buffers=buffers, gradient_buffers=min(buffers, 2))
         for microbatches, buffers in cases
     ]
-    for rank in run_mesh({"data": 2}, counted_all, configs):
+    for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
         for counts, (_, buffers) in zip(rank, cases, strict=True):
             gathered = 2 * sum(sizes) - sum(sizes[-buffers:])
             assert counts.calls == {"gather_into": 2 * UNITS - buffers, "reduce_into_part": UNITS}
@@ -157,7 +157,7 @@ def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str
 def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: str) -> None:
     cases = (1, 3)
     configs = [config_of(corpus, microbatches, {"name": "gpipe"}, stage=3) for microbatches in cases]
-    for rank in run_mesh({"data": 2}, counted_all, configs):
+    for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
         for counts, microbatches in zip(rank, cases, strict=True):
             gathers, reductions = 2 * microbatches * UNITS - 2, microbatches * UNITS
             assert counts.calls == {"gather_into": gathers, "reduce_into_part": reductions}
@@ -166,7 +166,7 @@ def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: st
 
 def test_whole_gradients_are_reduced_once(corpus: str) -> None:
     configs = [config_of(corpus, 3, {"name": "1f1b"}, stage=stage) for stage in (0, 1)]
-    for plain, shared in run_mesh({"data": 2}, counted_all, configs):
+    for plain, shared in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
         assert plain.calls == {"all_reduce": UNITS}
         assert shared.calls == {"gather_into": UNITS, "reduce_into_part": UNITS}
 
@@ -179,7 +179,7 @@ def test_state_takes_the_bytes_of_the_formula(corpus: str) -> None:
         config.model = replace(GPT2_SHAPE, num_layers=4, tie_embeddings=tied)
         config.training = replace(config.training, precision=precision)  # type: ignore[arg-type]
         configs.append(config)
-    for rank in run_mesh({"data": 2}, counted_all, configs):
+    for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
         for counts, config in zip(rank, configs, strict=True):
             assert counts.state == expected_bytes(config, buffers=2)
             before = expected_bytes(config, buffers=0)

@@ -1,0 +1,139 @@
+"""Shards of a unit's state: together they are the whole, initial values included, and memory that comes and goes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megapipe.costs.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.norms import squared_norms
+from megapipe.parallel.sharding import Sharding, is_allocated
+from megapipe.parallel.unit_state import UnitState
+from tests.support.meshes import run_mesh
+
+PARAMETERS = {
+    "weight": ParameterSpec("unit.weight", (30, 20), 0, Init("normal", 0.5), decay=True, matrix=True),
+    "bias": ParameterSpec("unit.bias", (30,), None, Init("zeros"), decay=False, matrix=False),
+}
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(30, 20, device="meta"))
+        self.bias = nn.Parameter(torch.empty(30, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+@given(
+    rows=st.lists(st.integers(1, 200), min_size=1, max_size=6),
+    count=st.integers(1, 5),
+    stage=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=60, deadline=None)
+def test_shards_together_are_the_whole(rows: list[int], count: int, stage: int, dtype: torch.dtype) -> None:
+    specs = [
+        ParameterSpec(f"p{i}", (n, 3), 0, Init("normal", 1.0), decay=i % 2 == 0, matrix=False)
+        for i, n in enumerate(rows)
+    ]
+    whole = UnitState("u", specs, compute_dtype=dtype)
+    whole.initialize(seed=5)
+    parts = [
+        UnitState("u", specs, compute_dtype=dtype, sharding=Sharding(stage, index, count)) for index in range(count)
+    ]
+    for part in parts:
+        part.initialize(seed=5)
+        assert part.table.num_elements % (SEGMENT_ALIGNMENT * count) == 0
+    for segment in whole.table:
+        expected = whole.in_shard(whole.master, segment)
+        assert torch.equal(torch.cat([part.in_shard(part.master, part.table[segment.spec.name]) for part in parts]),
+                           expected)  # fmt: skip
+    master = torch.cat([part.master for part in parts])
+    assert torch.equal(torch.cat([part.weight_shards[0] for part in parts]), master.to(dtype))
+    size = whole.table.num_elements
+    assert torch.equal(master[:size], whole.master)
+    assert not master[size:].any()
+    if stage < 3:
+        assert all(torch.equal(part.weights[0], master.to(dtype)) for part in parts)
+
+
+def test_squares_of_shards_add_up() -> None:
+    totals = {"unit.weight": 0.0, "unit.bias": 0.0}
+    for index in range(4):
+        state = UnitState("unit", PARAMETERS.values(), sharding=Sharding(1, index, 4))
+        for segment in state.table:
+            state.owned_view(state.gradients[0], segment).fill_(2.0)
+        for name, square in squared_norms([state]).items():
+            totals[name] += float(square)
+    assert totals == {"unit.weight": pytest.approx(4 * 600), "unit.bias": pytest.approx(4 * 30)}
+
+
+def backward_between_gathers(mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    """One use of sharded weights, gathered, released and gathered again, its gradient reduced twice."""
+    group = mesh.shard_group(2)
+    state = UnitState("unit", PARAMETERS.values(), sharding=Sharding(3, group.rank, 2))
+    state.initialize(seed=2)
+    module = Linear()
+    state.bind(module, PARAMETERS)
+    assert not is_allocated(state.weights[0])
+    x = torch.arange(40.0).view(2, 20).requires_grad_()
+    for _ in range(2):
+        state.gather_weights(0, group)
+        state.await_weights(0)
+        y = module(x)
+        state.release_weights(0)
+        assert not is_allocated(state.weights[0])
+        state.gather_weights(0, group)
+        state.await_weights(0)
+        state.open_gradients()
+        y.sum().backward()
+        state.release_weights(0)
+        group.reduce_into_part(state.gradients[0]).wait()
+        state.close_gradients()
+        assert not state.has_open_gradients
+    assert x.grad is not None
+    return x.grad, state.reduced_gradient().clone()
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_autograd_finds_the_weights_that_were_gathered_again(backend: str) -> None:
+    whole = UnitState("unit", PARAMETERS.values())
+    whole.initialize(seed=2)
+    module = Linear()
+    whole.bind(module, PARAMETERS)
+    x = torch.arange(40.0).view(2, 20).requires_grad_()
+    for _ in range(2):
+        module(x).sum().backward()
+    ranks = run_mesh({"data": 2}, backward_between_gathers, backend=backend)
+    for found, _ in ranks:
+        assert torch.equal(found, x.grad)
+    gradient = torch.cat([shard for _, shard in ranks])
+    assert torch.equal(gradient[: whole.table.num_elements], 2 * whole.gradients[0])
+
+
+def members(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    groups = [mesh.shard_group(size) for size in (1, 2, 4)] + [mesh.shard_replicas(size) for size in (1, 2, 4)]
+    assert mesh.shard_group(2) is groups[1]
+    for group in groups:
+        total = torch.tensor([float(mesh.rank)])
+        group.all_reduce(total)
+        assert total.item() == sum(group.ranks)
+    with pytest.raises(ValueError, match="3 replicas a copy must be 1 or more and divide the data size 4"):
+        mesh.shard_group(3)
+    return tuple(group.ranks for group in groups)
+
+
+def test_neighbours_share_a_copy() -> None:
+    found = run_mesh({"data": 4, "tensor": 2}, members, backend="threads")
+    assert found[2] == ((2,), (0, 2), (0, 2, 4, 6), (0, 2, 4, 6), (2, 6), (2,))
+    assert found[7] == ((7,), (5, 7), (1, 3, 5, 7), (1, 3, 5, 7), (3, 7), (7,))
+
+
+def test_several_versions_cannot_be_sharded() -> None:
+    with pytest.raises(ValueError, match="2 versions and 1 uses cannot be sharded, only those of one; shard its opt"):
+        UnitState("unit", PARAMETERS.values(), num_versions=2, sharding=Sharding(2, 0, 2))
