@@ -22,6 +22,7 @@ from megapipe.schedules import build
 from megapipe.schedules.text import dumps
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
+from megapipe.training.generation_request import on_layout
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
@@ -111,6 +112,13 @@ def test_evaluation_runs_on_shards_too(corpus: str) -> None:
     for record in run_mesh({"tensor": 2}, evaluated, config_of(corpus, "gpt2", {"tensor": 2}, **options)):
         assert record.loss_tokens == expected.loss_tokens
         assert record.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+def test_generation_takes_whole_samples(corpus: str) -> None:
+    """Its passes have few tokens, which need not divide."""
+    config = config_of(corpus, "gpt2", {"tensor": 2})
+    assert config.parallel.sequence
+    assert not on_layout(config, 2, tensor=2, pipeline=None, device="cpu").parallel.sequence
 
 
 @pytest.mark.slow
