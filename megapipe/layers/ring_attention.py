@@ -12,7 +12,7 @@ backward, as their schedules are one; that is all it takes not to wait for each 
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,9 @@ class Ring:
         """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d], key and value [b, s, kv heads, 1,
         d], all of the tokens in hand."""
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
-        mixed: Tensor = _Ring.apply(query, key, value, Pass(self, context, query.shape[2]))
+        # The graph keeps the pass, and a tape keeps the graph: together they would keep each other for ever.
+        known = replace(context, tape=None)
+        mixed: Tensor = _Ring.apply(query, key, value, Pass(self, known, query.shape[2]))
         return mixed.transpose(1, 2)
 
 
