@@ -34,7 +34,7 @@ MODEL = [
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak, of every run")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="peak, of every run")
     parser.add_argument("--prefix", type=Path, default=Path("data/stdlib_text_document"), help="shard of bytes")
     parser.add_argument("--folder", type=Path, default=Path("runs/precision_losses"), help="where the runs go")
     parser.add_argument(
@@ -82,7 +82,8 @@ def main() -> None:
         histories = {name: metrics.read_losses(folder / metrics.FILE_NAME) for name, folder in runs.items()}
         title = f"GPT over bytes, {arguments.steps} steps, learning rate {arguments.learning_rate:g}"
         path = (arguments.pictures or arguments.folder) / picture
-        loss_curve.draw_loss_curves(path, histories, references, title)
+        training = {name: metrics.LossHistory(history.training) for name, history in histories.items()}
+        loss_curve.draw_loss_curves(path, training, references, title)
         for name, history in histories.items():
             last = [history.training[step] for step in sorted(history.training)[-20:]]
             lines = (runs[name] / metrics.FILE_NAME).read_text().splitlines()

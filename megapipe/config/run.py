@@ -170,9 +170,9 @@ class PretrainConfig:
                 "recompute.method selective does not go with training.compile, which decides by itself what a block "
                 "keeps and what it computes again; leave one out, or set recompute.method full"
             )
-        if self.training.precision not in ("fp16", "auto") and not self.loss_scale.is_default:
+        if self.training.precision != "fp16" and not self.loss_scale.is_default:
             found.append(
-                f"loss_scale is set, and training.precision is {self.training.precision}, which needs none; set "
+                f"loss_scale is set, and training.precision is {self.training.precision}; only fp16 needs one: set "
                 "training.precision fp16, or leave loss_scale out"
             )
         found += self._fp8_problems()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.errors import EngineError, PipelineError
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepResult
@@ -95,6 +96,11 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "scalar": ([nn.Linear(8, 8)], {"sample": torch.tensor(1.0)}, "must be tensors whose first axis is rows"),
     "schedule": ([nn.Linear(8, 8)], {"schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean '1f1b'?"),
     "timeout": ([nn.Linear(8, 8)], {"timeout": -1.0}, "timeout is -1.0; it must be above 0 seconds"),
+    "muon": (
+        [nn.Linear(8, 8)],
+        {"optimizer": OptimizerConfig(name="muon")},
+        "which of any module's matrices are embeddings or heads nobody has told",
+    ),
     "clipping": ([nn.Linear(8, 8)], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
 }
 

@@ -28,7 +28,14 @@ from megapipe.kernels.ops import OPS
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CEILING = Ceiling(copy=1e12, product=1e15)
-OTHERWISE = {"dropout", "bias_dropout_residual", "adamw", "cross_entropy", "linear_cross_entropy"}
+OTHERWISE = {
+    "dropout",
+    "bias_dropout_residual",
+    "adamw",
+    "stochastic_rounding",
+    "cross_entropy",
+    "linear_cross_entropy",
+}
 """Ops whose contestants draw other random numbers, or give their results in other ways."""
 
 BYTES = {
@@ -96,6 +103,14 @@ def test_optimizers_take_the_same_step() -> None:
     torch.testing.assert_close(mine[0], theirs[0])
     torch.testing.assert_close(mine[3], theirs[3])
     assert not torch.equal(mine[0], drawn(case)[0])
+
+
+def test_rounding_gives_a_neighbour_of_what_torch_rounds_to() -> None:
+    case = named("stochastic_rounding, fp32 to bf16")
+    source, target = drawn(case)
+    ours(case, [source, target]).forward(source, target)
+    torch.testing.assert_close(target.float(), source, rtol=2**-7, atol=0)
+    assert not torch.equal(target, source.bfloat16())
 
 
 def test_losses_and_their_gradients_are_the_same() -> None:
