@@ -19,7 +19,7 @@ from megapipe.models.gpt_kernels import runs_unfused
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.memory import microbatches_held
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule
 from megapipe.training.assemble import DTYPES, VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.training.families import family_of
@@ -36,10 +36,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """By stage, what runs again and what moves. remarks: what was decided and on which figures, in lines."""
+    """By stage, what runs again and what moves; by default nothing. remarks: what was decided and on which figures."""
 
-    recompute: Spans
-    offload: Offload
+    recompute: Spans = ()
+    offload: Offload = NOTHING
     remarks: tuple[str, ...] = ()
 
 

@@ -22,7 +22,6 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
-from megapipe.schedules.offload import Offload
 from megapipe.schedules.schedule import Mode
 from megapipe.training.assemble import (
     Assembly,
@@ -55,9 +54,9 @@ class Replica:
         length, predictions = config.data.sequence_length, self.family.predictions
         recompute = config.recompute.logits
         self.layout = lay_out(layers, config.model, num_stages(config), length, by_hand, predictions, recompute)
-        self.plan = ActivationPlan((), Offload())
-        self.plan = plan_activations(config, mesh, self.layout, lambda: self._schedule(config))
-        self.schedule = self._schedule(config)
+        plain = partial(self._schedule, config, ActivationPlan())
+        self.plan = plan_activations(config, mesh, self.layout, plain)
+        self.schedule = self._schedule(config, self.plan)
         self._swaps = Swaps(mesh.device) if swaps is None else swaps
         self.kernels = OPS.with_overrides(config.kernels.backends)
         replicas = mesh.group("data", "context")
@@ -97,22 +96,22 @@ class Replica:
 
     def forward_engine(self) -> Engine:
         """An engine over the same stages that runs forwards alone, for evaluation."""
-        return self._engine(self._schedule(self._config, mode="forward"))
+        return self._engine(self._schedule(self._config, self.plan, mode="forward"))
 
     def engine_for(self, global_size: int) -> Engine:
         """An engine over the same stages for steps of `global_size` samples. A collective call."""
         config = replace(self._config, batch=replace(self._config.batch, global_size=global_size))
-        return self._engine(self._schedule(config))
+        return self._engine(self._schedule(config, self.plan))
 
-    def _schedule(self, config: PretrainConfig, mode: Mode = "train") -> Schedule:
+    def _schedule(self, config: PretrainConfig, plan: ActivationPlan, mode: Mode = "train") -> Schedule:
         return build_schedule(
             config,
             num_microbatches(config, self._mesh.world_size),
             units_per_stage=self.layout.units_per_stage,
             tied_groups=self.layout.tied,
             data_parallel=self._mesh.group("data", "context").size > 1 or config.parallel.sequence,
-            recompute=self.plan.recompute if mode == "train" else (),
-            offload=self.plan.offload,
+            recompute=plan.recompute if mode == "train" else (),
+            offload=plan.offload,
             mode=mode,
         )
 

@@ -11,16 +11,19 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
 from megapipe.training import assemble
 from megapipe.training.assemble import CompiledForward
+from megapipe.training.replica import Replica
 from tests.distributed.test_recompute import MODELS, STEPS, fed
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_close
 from tests.support.gpt_runs import RankRun, make_config, run_gpt, write_shard
 from tests.support.launch import launch
 from tests.support.meshes import run_mesh
+from tests.training.test_offload_plan import MODEL, auto
 
 BLOCKS = {"activations": "blocks"}
 EVERYTHING = {**BLOCKS, "optimizer": True}
@@ -158,3 +161,18 @@ def test_compiled_blocks_move_theirs_too(corpus: str, schedule: str) -> None:
 def compiled_run(mesh: Mesh, config: PretrainConfig) -> RankRun:
     assemble.CompiledForward = lambda **options: CompiledForward(backend="aot_eager", **options)  # type: ignore[misc, assignment]
     return run_gpt(mesh, config, STEPS, timeout=200.0)
+
+
+def test_what_auto_decides_is_the_same_too(corpus: str) -> None:
+    """Of six blocks two keep, two move and two run again."""
+    plain = make_config(corpus, MODEL, schedule={"name": "gpipe"})
+    mixed = replace(plain, offload=OffloadConfig(**auto(22.0, 0.6)))
+    (found,), (expected,) = (run_mesh({}, run_and_plan, each) for each in (mixed, plain))
+    assert "2 keep, 2 move, 2 recompute (rmrmkk)" in found[1]
+    check_bits([found[0]], expected[0])
+
+
+def run_and_plan(mesh: Mesh, config: PretrainConfig) -> tuple[RankRun, str]:
+    config = replace(config, parallel=replace(config.parallel, data=1))
+    remarks = Replica(config, mesh, gpt_layers(config.model)).plan.remarks
+    return run_gpt(mesh, config, STEPS), " ".join(remarks)
