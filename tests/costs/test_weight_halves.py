@@ -1,4 +1,4 @@
-"""What waits for a weight half, beside the paper's closed form and what the project's own layers keep on their tape."""
+"""What waits for a weight half, beside the paper's closed form and what the layers themselves keep on their tape."""
 
 from dataclasses import replace
 from typing import Any, Literal
