@@ -5,6 +5,7 @@ from collections.abc import Collection
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputedPart
+from megapipe.costs.bert import SENTENCE_CLASSES
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.costs.parameters import LayerSpec
 
@@ -23,9 +24,10 @@ def weight_half_bytes(
 ) -> int:
     """What one layer keeps on one tensor rank from a micro-batch's input half to its weight half.
 
-    Counted are the input and the gradient of the output of every matrix product and norm, with the norm's statistics
-    (Qi et al. 2023, arXiv 2401.10241, table 1: 32 s b h of a GPT block, where masks and the softmax are freed). What
-    `recompute` names is made again from inputs that are counted elsewhere. Of the embedding the gradient of its sum.
+    Counted are the input and the gradient of the output of every matrix product and norm, with the norm's statistics.
+    Of a GPT block's products that is the 32 s b h bytes in half precision of Qi et al. (2023, arXiv 2401.10241, table
+    1), who leave the norms out; masks and the softmax are freed. What `recompute` names is made again from inputs that
+    are counted elsewhere. Of the embedding the gradient of its sum.
 
     predictions: tokens of a sample that the head predicts, by default all.
     """
@@ -41,8 +43,12 @@ def weight_half_bytes(
         if not isinstance(model, BertModelConfig):
             return norm + stream + tokens * columns * size
         rows = micro_size * (sequence_length if predictions is None else predictions)
-        heads = rows * ((5 * model.hidden_size + columns) * size + statistics)  # transform, its norm, output
-        return heads + (norm if model.norm_position == "pre" else 0)
+        kept = rows * ((5 * model.hidden_size + columns) * size + statistics)  # transform, its norm, output
+        if model.sentence_head:
+            # Of one sample the pooled token is a view of all tokens.
+            pooled = micro_size * model.hidden_size * size
+            kept += (stream if micro_size == 1 else pooled) + 2 * pooled + micro_size * SENTENCE_CLASSES * size
+        return kept + (norm if model.norm_position == "pre" else 0)
     inner = model.num_heads * model.head_dim
     projected = inner + 2 * model.kv_heads * model.head_dim
     up = model.ffn_size * (2 if model.activation == "swiglu" else 1)
