@@ -55,10 +55,12 @@ class ParallelConfig:
                 f"parallel.sequence is true but parallel.tensor is {self.tensor}: there is nobody to share tokens "
                 "with; set parallel.tensor to 2 or more, or parallel.sequence to false"
             ]
-        if sequence_length % (self.tensor * chunks):
-            parts = f"parallel.tensor {self.tensor}" + (f" x parallel.sequence_chunks {chunks}" if chunks > 1 else "")
+        parts = self.context * self.tensor * chunks
+        if sequence_length % parts:
+            factors = (("context", self.context), ("tensor", self.tensor), ("sequence_chunks", chunks))
+            named = " x ".join(f"parallel.{name} {size}" for name, size in factors if size > 1)
             return [
-                f"data.sequence_length {sequence_length} is not divisible by {parts}, which parallel.sequence needs; "
-                f"take a multiple of {self.tensor * chunks}, or set parallel.sequence to false"
+                f"data.sequence_length {sequence_length} is not divisible by {named}, which parallel.sequence needs; "
+                f"take a multiple of {parts}, or set parallel.sequence to false"
             ]
         return []

@@ -30,6 +30,7 @@ from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.token_order import ContextAttention, Share, order_of
 from tests.support.meshes import run_threads
+from tests.support.partial_groups import PartialGroup
 
 SEQUENCE = 32
 SIZE = 2
@@ -52,7 +53,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class CountingGroup(Group):
+class CountingGroup(PartialGroup):
     """Another's group that counts what its shifts send."""
 
     def __init__(self, group: Group) -> None:
@@ -66,14 +67,6 @@ class CountingGroup(Group):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self.group.all_gather(tensor)
-
-    def _refused(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-    all_reduce = reduce_scatter = broadcast = all_gather_object = barrier = _refused
-
-
-CountingGroup.__abstractmethods__ = frozenset()
 
 
 def bound_block(model: ModelConfig, dtype: torch.dtype, layer: LayerSpec) -> nn.Module:

@@ -21,11 +21,12 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sequence_collectives import by_rank
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, small_model
 from tests.support.meshes import run_threads
+from tests.support.partial_groups import PartialGroup
 
 SHAPES = {"gpt2": {**GPT2, **DROPOUT}, "llama": {**LLAMA, "num_kv_heads": 4}, "qwen3": QWEN3}
 
 
-class WatchedGroup(Group):
+class WatchedGroup(PartialGroup):
     """Another's group. sent: elements that a rank of a ring sends, by operation; an all-reduce is a reduce-scatter and
     an all-gather."""
 
@@ -129,30 +130,18 @@ class SlowGroup(WatchedGroup):
         return self._start("scatter", lambda: self.inner.reduce_scatter(tensor))
 
 
-class _Echo(Group):
+class _Echo(PartialGroup):
     """Members that need not be there: the i-th holds i + 1 times what this one, the first, holds of a gather, and the
     same as this one of a sum."""
 
     def __init__(self, size: int) -> None:
         super().__init__("echo", tuple(range(size)), 0)
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        raise NotImplementedError
-
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack([tensor * (rank + 1) for rank in range(self.size)])
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         return tensor[0] * self.size
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        raise NotImplementedError
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        raise NotImplementedError
-
-    def barrier(self) -> None:
-        raise NotImplementedError
 
 
 class Products(TorchDispatchMode):
