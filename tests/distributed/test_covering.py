@@ -80,7 +80,7 @@ def test_a_pair_of_features_trains_as_one_process_and_costs_what_it_should(
     ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
     check_equal(case, [rank.run for rank in ranks], expected(tuple(oracle_of(case).items())))
     for number, rank in enumerate(ranks):
-        predicted = Predicted(config, number)
+        predicted = Predicted(config, number, rank.schedule)
         assert counts_of(rank.traffic) == predicted.traffic()
         assert rank.state == predicted.state()
         # A few scalars live on beside the buffers.

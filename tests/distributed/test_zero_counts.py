@@ -149,8 +149,8 @@ def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str
     for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
         for counts, (_, buffers) in zip(rank, cases, strict=True):
             gathered = 2 * sum(sizes) - sum(sizes[-buffers:])
-            assert counts.calls == {"gather_into": 2 * UNITS - buffers, "reduce_into_part": UNITS}
-            assert counts.elements == {"gather_into": gathered, "reduce_into_part": sum(sizes)}
+            assert counts.calls == {"all_gather": 2 * UNITS - buffers, "reduce_scatter": UNITS}
+            assert counts.elements == {"all_gather": gathered, "reduce_scatter": sum(sizes)}
             assert (counts.whole_weights, counts.whole_gradients) == (buffers, min(buffers, 2))
 
 
@@ -160,7 +160,7 @@ def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: st
     for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
         for counts, microbatches in zip(rank, cases, strict=True):
             gathers, reductions = 2 * microbatches * UNITS - 2, microbatches * UNITS
-            assert counts.calls == {"gather_into": gathers, "reduce_into_part": reductions}
+            assert counts.calls == {"all_gather": gathers, "reduce_scatter": reductions}
             assert (counts.whole_weights, counts.whole_gradients) == (2, 2)
 
 
@@ -168,7 +168,7 @@ def test_whole_gradients_are_reduced_once(corpus: str) -> None:
     configs = [config_of(corpus, 3, {"name": "1f1b"}, stage=stage) for stage in (0, 1)]
     for plain, shared in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
         assert plain.calls == {"all_reduce": UNITS}
-        assert shared.calls == {"gather_into": UNITS, "reduce_into_part": UNITS}
+        assert shared.calls == {"all_gather": UNITS, "reduce_scatter": UNITS}
 
 
 def test_state_takes_the_bytes_of_the_formula(corpus: str) -> None:

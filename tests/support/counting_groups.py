@@ -4,7 +4,6 @@
 of torch.distributed's, so its collectives run as methods of the group, and none goes past the count.
 """
 
-import inspect
 from abc import update_abstractmethods
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,9 @@ from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.links import Edge, Link, LinkKind
 from megapipe.parallel.links.link import Loan, Transfer
 from megapipe.parallel.mesh import Mesh
+
+OPERATIONS = {"gather_into": "all_gather", "reduce_into_part": "reduce_scatter", "shift": "send"}
+"""Methods of groups that are another's operation in another form."""
 
 
 class Place(NamedTuple):
@@ -41,12 +43,12 @@ class Traffic:
     elements: Counter[Place] = field(default_factory=Counter)
     bytes: Counter[Place] = field(default_factory=Counter)
 
-    def note(self, place: Place, tensors: Sequence[Tensor], copies: int = 1) -> None:
-        """Count a call by the largest of the tensors that it took and gave. copies: how often the buffer has it."""
+    def note(self, place: Place, tensors: Sequence[Tensor]) -> None:
+        """Count a call by the largest of the tensors that it took and gave."""
         largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
         self.calls[place] += 1
-        self.elements[place] += 0 if largest is None else largest.numel() * copies
-        self.bytes[place] += 0 if largest is None else largest.nbytes * copies
+        self.elements[place] += 0 if largest is None else largest.numel()
+        self.bytes[place] += 0 if largest is None else largest.nbytes
 
     def copy(self) -> "Traffic":
         """The counts so far."""
@@ -71,19 +73,17 @@ class CountingGroup(Group):
 def _counting(operation: str) -> Callable[..., Any]:
     def method(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self._group, operation)(*args, **kwargs)
-        given = [each for each in (*args, *kwargs.values(), result) if isinstance(each, Tensor)]
-        # Of what was only started the result is still to come.
-        copies = self.size if operation == "start_all_gather" else 1
-        self._traffic.note(Place(self._label, operation), given, copies)
+        given = (*args, *kwargs.values(), result)
+        place = Place(self._label, OPERATIONS.get(operation, operation))
+        self._traffic.note(place, [each for each in given if isinstance(each, Tensor)])
         return result
 
     return method
 
 
-# Whatever collectives the interface has or will have.
-for _name, _member in vars(Group).items():
-    if inspect.isfunction(_member) and not _name.startswith("_") and _name != "own_part":
-        setattr(CountingGroup, _name, _counting(_name))
+# Whatever collectives the interface has or will have: all others call these.
+for _name in Group.__abstractmethods__:
+    setattr(CountingGroup, _name, _counting(_name))
 update_abstractmethods(CountingGroup)
 
 
@@ -137,7 +137,7 @@ def counted(mesh: Mesh, traffic: Traffic) -> Mesh:
 
 @contextmanager
 def counted_links(traffic: Traffic) -> Iterator[None]:
-    """Links that an engine makes meanwhile count into `traffic`."""
+    """Links that an engine of this process makes meanwhile count into `traffic`: for ranks that are processes."""
     make = wiring.make_links
 
     def making(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0) -> dict[Edge, Link]:

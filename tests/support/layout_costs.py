@@ -1,5 +1,6 @@
 """What a layout should hold and exchange on each rank: the formulas of costs/ along the schedule's own actions."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,8 +35,7 @@ from megapipe.schedules import Kind, Schedule
 from megapipe.schedules.actions import Action
 from megapipe.training.assemble import VOCABULARY_ALIGNMENT, StageLayout, lay_out
 from megapipe.training.families import family_of
-from megapipe.training.scheduling import build_schedule, num_stages
-from megapipe.training.validate import num_microbatches
+from megapipe.training.scheduling import num_stages
 from tests.support.counting_groups import Traffic
 
 WHOLE = -1
@@ -54,10 +54,14 @@ def counts_of(traffic: Traffic) -> Counts:
 
 @dataclass(frozen=True)
 class Predicted:
-    """One rank of one layout. Attention, precision and sizes are those of the configuration."""
+    """One rank of one layout. Attention, precision and sizes are those of the configuration.
+
+    schedule: what the rank runs: how often it gathers, reduces and recomputes.
+    """
 
     config: PretrainConfig
     rank: int
+    schedule: Schedule
 
     @cached_property
     def shape(self) -> MeshShape:
@@ -71,17 +75,6 @@ class Predicted:
         by_hand, predictions = config.parallel.layers_per_stage, family.predictions
         length, again = config.data.sequence_length, config.recompute.logits
         return lay_out(family.layers, config.model, num_stages(config), length, by_hand, predictions, again)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        return build_schedule(
-            self.config,
-            num_microbatches(self.config, self.shape.world_size),
-            units_per_stage=self.layout.units_per_stage,
-            tied_groups=self.layout.tied,
-            data_parallel=self.shape.sizes["data"] > 1,
-            recompute=self.layout.recomputed(self.config.recompute),
-        )
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -184,10 +177,21 @@ class Predicted:
 
     def _replicas(self) -> list[Exchange]:
         tied, found = tied_names(self.layout.layers), []
-        for name, (specs, _) in self._units().items():
-            if name not in tied:
-                found += replica_exchanges(self._stored(specs), self.config.training.precision)  # type: ignore[arg-type]
-        return repeated(found, self.schedule.header.updates_per_step)
+        # With ZeRO merged: self.config.zero.stage.
+        stage = getattr(getattr(self.config, "zero", None), "stage", 0)
+        calls = Counter((action.kind, action.stage, action.unit) for action in self.actions())
+        for place, unit, layer in self.layers():
+            specs = [spec for spec in layer.parameters.values() if spec.name not in tied]
+            reductions, gathers = (calls[kind, place, unit] for kind in (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS))
+            exchanges = replica_exchanges(
+                self._stored(specs),
+                self.config.training.precision,  # type: ignore[arg-type]
+                stage=stage,
+                gathers=gathers,
+                reductions=reductions,
+            )
+            found += exchanges if stage else repeated(exchanges, reductions)
+        return found
 
     def _tied(self) -> list[Exchange]:
         header, found = self.schedule.header, []

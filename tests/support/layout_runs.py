@@ -1,6 +1,7 @@
 """A few steps of a run on a layout, with everything that is counted on the way: traffic, state, activations."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from megapipe.costs.memory import StateBytes
 from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
 from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import DIMENSIONS, Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules import Schedule
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
@@ -30,10 +33,11 @@ class LayoutRun:
     """What one rank saw, and what was counted on it.
 
     traffic: of one step. state: bytes of what the unit states hold. lasting: all bytes that live between steps.
-    activations: the most that a step held besides, behind any of its actions.
+    activations: the most that a step held besides, behind any of its actions. schedule: what the engine ran.
     """
 
     run: RankRun
+    schedule: Schedule
     traffic: Traffic
     state: StateBytes
     lasting: int
@@ -41,12 +45,15 @@ class LayoutRun:
 
 
 def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: float = 30.0) -> LayoutRun:
-    """Train on this rank as pretrain_gpt.py or pretrain_bert.py would, counting. timeout: of links, in s."""
+    """Train on this rank as pretrain_gpt.py or pretrain_bert.py would, counting. timeout: of links, in s.
+
+    Of ranks that are threads links are not counted, and what their groups hand over counts as activations.
+    """
     sizes = {name: mesh.size(name) for name in DIMENSIONS}
     config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
     traffic, live = Traffic(), LiveBytes()
     gradients: dict[str, Shard] = {}
-    with counted_links(traffic):
+    with nullcontext() if isinstance(mesh, InProcessMesh) else counted_links(traffic):
         with live:
             replica = Replica(config, counted(mesh, traffic), family_of(config).layers)
         keep_first_gradients(replica, gradients)
@@ -70,7 +77,7 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
                 counted_traffic = traffic.copy()
     states = replica.states()
     run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
-    return LayoutRun(run, counted_traffic, held(states), lasting, activations)
+    return LayoutRun(run, replica.schedule, counted_traffic, held(states), lasting, activations)
 
 
 def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:

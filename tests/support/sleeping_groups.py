@@ -50,6 +50,9 @@ class SleepingGroup(Group):
     def reduce_into_part(self, whole: Tensor) -> Work:
         return self._slowed("reduce_into_part", self._group.reduce_into_part(whole))
 
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        return self._slowed("shift", self._group.shift(tensor, into))
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._group.all_gather(tensor)
 
