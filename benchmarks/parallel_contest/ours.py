@@ -1,7 +1,7 @@
 """megapipe with data parallelism, and its weights for the others to start from."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 import torch
 from plain_gpt import PlainGpt
@@ -17,13 +17,11 @@ from megapipe.training.replica import Replica
 
 from .setting import BETAS, CLIP, DECAY, LEARNING_RATE, Setting, Step
 
-
-def stages() -> list[int]:
-    """Of ZeRO, as far as the configuration knows them; 0 is plain data parallelism."""
-    return [0, 1, 2, 3] if hasattr(PretrainConfig(), "zero") else [0]
+STAGES = (0, 1, 2, 3)
+"""Of ZeRO; 0 is plain data parallelism."""
 
 
-def configuration(setting: Setting, replicas: int, zero_stage: int) -> PretrainConfig:
+def configuration(setting: Setting, replicas: int, zero_stage: Literal[0, 1, 2, 3]) -> PretrainConfig:
     """The run that equals the peers'."""
     shape = setting.shape
     config = PretrainConfig(
@@ -40,13 +38,11 @@ def configuration(setting: Setting, replicas: int, zero_stage: int) -> PretrainC
     config.batch = replace(config.batch, global_size=global_size, micro_size=setting.micro_size)
     config.parallel = replace(config.parallel, data=replicas, device="cpu")
     config.optimizer = replace(config.optimizer, betas=BETAS, weight_decay=DECAY, clip_norm=CLIP)
-    if zero_stage:
-        sharded: Any = config
-        sharded.zero = replace(sharded.zero, stage=zero_stage)
+    config.zero = replace(config.zero, stage=zero_stage)
     return config
 
 
-def megapipe(mesh: Mesh, setting: Setting, rank: int, zero_stage: int = 0) -> tuple[Step, Replica]:
+def megapipe(mesh: Mesh, setting: Setting, rank: int, zero_stage: Literal[0, 1, 2, 3] = 0) -> tuple[Step, Replica]:
     """A rank's step. rank: whose share of the batch."""
     config = configuration(setting, mesh.size("data"), zero_stage)
     replica = Replica(config, mesh, gpt_layers(config.model))

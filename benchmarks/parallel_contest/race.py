@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
 
-from .ours import megapipe, plain_copy, stages
+from .ours import STAGES, megapipe, plain_copy
 from .peers import alone, ddp, fsdp
 from .setting import SIZES, Setting, Step
 
@@ -74,7 +74,7 @@ def contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:
     steps: dict[str, Step] = {}
     steps[f"{OURS}, {ALONE}"], whole = megapipe(by_itself, setting, rank)
     plain = plain_copy(whole, setting)
-    for stage in stages():
+    for stage in STAGES:
         steps[f"{OURS}, ZeRO {stage}" if stage else OURS] = megapipe(mesh, setting, rank, stage)[0]
     steps["DDP"] = ddp(copy.deepcopy(plain), setting, rank)
     steps["FSDP2"] = fsdp(copy.deepcopy(plain), setting, rank, True, replicas)
