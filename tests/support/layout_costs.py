@@ -177,8 +177,7 @@ class Predicted:
 
     def _replicas(self) -> list[Exchange]:
         tied, found = tied_names(self.layout.layers), []
-        # With ZeRO merged: self.config.zero.stage.
-        stage = getattr(getattr(self.config, "zero", None), "stage", 0)
+        stage = self._zero_stage
         calls = Counter((action.kind, action.stage, action.unit) for action in self.actions())
         for place, unit, layer in self.layers():
             specs = [spec for spec in layer.parameters.values() if spec.name not in tied]
@@ -192,6 +191,11 @@ class Predicted:
             )
             found += exchanges if stage else repeated(exchanges, reductions)
         return found
+
+    @property
+    def _zero_stage(self) -> Any:
+        # With ZeRO merged: self.config.zero.stage.
+        return getattr(getattr(self.config, "zero", None), "stage", 0)
 
     def _tied(self) -> list[Exchange]:
         header, found = self.schedule.header, []
