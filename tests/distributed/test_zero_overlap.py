@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
@@ -33,12 +35,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
-def slow(unit: Any) -> Any:
-    """A unit whose forward takes a while."""
+class Slow(torch.autograd.Function):
+    """The identity, which takes a while either way."""
 
-    def run(*inputs: Any, context: Any) -> Any:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         time.sleep(LAYER)
-        return unit(*inputs, context=context)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        time.sleep(LAYER)
+        return dy
+
+
+def slow(unit: Any) -> Any:
+    """A unit whose forward and backward take a while."""
+
+    def run(*inputs: Tensor, context: Any) -> tuple[Tensor, ...]:
+        (output,) = unit(*inputs, context=context)
+        return (Slow.apply(output),)
 
     return run
 
@@ -110,8 +126,10 @@ def test_without_a_second_buffer_weights_come_after_it(corpus: str) -> None:
 
 def test_a_layers_gradients_travel_while_the_one_before_it_computes(corpus: str) -> None:
     for events, log in run(corpus, weight_buffers=2):
-        reductions = [start for operation, start, _ in log if operation == "reduce_into_part"]
+        reductions = [(start, end) for operation, start, end in log if operation == "reduce_into_part"]
         layers = passes(events, "B")
         assert len(reductions) == len(layers) == UNITS
-        for layer, following, start in zip(layers, layers[1:], reductions, strict=False):
-            assert layer[1] <= start <= following[0]
+        # The first pair shares its stream with the gathers that the backward begins with.
+        for layer, following, reduction in list(zip(layers, layers[1:], reductions, strict=False))[1:]:
+            assert layer[1] <= reduction[0] <= following[0]
+            assert reduction[1] < following[1]

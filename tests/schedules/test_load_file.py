@@ -36,6 +36,17 @@ def test_a_saved_schedule_is_the_named_one(tmp_path, name, data_parallel, mode):
         assert fit_for_training(schedule, 2, 4, mode=mode, receive_ahead=2, **run) == expected
 
 
+@pytest.mark.parametrize("mode", ["train", "forward"])
+def test_a_saved_schedule_shards_what_the_run_shards(tmp_path, mode):
+    run = {"units_per_stage": [2, 2], "data_parallel": True, "weight_buffers": 2, "whole_gradients": 1}
+    expected = build("1f1b", 2, 4, mode=mode, **run)
+    for saved in (build("1f1b", 2, 4, **run), order("1f1b", 2, 4)):
+        schedule = read_file(written(tmp_path, dumps(saved)))
+        assert fit_for_training(schedule, 2, 4, mode=mode, **run) == expected
+    with pytest.raises(ScheduleError, match="made for whole_gradients 1, and this run has 2"):
+        fit_for_training(build("1f1b", 2, 4, **run), 2, 4, **run | {"whole_gradients": 2})
+
+
 def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
     schedule = read_file(written(tmp_path, MINE))
     for units in ([1, 1], [3, 5]):
