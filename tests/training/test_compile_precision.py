@@ -65,5 +65,5 @@ def test_traced_blocks_train_the_same_model(
 @pytest.mark.slow
 @pytest.mark.parametrize(("groups", "tolerance"), [(FP16, 2e-3), (ROWWISE, 1e-2)], ids=["fp16", "fp8-rowwise"])
 def test_generated_code_trains_the_same_model(corpus: str, groups: dict[str, Any], tolerance: float) -> None:
-    """Fused operations round less often, and what is rounded to fp8 behind them lands on another neighbour at times."""
+    """Fused operations round less often, and fp8 behind them lands on another neighbour at times."""
     check(trained(corpus, "gpt2", "inductor", {}, **groups), trained(corpus, "gpt2", None, {}, **groups), tolerance)
