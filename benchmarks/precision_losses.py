@@ -22,7 +22,7 @@ PRECISIONS = {
     "bf16, fp8 tensorwise": ["--training.precision=bf16", "--training.fp8=tensorwise"],
     "bf16, fp8 rowwise": ["--training.precision=bf16", "--training.fp8=rowwise"],
 }
-OPTIMIZERS = {"adamw": ["--optimizer.name=adamw"], "muon": ["--optimizer.name=muon"]}
+OPTIMIZERS = {"adamw": PRECISIONS["fp32"], "muon": ["--training.precision=fp32", "--optimizer.name=muon"]}
 PICTURES = {"precision_loss.png": PRECISIONS, "optimizer_loss.png": OPTIMIZERS}
 
 MODEL = [
@@ -63,10 +63,13 @@ def main() -> None:
     arguments = parse()
     for path in ("prefix", "folder"):
         setattr(arguments, path, getattr(arguments, path).resolve())
-    folders = {
-        picture: {name: train(name, options, arguments) for name, options in runs.items()}
-        for picture, runs in PICTURES.items()
-    }
+    done: dict[tuple[str, ...], Path] = {}
+    folders: dict[str, dict[str, Path]] = {picture: {} for picture in PICTURES}
+    for picture, runs in PICTURES.items():
+        for name, options in runs.items():
+            if tuple(options) not in done:  # fp32 is in both
+                done[tuple(options)] = train(name, options, arguments)
+            folders[picture][name] = done[tuple(options)]
 
     # Not before the runs: torch takes a second to import, and bad arguments are told by then.
     from megapipe.config.load import parse as parse_config

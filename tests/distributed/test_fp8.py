@@ -38,7 +38,10 @@ def trained(
     return run_mesh(sizes, run_gpt, config, steps)
 
 
-@pytest.mark.parametrize(("model", "recipe"), [("gpt2-tied", "tensorwise"), ("llama-untied", "rowwise")])
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [pytest.param("gpt2-tied", "tensorwise", marks=pytest.mark.slow), ("llama-untied", "rowwise")],
+)
 def test_pipelines_split_backwards_and_recomputation_give_the_bits_of_one_process(
     corpus: str, model: str, recipe: str
 ) -> None:
@@ -50,13 +53,14 @@ def test_pipelines_split_backwards_and_recomputation_give_the_bits_of_one_proces
     check_bits(trained(corpus, model, recipe, two, **selective), expected)
 
 
+@pytest.mark.slow
 def test_bf16_trains_with_fp8_too(corpus: str) -> None:
     bf16 = {"training": {"precision": "bf16"}}
     (expected,) = trained(corpus, "llama-untied", "rowwise", {}, **bf16)
     check_bits(trained(corpus, "llama-untied", "rowwise", {"pipeline": 2}, **bf16), expected)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.slow), "llama-untied"])
 def test_tensor_ranks_train_the_same_model_with_agreed_scales(corpus: str, model: str) -> None:
     """A sum in another order may round an operand to its other neighbour, 1/8 away: single elements, so that losses
     stay within 1e-4 and gradients within 1% of one process; scales of each rank's own would be an order worse."""
@@ -70,6 +74,7 @@ def test_tensor_ranks_train_the_same_model_with_agreed_scales(corpus: str, model
         assert (found[name] - gradient).norm() <= 0.01 * gradient.norm() + 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_it_learns_nearly_as_fp32_does(corpus: str, recipe: str) -> None:
     (fp8,), (exact,) = (trained(corpus, "llama-untied", each, {}, steps=15) for each in (recipe, "none"))
@@ -122,6 +127,7 @@ def test_what_a_gpu_cannot_is_told(corpus: str) -> None:
     assert fp8_problems(config, (9, 0)) == []
 
 
+@pytest.mark.slow
 def test_a_run_says_that_it_emulates(tmp_path: Path, corpus: str) -> None:
     done = launch(1, f"--data.prefix={corpus}", "--training.fp8=tensorwise", "--training.steps=2", folder=tmp_path)
     assert done.returncode == 0, done.stderr

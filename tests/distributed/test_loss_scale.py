@@ -54,12 +54,17 @@ def one_process(corpus: str, model: str) -> RankRun:
 @pytest.mark.parametrize(
     "schedule",
     [
-        {"name": "gpipe"},
-        {"name": "interleaved_1f1b"},
-        {"name": "modular"},
-        {"name": "1f1b", "two_bp": True},
         {"name": "zb_h1"},
-        {"name": "zb_v"},
+        *[
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                {"name": "gpipe"},
+                {"name": "interleaved_1f1b"},
+                {"name": "modular"},
+                {"name": "1f1b", "two_bp": True},
+                {"name": "zb_v"},
+            )
+        ],
     ],
     ids=str,
 )
@@ -159,6 +164,7 @@ def test_the_scale_is_saved_and_resumed_exactly(tmp_path: Path, corpus: str) -> 
     assert_same_bits(run({}, config, 14), expected)
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_scale_and_ends_where_none_helps(tmp_path: Path, corpus: str) -> None:
     arguments = [
         f"--data.prefix={corpus}",

@@ -25,7 +25,7 @@ def trained(corpus: str, model: str, sizes: dict[str, int], steps: int, **groups
     return run_mesh(sizes, run_gpt, config, steps)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.slow), "llama-untied"])
 def test_every_layout_trains_the_same_model(corpus: str, model: str) -> None:
     """Newton and Schulz's iteration in bf16 makes more of a last bit than AdamW does: losses within 1e-3."""
     (expected,) = trained(corpus, model, {}, 6)
@@ -39,7 +39,11 @@ def test_every_layout_trains_the_same_model(corpus: str, model: str) -> None:
         assembled([rank.weights for rank in ranks])
 
 
-@pytest.mark.parametrize("training", [{}, {"precision": "bf16", "master_weights": False}], ids=["fp32", "bf16 alone"])
+@pytest.mark.parametrize(
+    "training",
+    [{}, pytest.param({"precision": "bf16", "master_weights": False}, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16 alone"],
+)
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, training: dict[str, Any]) -> None:
     groups: dict[str, Any] = {"optimizer": MUON, "training": training}
     expected = run({}, config_in(tmp_path / "whole", corpus, LLAMA_SHAPE, **groups), 8)

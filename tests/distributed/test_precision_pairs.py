@@ -17,6 +17,8 @@ from tests.support.equality import check_bits
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, run_gpt, write_shard
 from tests.support.meshes import run_mesh
 
+pytestmark = pytest.mark.slow
+
 MUON: dict[str, Any] = {"optimizer": {"name": "muon"}}
 NO_MASTER: dict[str, Any] = {"training": {"precision": "bf16", "master_weights": False}}
 PAIRS = {

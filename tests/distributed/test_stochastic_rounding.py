@@ -20,7 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.slow), "llama-untied"])
 def test_pipelines_give_the_bits_of_one_process(corpus: str, model: str) -> None:
     (expected,) = run_mesh({}, run_gpt, make_config(corpus, MODELS[model], training=TRAINING), 4)
     assert all(shard.values.dtype == torch.bfloat16 for shard in expected.weights)
@@ -42,7 +42,7 @@ def test_tensor_ranks_round_replicated_parameters_alike(corpus: str) -> None:
     assert same > 0.97 * sum(each.numel() for each in wanted.values())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, schedule: str) -> None:
     groups: dict[str, Any] = {
         "training": TRAINING,

@@ -41,6 +41,7 @@ def check(found: list[RankRun], expected: list[RankRun], tolerance: float) -> No
         assert (ours[name] - gradient).norm() <= 10 * tolerance * gradient.norm() + 1e-6, name
 
 
+@pytest.mark.slow
 def test_traced_blocks_multiply_in_fp8_whole_and_in_halves(corpus: str) -> None:
     whole = trained(corpus, "gpt2", "aot_eager", {}, **FP8)
     check(whole, trained(corpus, "gpt2", None, {}, **FP8), 1e-4)
@@ -62,7 +63,7 @@ def test_traced_blocks_train_the_same_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [FP16, ROWWISE], ids=["fp16", "fp8-rowwise"])
-def test_generated_code_trains_the_same_model(corpus: str, groups: dict[str, Any]) -> None:
-    """Fused operations round less often: losses in 16 bits within 2e-3."""
-    check(trained(corpus, "gpt2", "inductor", {}, **groups), trained(corpus, "gpt2", None, {}, **groups), 2e-3)
+@pytest.mark.parametrize(("groups", "tolerance"), [(FP16, 2e-3), (ROWWISE, 1e-2)], ids=["fp16", "fp8-rowwise"])
+def test_generated_code_trains_the_same_model(corpus: str, groups: dict[str, Any], tolerance: float) -> None:
+    """Fused operations round less often, and fp8 behind them lands on another neighbour at times."""
+    check(trained(corpus, "gpt2", "inductor", {}, **groups), trained(corpus, "gpt2", None, {}, **groups), tolerance)
