@@ -3,7 +3,7 @@
 Losses, first gradients and weights are those of one process, bit for bit where no sum is reordered. In an array of the
 features of `PRICED`, what every rank exchanges is what costs/communication.py says, to the byte, and what it holds is
 what costs/memory.py says: weights, gradients, moments and versions to the byte, activations within a tenth. The other
-features' costs are held to their formulas each on its own, in tests/costs, test_zero_counts.py and test_zero_memory.py.
+features' costs are held to their formulas each on its own: tests/costs, test_zero_counts.py, test_zero_memory.py.
 """
 
 import itertools
