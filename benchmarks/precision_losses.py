@@ -22,7 +22,14 @@ PRECISIONS = {
     "bf16, fp8 tensorwise": ["--training.precision=bf16", "--training.fp8=tensorwise"],
     "bf16, fp8 rowwise": ["--training.precision=bf16", "--training.fp8=rowwise"],
 }
-OPTIMIZERS = {"adamw": PRECISIONS["fp32"], "muon": ["--training.precision=fp32", "--optimizer.name=muon"]}
+MUON = ["--training.precision=fp32", "--optimizer.name=muon"]
+HIGHER = "--optimizer.learning_rate=0.004"
+OPTIMIZERS = {
+    "adamw": PRECISIONS["fp32"],
+    "adamw, 4e-3": [*PRECISIONS["fp32"], HIGHER],
+    "muon": MUON,
+    "muon, 4e-3": [*MUON, HIGHER],
+}
 PICTURES = {"precision_loss.png": PRECISIONS, "optimizer_loss.png": OPTIMIZERS}
 
 MODEL = [
@@ -34,7 +41,7 @@ MODEL = [
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="peak, of every run")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="peak, where a run has none of its own")
     parser.add_argument("--prefix", type=Path, default=Path("data/stdlib_text_document"), help="shard of bytes")
     parser.add_argument("--folder", type=Path, default=Path("runs/precision_losses"), help="where the runs go")
     parser.add_argument(
