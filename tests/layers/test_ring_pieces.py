@@ -1,7 +1,9 @@
 """What each rank of a ring computes: everything that is visible once, and the same amount everywhere."""
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from megapipe.layers import ring_attention, ring_pieces
 from megapipe.layers.attention_pieces import Seen, Weighing
 from megapipe.layers.ring_pieces import Visibility, pieces
+from megapipe.parallel.groups import ThreadGroup, Work
 from megapipe.parallel.token_order import TokenOrder, chunks_per_rank, token_numbers
 from tests.layers.test_shared_samples import Case, shared_attention
 from tests.support.meshes import run_threads
@@ -101,3 +104,41 @@ def test_ranks_run_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     run_threads({"context": 4}, shared_attention, case)
     assert len(done) == 4
     assert set(done.values()) == {2 * sum(work("head_tail", 4, 4, 0, Visibility(causal=True)))}
+
+
+class _NotedWork(Work):
+    def __init__(self, work: Work, note: Callable[[str], None]) -> None:
+        self._work = work
+        self._note = note
+
+    def wait(self) -> None:
+        self._note("wait")
+        self._work.wait()
+
+
+def test_a_hop_is_under_way_while_its_predecessor_is_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: dict[str, list[str]] = defaultdict(list)
+    shift, forward, backward = ThreadGroup.shift, ring_attention.piece_forward, ring_attention.piece_backward
+
+    def note(what: str) -> None:
+        events[threading.current_thread().name].append(what)
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            note(what)
+            return function(*arguments)
+
+        return call
+
+    def noted_shift(group: ThreadGroup, tensor: Tensor, into: Tensor) -> Work:
+        note("shift")
+        return _NotedWork(shift(group, tensor, into), note)
+
+    monkeypatch.setattr(ThreadGroup, "shift", noted_shift)
+    monkeypatch.setattr(ring_attention, "piece_forward", noted("forward", forward))
+    monkeypatch.setattr(ring_attention, "piece_backward", noted("backward", backward))
+    run_threads({"context": 3}, shared_attention, Case("ring", 3, 4))
+    hops = ["shift", "forward", "wait", "shift", "forward", "wait", "forward"]
+    # Keys and values as forward; gradients leave behind each hop's work and are awaited behind the next one's.
+    back = ["shift", "backward", "wait", "shift", "backward", "shift", "wait", "backward", "wait", "shift", "wait"]
+    assert list(events.values()) == [hops + back] * 3
