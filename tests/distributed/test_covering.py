@@ -16,10 +16,11 @@ from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.training.validate import validate
 from tests.support.bert_runs import write_corpus
+from tests.support.counting_groups import counts_of
 from tests.support.covering import Case, completed, covering_array, possible_pairs
 from tests.support.equality import check_bits, check_close, check_gradients, check_weights
 from tests.support.gpt_runs import RankRun, assembled, write_shard
-from tests.support.layout_costs import Predicted, counts_of
+from tests.support.layout_costs import Predicted
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.layouts import (
     AXES,

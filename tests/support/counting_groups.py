@@ -60,6 +60,18 @@ class Traffic:
             counts.clear()
 
 
+Counts = dict[tuple[str, str], tuple[int, int, int]]
+"""By group and operation: calls, elements and bytes of one rank in one step."""
+
+
+def counts_of(traffic: Traffic) -> Counts:
+    """Counts of a run as the formulas give them."""
+    return {
+        (place.group, place.operation): (calls, traffic.elements[place], traffic.bytes[place])
+        for place, calls in traffic.calls.items()
+    }
+
+
 class CountingGroup(Group):
     """Another's group, every collective of which is counted under `label` before it runs."""
 

@@ -36,20 +36,10 @@ from megapipe.schedules.actions import Action
 from megapipe.training.assemble import VOCABULARY_ALIGNMENT, StageLayout, lay_out
 from megapipe.training.families import family_of
 from megapipe.training.scheduling import num_stages
-from tests.support.counting_groups import Traffic
+from tests.support.counting_groups import Counts
 
 WHOLE = -1
 COMPUTE = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-Counts = dict[tuple[str, str], tuple[int, int, int]]
-"""By group and operation: calls, elements and bytes of one rank in one step."""
-
-
-def counts_of(traffic: Traffic) -> Counts:
-    """Counts of a run as the formulas give them."""
-    return {
-        (place.group, place.operation): (calls, traffic.elements[place], traffic.bytes[place])
-        for place, calls in traffic.calls.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -65,9 +55,7 @@ class Predicted:
 
     @cached_property
     def shape(self) -> MeshShape:
-        parallel = self.config.parallel
-        sizes = {name: getattr(parallel, name, 1) or 1 for name in DIMENSIONS}
-        return MeshShape(sizes)
+        return MeshShape({name: getattr(self.config.parallel, name, 1) or 1 for name in DIMENSIONS})
 
     @cached_property
     def layout(self) -> StageLayout:
