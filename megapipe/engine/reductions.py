@@ -31,6 +31,7 @@ class Communicators:
     scalars: all ranks; other than the world where sums are hidden. By default the world.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     counts_norm: this rank's squared gradient norms do (one data replica; the others hold the same sums).
+    counted_elsewhere: tied groups whose weight's norm another pipeline rank counts.
     shards: the replicas that share one copy of the units' state; None where each keeps it whole. copies: the replicas
     with the same shard as this one.
     """
@@ -41,6 +42,7 @@ class Communicators:
     scalars: Group | None = None
     counts_loss: bool = True
     counts_norm: bool = True
+    counted_elsewhere: frozenset[int] = frozenset()
     shards: Group | None = None
     copies: Group | None = None
 
