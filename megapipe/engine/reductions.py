@@ -33,6 +33,7 @@ class Communicators:
     data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     counts_norm: this rank's squared gradient norms do (one replica of its weights; the others hold the same sums).
+    counted_elsewhere: tied groups whose weight's norm another pipeline rank counts.
     shards: the replicas that share one copy of the units' state; None where each keeps it whole. copies: the replicas
     with the same shard as this one.
     tensor: ranks that share matrices, for gradients of which each has a part; needed where states have such.
@@ -44,6 +45,7 @@ class Communicators:
     scalars: Group | None = None
     counts_loss: bool = True
     counts_norm: bool = True
+    counted_elsewhere: frozenset[int] = frozenset()
     shards: Group | None = None
     copies: Group | None = None
     tensor: Group | None = None

@@ -7,7 +7,6 @@ shards of the momentum, and each orthogonalises all of the matrix and keeps its 
 
 from collections.abc import Iterator, Sequence
 from math import sqrt
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from megapipe.costs.parameters import ParameterSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.newton_schulz import orthogonalised
-from megapipe.optim.optimizer import FIRST, MOMENTUM, SECOND, FlatAdamW, Sharding
+from megapipe.optim.optimizer import FIRST, MOMENTUM, SECOND, FlatAdamW
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
@@ -55,7 +54,6 @@ class FlatMuon(FlatAdamW):
     """
 
     writes_copies = False
-    sharding: ClassVar[Sharding] = "whole"
 
     def __init__(
         self,

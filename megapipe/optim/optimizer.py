@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ FIRST, SECOND = "first_moment", "second_moment"
 MOMENTUM = "momentum"
 MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 """None: the gradients' dtype."""
-
-Sharding = Literal["flat", "whole"]
-"""How ranks may share an optimizer's state: `flat`, cut anywhere, or `whole`, by whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,6 @@ class FlatOptimizer(ABC):
 
     writes_copies: ClassVar[bool] = False
     """Whether `_step` writes bf16 working copies along with their masters."""
-    sharding: ClassVar[Sharding] = "flat"
 
     def __init__(self, config: OptimizerConfig, kernels: Registry = OPS, seed: int = 0) -> None:
         self._config = config

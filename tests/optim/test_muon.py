@@ -13,6 +13,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.muon import MuonConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.config.zero import ZeroConfig
 from megapipe.costs.memory import num_moments, state_bytes
 from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.optim.make import make_optimizer
@@ -170,7 +171,6 @@ def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
     config = CONFIGS[0]
     expected = state_bytes(specs, "fp32", moments=num_moments(config), matrix_moments=num_moments(config, matrix=True))
     assert sum(moment.nbytes for moment in state.moments.values()) == expected.moments == 4 * (64 * 32 + 2 * 64 * 2)
-    assert optimizer.sharding == "whole"
 
 
 @pytest.mark.parametrize(
@@ -187,3 +187,9 @@ def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
 def test_wrong_values_are_told(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(PretrainConfig(optimizer=OptimizerConfig(**fields)), 1)
+
+
+def test_matrices_that_replicas_share_out_are_refused() -> None:
+    config = PretrainConfig(optimizer=OptimizerConfig(name="muon"), zero=ZeroConfig(stage=1))
+    with pytest.raises(ConfigError, match=r"muon steps whole matrices, and zero.stage 1 cuts units anywhere"):
+        validate(config, 2)

@@ -165,7 +165,7 @@ class Predicted:
 
     def _replicas(self) -> list[Exchange]:
         tied, found = tied_names(self.layout.layers), []
-        stage = self._zero_stage
+        stage = self.config.zero.stage
         calls = Counter((action.kind, action.stage, action.unit) for action in self.actions())
         for place, unit, layer in self.layers():
             specs = [spec for spec in layer.parameters.values() if spec.name not in tied]
@@ -179,11 +179,6 @@ class Predicted:
             )
             found += exchanges if stage else repeated(exchanges, reductions)
         return found
-
-    @property
-    def _zero_stage(self) -> Any:
-        # With ZeRO merged: self.config.zero.stage.
-        return getattr(getattr(self.config, "zero", None), "stage", 0)
 
     def _tied(self) -> list[Exchange]:
         header, found = self.schedule.header, []
