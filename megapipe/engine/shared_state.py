@@ -42,7 +42,7 @@ class GradientReduction(Work):
     def __init__(
         self, state: UnitState, update: int, shards: Group, copies: Group | None, dtype: torch.dtype | None
     ) -> None:
-        self._state = state
+        self.state = state
         self._update = update
         self._shards = shards
         self._copies = copies
@@ -60,10 +60,10 @@ class GradientReduction(Work):
         if self._sent is not self._whole:
             self._shards.own_part(self._whole).copy_(self._shards.own_part(self._sent))
             self._sent = self._whole
-        if self._state.sharding.gradients:
-            self._state.close_gradients()
+        if self.state.sharding.gradients:
+            self.state.close_gradients()
         if self._copies is not None:
-            self._copying = self._copies.all_reduce(self._state.reduced_gradient(self._update), async_op=True)
+            self._copying = self._copies.all_reduce(self.state.reduced_gradient(self._update), async_op=True)
 
     def wait(self) -> None:
         self.go_on()
@@ -84,7 +84,12 @@ class GradientBuffers:
         self._on_their_way: deque[GradientReduction] = deque()
 
     def open(self, state: UnitState) -> None:
-        """Give a unit's accumulator memory where it has none, once a buffer is free."""
+        """Give a unit's accumulator memory where it has none, once a buffer is free.
+
+        What was in it before may still be on its way: nothing may be added to that.
+        """
+        while any(reduction.state is state for reduction in self._on_their_way):
+            self._finish_oldest()
         if state.has_open_gradients:
             return
         while self._on_their_way and self._open >= self._limit:

@@ -101,7 +101,9 @@ def kept(replica: Replica) -> dict[str, list[Shard]]:
     for shard in shards_of(replica.states()):
         for kind, part in parts_of(shard).items():
             spec, box = shard.segment.spec, shard.segment.box
-            found.setdefault(kind, []).append(Shard(spec.name, spec.shape, box, part.view(box.shape).clone()))
+            found.setdefault(kind, []).append(
+                Shard(spec.name, spec.shape, box, shard.state.held(shard.segment), part.clone())
+            )
     return found
 
 

@@ -119,14 +119,13 @@ class Predicted:
         """What this rank exchanges in one step."""
         by_group = {
             "tensor": self._tensor(),
-            "data": self._replicas(),
+            "data+context": self._replicas(),
             "tied": self._tied(),
             "link": self._links(),
             **self._scalars(),
         }
-        sizes = self.shape.sizes
-        for name in ("tensor", "data"):
-            if sizes[name] == 1:
+        for name in ("tensor", "data+context"):
+            if all(self.shape.sizes[dimension] == 1 for dimension in name.split("+")):
                 del by_group[name]
         return {
             (group, operation): counts
