@@ -168,6 +168,8 @@ class Predicted:
         calls = Counter((action.kind, action.stage, action.unit) for action in self.actions())
         for place, unit, layer in self.layers():
             specs = [spec for spec in layer.parameters.values() if spec.name not in tied]
+            if not specs:  # nothing but a tied weight
+                continue
             reductions, gathers = (calls[kind, place, unit] for kind in (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS))
             exchanges = replica_exchanges(
                 self._stored(specs),
