@@ -94,7 +94,7 @@ def sequence_parallel(exchanges: Iterable[Exchange]) -> list[Exchange]:
     """The same exchanges with hidden states split over the tensor ranks between their products.
 
     Each all-reduce becomes a reduce-scatter and an all-gather of the same buffer: the same bytes
-    (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+    (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Inputs that a backward gathers again come on top.
     """
     found = []
     for each in exchanges:
