@@ -13,7 +13,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, boundary_bytes
 from megapipe.costs.parameters import LayerSpec
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 DOUBLE_BYTES = 8
 """Bytes of a float64: counts, norms and losses of a step."""
 LOSS_STATISTICS = 3
@@ -25,7 +25,7 @@ class Exchange:
     """One kind of call that all members of a group make.
 
     elements: of the whole buffer, over all members: what an all-reduce sums, what an all-gather leaves behind, what a
-    reduce-scatter or an all-to-all starts from; of a send the message. element_bytes: bytes of one. calls: how often.
+    reduce-scatter starts from; of a send the message. element_bytes: bytes of one. calls: how often.
     """
 
     operation: Operation
@@ -39,7 +39,7 @@ class Exchange:
         return self.elements * self.element_bytes * self.calls
 
     def sent(self, members: int) -> float:
-        """Bytes that each of `members` ranks sends, by the algorithms that send least: rings for all but all-to-all.
+        """Bytes that each of `members` ranks sends, by rings, which send least.
 
         An all-reduce is a reduce-scatter and an all-gather, (members - 1) / members of the buffer each.
         """
@@ -90,22 +90,6 @@ def tensor_exchanges(
     ]
 
 
-def sequence_parallel(exchanges: Iterable[Exchange]) -> list[Exchange]:
-    """The same exchanges with hidden states split over the tensor ranks between their products.
-
-    Each all-reduce becomes a reduce-scatter and an all-gather of the same buffer: the same bytes
-    (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Inputs that a backward gathers again come on top.
-    """
-    found = []
-    for each in exchanges:
-        if each.operation == "all_reduce":
-            halves: tuple[Operation, Operation] = ("reduce_scatter", "all_gather")
-            found += [Exchange(half, each.elements, each.element_bytes, each.calls) for half in halves]
-        else:
-            found.append(each)
-    return found
-
-
 def pipeline_exchange(
     model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision, num_messages: int = 1
 ) -> Exchange:
@@ -113,41 +97,6 @@ def pipeline_exchange(
     size = ELEMENT_BYTES[precision]
     elements = boundary_bytes(model, micro_size, sequence_length, precision) // size
     return Exchange("send", elements, size, num_messages)
-
-
-def ring_exchanges(
-    model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision, *, context: int, tensor: int = 1
-) -> list[Exchange]:
-    """What a rank sends for one micro-batch through one block under ring attention.
-
-    Liu et al. 2023, arXiv 2310.01889. Keys and values of s / context tokens go round all other ranks, forward and once
-    more backward; their gradients go round with them, in the backward, and one hop further: home.
-    """
-    size = ELEMENT_BYTES[precision]
-    block = _key_value_elements(model, micro_size, sequence_length, tensor) // context
-    return [
-        Exchange("send", block, size, 2 * (context - 1)),
-        Exchange("send", block, size, context),
-    ]
-
-
-def all_to_all_exchanges(
-    model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision, *, context: int, tensor: int = 1
-) -> list[Exchange]:
-    """What a rank sends for one micro-batch through one block where heads are exchanged for tokens before attention.
-
-    Query, key and value before it and the result behind it, and the gradients of all four: each an all-to-all of what
-    the rank holds of s / context tokens (Jacobs et al. 2023, arXiv 2309.14509, section 3.2).
-    """
-    size = ELEMENT_BYTES[precision]
-    query = micro_size * sequence_length * model.num_heads * model.head_dim // tensor
-    keys_and_values = _key_value_elements(model, micro_size, sequence_length, tensor)
-    return [Exchange("all_to_all", (2 * query + keys_and_values) // context, size, 2)]
-
-
-def _key_value_elements(model: ModelConfig, micro_size: int, sequence_length: int, tensor: int) -> int:
-    """Of keys and values of a micro-batch on one tensor rank."""
-    return 2 * micro_size * sequence_length * model.kv_heads * model.head_dim // tensor
 
 
 def replica_exchanges(

@@ -1,9 +1,8 @@
 """Bytes of state on one rank where data-parallel replicas share it out (ZeRO), gaps and padding included."""
 
 from collections.abc import Iterable, Sequence
-from math import prod
 
-from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes, stored_elements
 from megapipe.costs.parameters import SEGMENT_ALIGNMENT, ParameterSpec
 
 
@@ -11,9 +10,9 @@ def flat_elements(
     specs: Iterable[ParameterSpec], *, tensor_size: int = 1, alignment: int = 1, num_shards: int = 1
 ) -> int:
     """Elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it divide."""
-    elements = 0
-    for spec in specs:
-        elements += -(-prod(spec.local_shape(tensor_size, alignment)) // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+    elements = stored_elements(
+        specs, tensor_size=tensor_size, alignment=alignment, segment_alignment=SEGMENT_ALIGNMENT
+    )
     whole = SEGMENT_ALIGNMENT * num_shards
     return -(-elements // whole) * whole
 

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 from megapipe.config.model import ModelConfig
 from megapipe.costs.communication import (
     Exchange,
-    all_to_all_exchanges,
     merged,
     pipeline_exchange,
     repeated,
     replica_exchanges,
-    ring_exchanges,
     scalar_exchanges,
-    sequence_parallel,
     tensor_exchanges,
     total_sent,
 )
@@ -40,9 +37,6 @@ def test_a_block_sends_8_bsh_of_which_a_rank_keeps_its_own_share(
     found = tensor_exchanges(model, gpt_layers(model)[1], micro, length, precision, tensor_size=tensor)
     elements = 8 * micro * length * model.hidden_size * (tensor - 1) / tensor
     assert total_sent(found, tensor) == pytest.approx(elements * ELEMENT_BYTES[precision])
-    split = sequence_parallel(found)
-    assert {each.operation for each in split} == {"reduce_scatter", "all_gather"}
-    assert total_sent(split, tensor) == total_sent(found, tensor)
 
 
 def test_a_block_that_runs_again_sends_half_as_much_more() -> None:
@@ -97,23 +91,6 @@ def test_replicas_gather_weights_in_their_own_precision() -> None:
     found = merged(replica_exchanges(1000, "bf16", stage=3, gathers=6, reductions=3))
     assert found == {"reduce_scatter": (3, 3000, 12000), "all_gather": (6, 6000, 12000)}
     assert merged(replica_exchanges(1000, "bf16", stage=1, reductions=3))["reduce_scatter"][0] == 1
-
-
-@given(st.sampled_from([2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 8]))
-def test_context_ranks_pass_keys_and_values_or_exchange_heads(context: int, tensor: int, kv_heads: int) -> None:
-    """Liu et al. 2023: every rank sees all keys and values, so each block of them makes context - 1 hops in a forward.
-
-    Jacobs et al. 2023, section 3.2: 4 N h / P elements a rank forward, of which it keeps 1 / P.
-    """
-    micro, length = 2, 64
-    model = shaped(8, kv_heads)
-    whole = micro * length * model.head_dim // tensor
-    ring = ring_exchanges(model, micro, length, "fp32", context=context, tensor=tensor)
-    hops = 2 * (context - 1) + context
-    assert total_sent(ring, context) == hops * 2 * whole * kv_heads // context * 4
-    heads = all_to_all_exchanges(model, micro, length, "fp32", context=context, tensor=tensor)
-    elements = 2 * (2 * whole * 8 + 2 * whole * kv_heads) / context
-    assert total_sent(heads, context) == pytest.approx(4 * elements * (context - 1) / context)
 
 
 def test_everyone_exchanges_counts_norms_and_losses() -> None:

@@ -17,7 +17,7 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.context_layout import HeldTokens
+from megapipe.training.context_layout import HeldTokens, context_problems
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import on_layout
 from megapipe.training.kernel_choices import attention_kept, document_attention
@@ -76,7 +76,9 @@ def test_each_rule_names_value_rule_and_way_out(groups: dict[str, Any], world_si
 
 
 def test_no_order_needs_pairs_of_chunks_where_none_is_causal() -> None:
-    validate(make(parallel={"context": 2, "context_attention": "all_to_all"}, data={"sequence_length": 126}), 2)
+    for kind, refused in (("ring", True), ("all_to_all", False)):
+        config = make(parallel={"context": 2, "context_attention": kind}, data={"sequence_length": 126})
+        assert bool(context_problems(config)) == refused
 
 
 def loaded(mesh: InProcessMesh, config: PretrainConfig) -> StepBatch:
