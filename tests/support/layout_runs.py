@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from time import sleep
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,9 @@ from tests.support.live_bytes import LiveBytes
 
 COUNTED_STEP = 1
 """The step whose traffic and activations are counted: the first one after everything has been allocated."""
+
+SETTLING_SECONDS = 0.005
+"""gloo's threads let go of a tensor a moment after its exchange has ended."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,19 @@ def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
 
 
 def sampled(engine: Engine, live: LiveBytes) -> list[int]:
-    """Where the bytes alive behind every action from here on are put."""
+    """Where the bytes alive behind every action from here on are put, once its messages have left.
+
+    That waiting cannot hang: schedules are proved free of deadlock where every send waits for its receive.
+    """
     samples: list[int] = []
+    senders = [*engine._transfers.send_activation.values(), *engine._transfers.send_gradient.values()]
 
     def sampling(run: Any) -> Any:
         def sampled_run(step: Any) -> None:
             run(step)
+            for sender in senders:
+                sender.drain()
+            sleep(SETTLING_SECONDS)
             samples.append(live.current)
 
         return sampled_run
