@@ -1,6 +1,6 @@
 """AdamW on flat buffers (Loshchilov and Hutter 2019, 1711.05101, algorithm 2), in torch's elementwise operations.
 
-These are the bits of `megapipe.optim.adamw` on CPUs, wherever a buffer is cut.
+The bits do not depend on where a buffer is cut.
 """
 
 from collections.abc import Sequence

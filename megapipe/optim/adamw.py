@@ -1,9 +1,11 @@
-"""AdamW on flat tensors (Loshchilov and Hutter, 2019, algorithm 2), bit for bit the same however they are cut.
+"""AdamW on flat tensors (Loshchilov and Hutter, 2019, algorithm 2), the same bits wherever segments may be cut.
 
-A kernel of the registry runs the step, a buffer at a time, where one is picked; else it is torch's. On GPUs that is
-its fused kernel. On CPUs it is not: that kernel computes whole vector registers with fused multiply-adds and the
-elements left over without them, so that a shard's end would differ from the same elements inside a longer shard.
-There the step is the registry's reference, made of elementwise operations, in blocks that stay in the cache.
+A kernel of the registry runs the step, a buffer at a time, where one is picked; else torch's fused kernel does. On
+CPUs that kernel computes whole vector registers with fused multiply-adds and the elements left over without them, so
+that a shard's end would differ from the same elements inside a longer shard. Buffers of units are cut at multiples of
+`SEGMENT_ALIGNMENT`, which no register straddles; what a tensor has beyond such a multiple, fp64, whose gradients
+that kernel would scale in fp32, and bf16 moments, which it does not know, go through the registry's reference, in
+elementwise operations.
 """
 
 from collections.abc import Sequence
@@ -12,11 +14,14 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from megapipe.costs.parameters import SEGMENT_ALIGNMENT
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference import adamw as reference
 from megapipe.kernels.reference.adamw import Coefficients
 from megapipe.kernels.registry import Registry
 from megapipe.optim.flat import blocks, check_flat
+
+Lists = list[list[Tensor]]
 
 AdamW = Coefficients
 """What one step does beside its tensors. step counts updates from 1. weight_decay is decoupled."""
@@ -49,34 +54,42 @@ def adamw_step(
     if not parameters:
         return
     kernel = kernels.pick("adamw", parameters[0])
-    if kernel is reference and parameters[0].is_cuda and not rounded:
-        _fused(parameters, gradients, first_moments, second_moments, update, gradient_scale, found_inf)
-        for copy, parameter in zip(copies, parameters, strict=bool(copies)):
-            copy.copy_(parameter)
-        return
-    lists = [parameters, gradients, first_moments, second_moments, *([copies] if copies else [])]
+    lists: Sequence[Sequence[Tensor]] = [parameters, gradients, first_moments, second_moments]
+    lists = [*lists, copies] if copies else lists
+    if kernel is reference and not rounded and parameters[0].dtype == torch.float32:
+        whole, lists = _cut(lists)
+        _fused(whole, update, gradient_scale, found_inf)
     for buffers in blocks(lists) if kernel is reference else zip(*lists, strict=True):
         bf16 = buffers[4] if copies else None
         kernel.step(*buffers[:4], update, parameter=bf16, gradient_scale=gradient_scale, skip=found_inf)
 
 
-def _fused(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    first_moments: Sequence[Tensor],
-    second_moments: Sequence[Tensor],
-    update: AdamW,
-    gradient_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """torch's kernel divides gradients by its scale and counts the step itself."""
-    device = parameters[0].device
-    steps = torch.full((len(parameters),), float(update.step - 1), device=device)
+def _cut(lists: Sequence[Sequence[Tensor]]) -> tuple[Lists, Lists]:
+    """What torch's kernel may take of tensors that belong together, and what is left."""
+    alignment = 1 if lists[0][0].is_cuda else SEGMENT_ALIGNMENT
+    whole: Lists = [[] for _ in lists]
+    rest: Lists = [[] for _ in lists]
+    for tensors in zip(*lists, strict=True):
+        end = tensors[0].numel() // alignment * alignment
+        for kind, tensor in enumerate(tensors):
+            if end:
+                whole[kind].append(tensor[:end])
+            if end < tensor.numel():
+                rest[kind].append(tensor[end:])
+    return whole, rest
+
+
+def _fused(lists: Lists, update: AdamW, gradient_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """torch's kernel, which divides gradients by its scale and counts the step itself."""
+    parameters, gradients, first_moments, second_moments, *copies = lists
+    if not parameters:
+        return
+    steps = torch.full((len(parameters),), float(update.step - 1), device=parameters[0].device)
     adamw(
-        list(parameters),
-        list(gradients),
-        list(first_moments),
-        list(second_moments),
+        parameters,
+        gradients,
+        first_moments,
+        second_moments,
         [],
         list(steps.unbind()),
         fused=True,
@@ -91,3 +104,5 @@ def _fused(
         eps=update.epsilon,
         maximize=False,
     )
+    for copy, parameter in zip(*copies, parameters, strict=True) if copies else ():
+        copy.copy_(parameter)

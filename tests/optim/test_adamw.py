@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.optim import adamw
+from megapipe.costs.parameters import SEGMENT_ALIGNMENT
+from megapipe.kernels.reference import adamw as reference
 from megapipe.optim.adamw import AdamW, adamw_step
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.flat import BLOCK
@@ -40,13 +41,20 @@ def train(
     return parameter, first, second
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "count", "fused"),
+    [
+        pytest.param(CPU, 2 * BLOCK + 64, True, id="cpu"),
+        pytest.param(CPU, SEGMENT_ALIGNMENT - 1, False, id="cpu, less than a multiple"),
+        pytest.param(torch.device("cuda"), 2 * BLOCK + 4099, True, id="cuda", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_equals_torchs_adamw_bit_for_bit(device: torch.device, weight_decay: float) -> None:
-    parameter, gradients = random_tensors(2 * BLOCK + 4099, device)
+def test_equals_torchs_adamw_bit_for_bit(device: torch.device, count: int, fused: bool, weight_decay: float) -> None:
+    parameter, gradients = random_tensors(count, device)
     expected = torch.nn.Parameter(parameter.clone())
     optimizer = torch.optim.AdamW(
-        [expected], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, fused=device.type == "cuda"
+        [expected], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, fused=fused
     )
     first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
     for step, gradient in enumerate(gradients, 1):
@@ -59,8 +67,9 @@ def test_equals_torchs_adamw_bit_for_bit(device: torch.device, weight_decay: flo
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
-def test_cutting_anywhere_gives_the_same_bits(cuts: list[int]) -> None:
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, SEGMENT_ALIGNMENT - 1))
+def test_cutting_where_segments_may_be_cut_gives_the_same_bits(multiples: list[int], rest: int) -> None:
+    cuts = [SEGMENT_ALIGNMENT * multiple for multiple in multiples] + [rest] * (rest > 0)
     parameter, gradients = random_tensors(sum(cuts), CPU)
     whole = train(parameter, gradients, [sum(cuts)])
     pieces = train(parameter, gradients, cuts)
@@ -68,8 +77,11 @@ def test_cutting_anywhere_gives_the_same_bits(cuts: list[int]) -> None:
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length", [1, 13, 1000, BLOCK, BLOCK + 7])
+@pytest.mark.parametrize(
+    ("device", "length"),
+    [(CPU, SEGMENT_ALIGNMENT), (CPU, BLOCK), (CPU, 2 * BLOCK)]
+    + [pytest.param(torch.device("cuda"), length, marks=pytest.mark.gpu) for length in (1, 13, 1000, BLOCK + 7)],
+)
 def test_equal_pieces_of_a_long_buffer_give_the_same_bits(device: torch.device, length: int) -> None:
     count = 3001 if length == 1 else 2 * BLOCK + 77
     parameter, gradients = random_tensors(count, device, steps=3)
@@ -81,7 +93,8 @@ def test_equal_pieces_of_a_long_buffer_give_the_same_bits(device: torch.device, 
         assert torch.equal(left, right)
 
 
-def test_clipped_step_equals_torchs_clipping_and_adamw_bit_for_bit() -> None:
+def test_clipped_step_equals_torchs_clipping_and_adamw() -> None:
+    """torch divides by the coefficient's reciprocal, where its clipping multiplies."""
     parameter, gradients = random_tensors(4099, CPU)
     expected = torch.nn.Parameter(parameter.clone())
     optimizer = torch.optim.AdamW([expected], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -93,7 +106,7 @@ def test_clipped_step_equals_torchs_clipping_and_adamw_bit_for_bit() -> None:
         adamw_step(
             [parameter], [gradient], [first], [second], update(step), gradient_scale=clip_coefficient(norm, 30.0)
         )
-    assert torch.equal(parameter, expected.detach())
+    torch.testing.assert_close(parameter, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -111,16 +124,15 @@ def test_a_step_with_a_bad_gradient_changes_nothing(device: torch.device) -> Non
     assert not any(torch.equal(old, new) for old, new in zip(before, (parameter, first, second), strict=True))
 
 
-def test_the_fused_kernel_of_the_gpu_takes_the_same_step() -> None:
-    """torch has that kernel for CPUs too, where it differs in the last bits alone."""
+def test_the_fused_kernel_takes_the_step_of_the_reference() -> None:
+    """They differ in the last bits alone."""
     parameter, gradients = random_tensors(4099, CPU)
     plain, fused = ([parameter.clone(), *torch.zeros(2, 4099).unbind()] for _ in range(2))
     scale = torch.tensor(0.37)
     for step, gradient in enumerate(gradients, 1):
         skip = torch.tensor(float(step == 3))
-        arguments = (update(step), scale, skip)
-        adamw._fused([fused[0]], [gradient.clone()], [fused[1]], [fused[2]], *arguments)
-        adamw_step([plain[0]], [gradient], [plain[1]], [plain[2]], update(step), gradient_scale=scale, found_inf=skip)
+        reference.step(plain[0], gradient, plain[1], plain[2], update(step), gradient_scale=scale, skip=skip)
+        adamw_step([fused[0]], [gradient], [fused[1]], [fused[2]], update(step), gradient_scale=scale, found_inf=skip)
     for left, right in zip(plain, fused, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 

@@ -73,7 +73,10 @@ def test_equals_torchs_optimizer_with_two_groups(
             group["lr"] = rate
         torchs.step()
         for name, value in values(state, state.master).items():
-            assert torch.equal(value, expected[name])
+            if config.name == "adamw" and dtype == torch.float32:  # torch's fused kernel is not its default on CPUs
+                torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)
+            else:
+                assert torch.equal(value, expected[name])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "momentum"])
