@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup, Group
+from megapipe.parallel.links.exchange import SharedMemoryExchange
 from megapipe.parallel.mesh import DIMENSIONS, WORLD, Mesh, MeshShape, Partition
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -123,9 +124,12 @@ class _DistributedFactory:
         if name == WORLD:
             world = dist.group.WORLD
             assert world is not None  # the caller has seen that torch.distributed is initialised
-            return DistributedGroup(name, world)
+            return DistributedGroup(name, world, self._messages)
         mine = self._split(partition) if dist.get_backend() == "nccl" else self._create_each(partition)
-        return None if mine is None else DistributedGroup(name, mine)
+        return None if mine is None else DistributedGroup(name, mine, self._messages)
+
+    def _messages(self, group: DistributedGroup) -> SharedMemoryExchange | None:
+        return SharedMemoryExchange.within_host(group, self._timeout.total_seconds())
 
     def _split(self, partition: Partition) -> dist.ProcessGroup | None:
         """All groups in one call, out of the world's communicator."""

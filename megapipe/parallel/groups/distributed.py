@@ -3,7 +3,8 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +21,41 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Messages(Protocol):
+    """How the members of a group on one host send each other pieces (`links.exchange`)."""
+
+    def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> "Sequence[Waited]":
+        """Start to send to every peer its piece, and to receive from each; both are flat tensors by group rank."""
+
+
+class Waited(Protocol):
+    """A message under way."""
+
+    def wait(self) -> Any:
+        """Return once it has come, or left."""
+
+
 class DistributedGroup(Group):
     """The members of one `torch.distributed.ProcessGroup`, in its order.
 
     Torch owns the process group and this object does not keep it alive: one that is left at the interpreter's end
     aborts the process in a quarter of all runs (gloo's threads are still joinable then).
 
+    Args:
+        make_messages: what carries pieces between members on CPUs, made by the first exchange: a collective call.
+            None, from it or in its place: gloo.
+
     Attributes:
         group_name: what torch calls the process group.
     """
 
-    def __init__(self, name: str, process_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        name: str,
+        process_group: dist.ProcessGroup,
+        make_messages: "Callable[[DistributedGroup], Messages | None] | None" = None,
+    ) -> None:
+        self._make_messages = make_messages
         super().__init__(name, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
         self.group_name = process_group.group_name
         self._process_group = weakref.ref(process_group)
@@ -42,6 +67,12 @@ class DistributedGroup(Group):
         if process_group is None:
             raise CommunicationError(f"rank {self.global_rank}: the {self.name} group ended with `launch.shutdown`")
         return process_group
+
+    @cached_property
+    def messages(self) -> Messages:
+        """What carries pieces between members."""
+        made = self._make_messages(self) if self._make_messages else None
+        return _GlooMessages(self) if made is None else made
 
     @contextmanager
     def errors_named(self, operation: str) -> Iterator[None]:
@@ -144,11 +175,27 @@ class DistributedGroup(Group):
             dist.barrier(self.process_group)
 
 
-class _Exchange(Work):
-    """Messages between all pairs of members over gloo, started: to each its piece, from each what is received.
+class _GlooMessages:
+    """Messages over gloo, through sockets.
 
     gloo's own all_gather takes three times as long on one host, and its reduce_scatter sums everything everywhere
-    (measured, torch 2.13). finish: what is done with the pieces once they are there.
+    (measured, torch 2.13).
+    """
+
+    def __init__(self, group: DistributedGroup) -> None:
+        self._group = weakref.proxy(group)
+
+    def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Waited]:
+        given: dict[str, Any] = {"group": self._group.process_group, "tag": _EXCHANGE_TAG}
+        receives = [dist.irecv(received[peer], group_src=peer, **given) for peer in peers]
+        sends = [dist.isend(pieces[peer], group_dst=peer, **given) for peer in peers]
+        return [work for work in (*receives, *sends) if work is not None]
+
+
+class _Exchange(Work):
+    """Messages between all pairs of members, started: to each its piece, from each what is received.
+
+    finish: what is done with the pieces once they are there.
     """
 
     def __init__(
@@ -162,21 +209,17 @@ class _Exchange(Work):
         self._group = group
         self._operation = operation
         self._finish: Callable[[], None] | None = finish
-        size, rank, torch_group = group.size, group.rank, group.process_group
-        peers = [(rank + distance) % size for distance in range(1, size)]
+        peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
         with group.errors_named(operation):
-            self._handles = [
-                dist.irecv(received[peer], group=torch_group, group_src=peer, tag=_EXCHANGE_TAG) for peer in peers
-            ] + [dist.isend(pieces[peer], group=torch_group, group_dst=peer, tag=_EXCHANGE_TAG) for peer in peers]
+            self._messages: Sequence[Waited] = group.messages.start(peers, pieces, received)
 
     def wait(self) -> None:
         if self._finish is None:
             return
         with self._group.errors_named(self._operation):
-            for handle in self._handles:
-                if handle is not None:
-                    handle.wait()
-        self._handles.clear()
+            for message in self._messages:
+                message.wait()
+        self._messages = ()
         self._finish()
         self._finish = None
 
