@@ -32,12 +32,16 @@ class Placement:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the buffer, padding included: at most twice the parameters', aligned, and 128 a shard."""
+        """Elements of the buffer, padding included.
+
+        At most those of the parameters, 64 a shard, and the longest matrix that is whole times the shards; so never
+        more than twice the parameters and 64 a shard.
+        """
         return self.shard_size * self.num_shards
 
     @property
     def gathered_elements(self) -> int:
-        """Elements that the ranks of a copy gather in an update, for the matrices that are cut."""
+        """Elements, in fp32, that the ranks of a copy gather in an update for the matrices that are cut."""
         return self.num_elements if self.cut else 0
 
     def elementwise_in(self, shard: int) -> int:

@@ -4,12 +4,23 @@ from collections.abc import Iterable, Sequence
 
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes, stored_elements
 from megapipe.costs.parameters import SEGMENT_ALIGNMENT, ParameterSpec
+from megapipe.costs.whole_matrices import place
 
 
 def flat_elements(
-    specs: Iterable[ParameterSpec], *, tensor_size: int = 1, alignment: int = 1, num_shards: int = 1
+    specs: Iterable[ParameterSpec],
+    *,
+    tensor_size: int = 1,
+    alignment: int = 1,
+    num_shards: int = 1,
+    whole_matrices: bool = False,
 ) -> int:
-    """Elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it divide."""
+    """Elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it divide.
+
+    whole_matrices: Muon's shards, which cut no matrix that fits in one (`costs.whole_matrices`).
+    """
+    if whole_matrices:
+        return place(specs, num_shards, tensor_size=tensor_size, alignment=alignment).num_elements
     elements = stored_elements(
         specs, tensor_size=tensor_size, alignment=alignment, segment_alignment=SEGMENT_ALIGNMENT
     )
@@ -29,29 +40,45 @@ def shared_state_bytes(
     tensor_size: int = 1,
     alignment: int = 1,
     moments: int = 2,
+    muon_shard: int | None = None,
 ) -> StateBytes:
     """State on one rank at its peak, in a schedule that flushes (Rajbhandari et al. 2020, 1910.02054, figure 1).
 
     units: parameters of each unit (layer) on the rank, tied weights left out. tied: these, with the number of their
     uses on the rank; their weights and gradients are whole at every stage. stage: of ZeRO, 0 to 3. num_shards:
     replicas that share one copy. weight_buffers (stage 3), gradient_buffers (stage 2 and 3): units that are whole at
-    once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`.
+    once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`. muon_shard: under Muon, which
+    of the shards the rank has; a matrix has one moment there, what is none has `moments`.
     """
     shards = num_shards if stage else 1
+    units, tied = list(units), list(tied)
 
     def elements_of(specs: Iterable[ParameterSpec]) -> int:
-        return flat_elements(specs, tensor_size=tensor_size, alignment=alignment, num_shards=shards)
+        return flat_elements(
+            specs,
+            tensor_size=tensor_size,
+            alignment=alignment,
+            num_shards=shards,
+            whole_matrices=muon_shard is not None,
+        )
 
     sizes = sorted((elements_of(specs) for specs in units), reverse=True)
     tables = [(elements_of([spec]), uses) for spec, uses in tied]
     own = sum(sizes)
     whole_tables = sum(size for size, _ in tables)
     kept = (own + whole_tables) // shards
+    in_moments = kept * moments
+    if muon_shard is not None:
+        each = [
+            place(specs, shards, tensor_size=tensor_size, alignment=alignment)
+            for specs in (*units, *([spec] for spec, _ in tied))
+        ]
+        in_moments = kept + sum(found.elementwise_in(muon_shard) for found in each) * (moments - 1)
     weights = own if stage < 3 else own // shards + sum(sizes[:weight_buffers])
     gradients = own if stage < 2 else own // shards + sum(sizes[:gradient_buffers])
     return StateBytes(
         weights=(weights + whole_tables) * ELEMENT_BYTES[precision],
         master=0 if precision == "fp32" else kept * FULL_BYTES,
         gradients=(gradients + sum(size * uses for size, uses in tables)) * FULL_BYTES,
-        moments=kept * moments * FULL_BYTES,
+        moments=in_moments * FULL_BYTES,
     )

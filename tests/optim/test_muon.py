@@ -15,6 +15,7 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import num_moments, state_bytes
 from megapipe.costs.parameters import Init, ParameterSpec
+from megapipe.costs.whole_matrices import place
 from megapipe.optim.make import make_optimizer
 from megapipe.optim.newton_schulz import orthogonalised
 from megapipe.optim.optimizer import FlatOptimizer
@@ -22,6 +23,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.training.validate import validate
+from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.meshes import run_mesh
 
 NORMAL = Init("normal", 0.3)
@@ -159,11 +161,12 @@ def test_tensor_ranks_find_the_update_of_the_whole_matrix(backend: str) -> None:
         assert torch.equal(found, expected[spec.name]), spec.name
 
 
-def on_shard(mesh: Mesh, config: OptimizerConfig) -> UnitState:
-    """The unit of one of several replicas that share it out."""
-    tensor, shards = mesh.group("tensor"), mesh.shard_group(mesh.size("data"))
+def on_shard(mesh: Mesh, config: OptimizerConfig) -> tuple[UnitState, Traffic]:
+    """The unit of one of several replicas that share it out, and what they exchanged."""
+    traffic = Traffic()
+    tensor, shards = mesh.group("tensor"), CountingGroup(mesh.shard_group(mesh.size("data")), traffic)
     sharding = Sharding(1, shards.rank, shards.size, whole_matrices=True)
-    return stepped(config, tensor.rank, tensor.size, tensor, sharding=sharding, shards=shards)
+    return stepped(config, tensor.rank, tensor.size, tensor, sharding=sharding, shards=shards), traffic
 
 
 @pytest.mark.parametrize(
@@ -171,12 +174,16 @@ def on_shard(mesh: Mesh, config: OptimizerConfig) -> UnitState:
     [(2, 1, set()), (3, 2, set()), (5, 2, {"up"}), (7, 1, {"qkv", "up"}), (8, 1, {"qkv", "up", "down"})],
 )
 def test_shards_step_as_the_whole_does(count: int, tensor: int, cut: set[str]) -> None:
-    """Bit for bit, whether a matrix is whole on one rank or cut, and tensor ranks share it or not."""
-    ranks: list[UnitState] = run_mesh({"data": count, "tensor": tensor}, on_shard, CONFIGS[0], backend="threads")
+    """Bit for bit, whether a matrix is whole on one rank or cut, and tensor ranks share it or not. Only where some are
+    cut is anything exchanged."""
+    ranks = run_mesh({"data": count, "tensor": tensor}, on_shard, CONFIGS[0], backend="threads")
     expected = values(stepped(CONFIGS[0]))
     seen = dict.fromkeys(expected, 0.0)
-    for state in ranks:
+    gathered = place(SPECS, count, tensor_size=tensor).gathered_elements * len(RATES)
+    for state, traffic in ranks:
         assert state.table.cut == cut
+        counted = {each.operation: total for each, total in traffic.bytes.items()}
+        assert counted == ({"all_gather": 4 * gathered} if cut else {})
         for segment in state.table:
             box = tuple(slice(*each) for each in zip(segment.box.starts, segment.box.stops, strict=True))
             held = state.held(segment)
