@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from megapipe.config.run import PretrainConfig
-from tests.checkpoint.runs import assert_same_bits, config_in, run
+from tests.checkpoint.runs import Outcome, assert_same_bits, config_in, run
 from tests.support.equality import check_gradients
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
-from tests.support.meshes import run_mesh
+from tests.support.meshes import Backend, run_mesh
 
 STEPS = 3
 MUON = {"name": "muon", "learning_rate": 5e-3}
@@ -26,11 +26,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def config_of(corpus: str, model: str, sizes: dict[str, int], **groups: dict[str, Any]) -> PretrainConfig:
     layout = {name: sizes.get(name, 1) for name in ("data", "tensor", "pipeline")}
-    return make_config(corpus, MODELS[model], **{"parallel": layout, "optimizer": MUON, **groups})
+    return make_config(corpus, MODELS[model], parallel=layout, **({"optimizer": MUON} | groups))
 
 
-def trained(corpus: str, model: str, sizes: dict[str, int], **groups: dict[str, Any]) -> list[RankRun]:
-    ranks: list[RankRun] = run_mesh(sizes, run_gpt, config_of(corpus, model, sizes, **groups), STEPS)
+def trained(
+    corpus: str, model: str, sizes: dict[str, int], backend: Backend = "threads", **groups: dict[str, Any]
+) -> list[RankRun]:
+    ranks: list[RankRun] = run_mesh(sizes, run_gpt, config_of(corpus, model, sizes, **groups), STEPS, backend=backend)
     return ranks
 
 
@@ -69,11 +71,15 @@ def test_two_replicas_get_the_bits_of_plain_ones(
                 assert torch.equal(found[name], tensor), f"stage {stage}: {kind} of {name}"
 
 
-@pytest.mark.parametrize("zero", [{"stage": 3}, {"stage": 1, "shard_size": 2}], ids=str)
-def test_four_replicas_train_what_one_process_trains(corpus: str, zero: dict[str, Any]) -> None:
-    """Four shards cut the longest matrices. Losses within 1e-3: the iteration in bf16 makes more of a last bit."""
+@pytest.mark.parametrize(
+    ("zero", "backend"),
+    [({"stage": 1, "shard_size": 2}, "threads"), pytest.param({"stage": 3}, "processes", marks=slow)],
+    ids=str,
+)
+def test_four_replicas_train_what_one_process_trains(corpus: str, zero: dict[str, Any], backend: Backend) -> None:
+    """Their shards cut the longest matrix. Losses within 1e-3: the iteration in bf16 makes more of a last bit."""
     (expected,) = trained(corpus, "llama-untied", {})
-    ranks = trained(corpus, "llama-untied", {"data": 4}, zero=zero)
+    ranks = trained(corpus, "llama-untied", {"data": 4}, backend, zero=zero)
     wanted = [result.loss for result in expected.results]
     for rank in ranks:
         assert [result.loss for result in rank.results] == [result.loss for result in ranks[0].results]
@@ -82,9 +88,16 @@ def test_four_replicas_train_what_one_process_trains(corpus: str, zero: dict[str
     assembled([rank.weights for rank in ranks])
 
 
+@slow
 def test_checkpoints_move_between_shards(tmp_path: Path, corpus: str) -> None:
-    """Whatever layout saved it, the next one reads the same bits of weights and moments, and one process them back."""
-    config = config_in(tmp_path, corpus, LLAMA_SHAPE, optimizer=MUON)
-    expected = run({}, config, 2)
-    for sizes, stage in (({"data": 2}, 1), ({"data": 4}, 3), ({"data": 2, "tensor": 2}, 2), ({}, 0)):
-        assert_same_bits(run(sizes, replace(config, zero=replace(config.zero, stage=stage)), 2), expected)
+    """Whatever layout saved it, the next one reads the same bits of weights and moments."""
+    plain = config_in(tmp_path, corpus, LLAMA_SHAPE, optimizer=MUON)
+
+    def after(step: int, sizes: dict[str, int], stage: Literal[0, 1, 2, 3]) -> Outcome:
+        return run(sizes, replace(plain, zero=replace(plain.zero, stage=stage)), step)
+
+    shared = after(2, {"data": 4}, 3)
+    for layout in ((DATA, 1), ({}, 0)):
+        assert_same_bits(after(2, *layout), shared)
+    alone = after(3, {}, 0)
+    assert_same_bits(after(3, TENSOR, 2), alone)

@@ -22,6 +22,7 @@ from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
+from megapipe.training.muon_shards import muon_shards
 from megapipe.training.validate import validate
 from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.meshes import run_mesh
@@ -191,6 +192,17 @@ def test_shards_step_as_the_whole_does(count: int, tensor: int, cut: set[str]) -
             assert torch.equal(state.in_shard(state.master, segment), wanted), segment.spec.name
             seen[segment.spec.name] += len(held) if segment.spec.partition_axis is not None else len(held) / tensor
     assert seen == {spec.name: spec.num_elements for spec in SPECS}
+
+
+def test_the_start_of_a_run_tells_of_padding_and_gathers() -> None:
+    """By hand: 3 x 384 and 4 x 256 elements, of which parameters have 892; the longest matrix has 320 of them."""
+    assert muon_shards([UnitState("unit", SPECS)]) is None
+    told = [muon_shards([UnitState("unit", SPECS, sharding=Sharding(1, 0, count, True))]) for count in (3, 4)]
+    assert told == [
+        "muon over 3 shards: 22.6% of the buffers is padding; every matrix is whole on one rank",
+        "muon over 4 shards: 12.9% of the buffers is padding; "
+        "1 of 4 matrices are cut, whose update gathers 4,096 bytes",
+    ]
 
 
 def test_working_copies_are_the_rounded_master() -> None:
