@@ -6,7 +6,7 @@ from megapipe.parallel.unit_state import UnitState
 
 
 def muon_shards(states: Sequence[UnitState]) -> str | None:
-    """Padding of the buffers on this rank, and what its updates gather; None where nothing is shared out."""
+    """Padding in the buffers of this rank, and what its updates gather; None where nothing is shared out."""
     shared = [state for state in states if state.sharding.whole_matrices]
     if not shared:
         return None
@@ -16,7 +16,7 @@ def muon_shards(states: Sequence[UnitState]) -> str | None:
     buffers = sum(state.table.num_elements for state in shared)
     cut = sum(len(state.table.cut) for state in shared)
     gathered = sum(state.table.num_elements * state.accumulate_dtype.itemsize for state in shared if state.table.cut)
-    told = f"muon over {count} shards: {1 - held / buffers:.1%} of the buffers is padding"
+    told = f"muon over {count} shards: {buffers / held - 1:.1%} of padding beside the parameters"
     if not cut:
         return f"{told}; every matrix is whole on one rank"
     return f"{told}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"
