@@ -34,21 +34,23 @@ def shared_state_bytes(
     *,
     stage: int,
     num_shards: int,
+    muon_shard: int | None = None,
     weight_buffers: int = 2,
     gradient_buffers: int = 2,
     tied: Iterable[tuple[ParameterSpec, int]] = (),
     tensor_size: int = 1,
     alignment: int = 1,
     moments: int = 2,
-    muon_shard: int | None = None,
 ) -> StateBytes:
     """State on one rank at its peak, in a schedule that flushes (Rajbhandari et al. 2020, 1910.02054, figure 1).
+
+    muon_shard: under Muon, which of the shards the rank has; a matrix has one moment there, the rest `moments`, and
+    most of that lies in shard 0.
 
     units: parameters of each unit (layer) on the rank, tied weights left out. tied: these, with the number of their
     uses on the rank; their weights and gradients are whole at every stage. stage: of ZeRO, 0 to 3. num_shards:
     replicas that share one copy. weight_buffers (stage 3), gradient_buffers (stage 2 and 3): units that are whole at
-    once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`. muon_shard: under Muon, which
-    of the shards the rank has; a matrix has one moment there, what is none has `moments`.
+    once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`.
     """
     shards = num_shards if stage else 1
     units, tied = list(units), list(tied)
@@ -73,7 +75,7 @@ def shared_state_bytes(
             place(specs, shards, tensor_size=tensor_size, alignment=alignment)
             for specs in (*units, *([spec] for spec, _ in tied))
         ]
-        in_moments = kept + sum(found.elementwise_in(muon_shard) for found in each) * (moments - 1)
+        in_moments = kept + sum(found.elementwise_in(muon_shard if stage else 0) for found in each) * (moments - 1)
     weights = own if stage < 3 else own // shards + sum(sizes[:weight_buffers])
     gradients = own if stage < 2 else own // shards + sum(sizes[:gradient_buffers])
     return StateBytes(
