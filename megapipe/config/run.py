@@ -185,11 +185,6 @@ class PretrainConfig:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
         if not 0 <= self.training.seed < 2**63:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
-        if self.optimizer.name == "muon" and self.zero.stage:
-            found.append(
-                f"optimizer.name muon steps whole matrices, and zero.stage {self.zero.stage} cuts units anywhere; set "
-                "zero.stage 0, or optimizer.name adamw"
-            )
         if self.recompute.method == "selective" and self.offload.activations != "none":
             found.append(
                 f"recompute.method selective with offload.activations {self.offload.activations}: what is made again "

@@ -4,12 +4,23 @@ from collections.abc import Iterable, Sequence
 
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes, stored_elements
 from megapipe.costs.parameters import SEGMENT_ALIGNMENT, ParameterSpec
+from megapipe.costs.whole_matrices import place
 
 
 def flat_elements(
-    specs: Iterable[ParameterSpec], *, tensor_size: int = 1, alignment: int = 1, num_shards: int = 1
+    specs: Iterable[ParameterSpec],
+    *,
+    tensor_size: int = 1,
+    alignment: int = 1,
+    num_shards: int = 1,
+    whole_matrices: bool = False,
 ) -> int:
-    """Elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it divide."""
+    """Elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it divide.
+
+    whole_matrices: Muon's shards, which cut no matrix that fits in one (`costs.whole_matrices`).
+    """
+    if whole_matrices:
+        return place(specs, num_shards, tensor_size=tensor_size, alignment=alignment).num_elements
     elements = stored_elements(
         specs, tensor_size=tensor_size, alignment=alignment, segment_alignment=SEGMENT_ALIGNMENT
     )
@@ -23,6 +34,7 @@ def shared_state_bytes(
     *,
     stage: int,
     num_shards: int,
+    muon_shard: int | None = None,
     weight_buffers: int = 2,
     gradient_buffers: int = 2,
     tied: Iterable[tuple[ParameterSpec, int]] = (),
@@ -32,26 +44,43 @@ def shared_state_bytes(
 ) -> StateBytes:
     """State on one rank at its peak, in a schedule that flushes (Rajbhandari et al. 2020, 1910.02054, figure 1).
 
+    muon_shard: under Muon, which of the shards the rank has; a matrix has one moment there, the rest `moments`, and
+    most of that lies in shard 0.
+
     units: parameters of each unit (layer) on the rank, tied weights left out. tied: these, with the number of their
     uses on the rank; their weights and gradients are whole at every stage. stage: of ZeRO, 0 to 3. num_shards:
     replicas that share one copy. weight_buffers (stage 3), gradient_buffers (stage 2 and 3): units that are whole at
     once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`.
     """
     shards = num_shards if stage else 1
+    units, tied = list(units), list(tied)
 
     def elements_of(specs: Iterable[ParameterSpec]) -> int:
-        return flat_elements(specs, tensor_size=tensor_size, alignment=alignment, num_shards=shards)
+        return flat_elements(
+            specs,
+            tensor_size=tensor_size,
+            alignment=alignment,
+            num_shards=shards,
+            whole_matrices=muon_shard is not None,
+        )
 
     sizes = sorted((elements_of(specs) for specs in units), reverse=True)
     tables = [(elements_of([spec]), uses) for spec, uses in tied]
     own = sum(sizes)
     whole_tables = sum(size for size, _ in tables)
     kept = (own + whole_tables) // shards
+    in_moments = kept * moments
+    if muon_shard is not None:
+        each = [
+            place(specs, shards, tensor_size=tensor_size, alignment=alignment)
+            for specs in (*units, *([spec] for spec, _ in tied))
+        ]
+        in_moments = kept + sum(found.elementwise_in(muon_shard if stage else 0) for found in each) * (moments - 1)
     weights = own if stage < 3 else own // shards + sum(sizes[:weight_buffers])
     gradients = own if stage < 2 else own // shards + sum(sizes[:gradient_buffers])
     return StateBytes(
         weights=(weights + whole_tables) * ELEMENT_BYTES[precision],
         master=0 if precision == "fp32" else kept * FULL_BYTES,
         gradients=(gradients + sum(size * uses for size, uses in tables)) * FULL_BYTES,
-        moments=kept * moments * FULL_BYTES,
+        moments=in_moments * FULL_BYTES,
     )

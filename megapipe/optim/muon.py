@@ -2,7 +2,8 @@
 
 An update is the momentum with its singular values brought near 1, scaled to the size of AdamW's updates (Liu et al.
 2025, "Muon is scalable for LLM training", 2502.16982, section 2.2). It needs whole matrices: tensor ranks gather their
-shards of the momentum, and each orthogonalises all of the matrix and keeps its own part.
+shards of the momentum, and each orthogonalises all of the matrix and keeps its own part. Replicas that share the state
+out hold most matrices whole, one each; of those that are cut (`costs.whole_matrices`) they gather the momentum too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +51,8 @@ def update_of(whole: Tensor, config: MuonConfig) -> Tensor:
 class FlatMuon(FlatAdamW):
     """Muon. A matrix has one moment, `momentum`; what AdamW trains has its two.
 
-    tensor_group: ranks that share matrices.
+    tensor_group: ranks that share matrices. shard_group: replicas that share one copy of the state; needed where
+    states have matrices that are cut.
     """
 
     writes_copies = False
@@ -61,10 +63,12 @@ class FlatMuon(FlatAdamW):
         kernels: Registry = OPS,
         seed: int = 0,
         tensor_group: Group | None = None,
+        shard_group: Group | None = None,
     ) -> None:
         super().__init__(config, kernels, seed)
         self._muon = config.muon
         self._group = SoloGroup("tensor") if tensor_group is None else tensor_group
+        self._shards = SoloGroup("shards") if shard_group is None else shard_group
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -78,36 +82,61 @@ class FlatMuon(FlatAdamW):
         return (MOMENTUM,) if spec.matrix else (FIRST, SECOND)
 
     def allocate(self, state: UnitState) -> None:
-        stop, end = (state.within_shard(each) for each in (state.table.matrix_stop, state.table.num_elements))
-        state.add_moment(MOMENTUM, slice(0, stop), self.moment_dtype)
+        table = state.table
+        state.add_moment(MOMENTUM, state.within_shard(table.matrices), self.moment_dtype)
         for name in (FIRST, SECOND):
-            state.add_moment(name, slice(stop, end), self.moment_dtype)
+            part = state.within_shard(slice(table.decayed.start, table.undecayed.stop))
+            state.add_moment(name, part, self.moment_dtype)
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Of what AdamW trains."""
-        whole = super()._range(state, decayed)
-        return slice(max(whole.start, state.within_shard(state.table.matrix_stop)), whole.stop)
+        return state.within_shard(state.table.decayed if decayed else state.table.undecayed)
 
     def _step_units(
         self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, rate: float, coefficient: Tensor
     ) -> None:
         super()._step_units(states, masters, step, rate * self._muon.elementwise_rate, coefficient)
         for state, master in zip(states, masters, strict=True):
-            for segment in state.table:
-                if segment.spec.matrix:
-                    self._step_matrix(state, master, segment, rate, coefficient)
+            self._step_matrices(state, master, rate, coefficient)
 
     @torch.no_grad()
-    def _step_matrix(
-        self, state: UnitState, master: Tensor, segment: Segment, rate: float, coefficient: Tensor
-    ) -> None:
-        momentum = state.view(state.moments[MOMENTUM], segment)  # matrices lie first in both buffers
-        gradient = state.view(state.reduced_gradient(state.newest), segment) * coefficient
-        momentum.lerp_(gradient, 1 - self._muon.momentum)
-        ahead = gradient.lerp_(momentum, self._muon.momentum) if self._muon.nesterov else momentum
-        update = self._own_part(update_of(self._whole(ahead, segment), self._muon), segment)
-        weight = state.view(master, segment)
-        weight.mul_(1 - rate * self._config.weight_decay).add_(update.to(weight.dtype), alpha=-rate)
+    def _step_matrices(self, state: UnitState, master: Tensor, rate: float, coefficient: Tensor) -> None:
+        for segment, ahead in self._momenta(state, coefficient):
+            whole = update_of(self._whole(ahead, segment), self._muon)
+            held = state.held(segment)
+            update = self._own_part(whole, segment).reshape(-1)[held.start : held.stop]
+            weight = state.in_shard(master, segment)
+            weight.mul_(1 - rate * self._config.weight_decay).sub_(update.to(weight.dtype) * rate)
+
+    def _momenta(self, state: UnitState, coefficient: Tensor) -> Iterator[tuple[Segment, Tensor]]:
+        """The matrices that this rank holds something of, each with all of its tensor shard's momentum, looked ahead.
+
+        A collective call of the ranks that share the state where their shards cut matrices.
+        """
+        held = [segment for segment in state.table if segment.spec.matrix and state.held(segment)]
+        if not state.table.cut:
+            for segment in held:
+                yield segment, self._advanced(state, segment, coefficient).view(segment.local_shape)
+            return
+        gathered = torch.empty(state.table.num_elements, dtype=state.accumulate_dtype, device=coefficient.device)
+        own = gathered[state.shard].zero_()
+        for segment in held:
+            state.in_shard(own, segment).copy_(self._advanced(state, segment, coefficient))
+        self._shards.gather_into(gathered, own).wait()
+        for segment in held:
+            yield segment, state.view(gathered, segment)
+
+    def _advanced(self, state: UnitState, segment: Segment, coefficient: Tensor) -> Tensor:
+        """What an update is made of, once the gradient has entered the momentum: of what this rank holds, flat.
+
+        Products and sums apart, not fused: the same bits wherever the matrix is cut.
+        """
+        share = self._muon.momentum
+        part = state.place(segment)
+        gradient = state.reduced_gradient(state.newest)[part] * coefficient
+        momentum = state.moment(MOMENTUM, part)
+        momentum.mul_(share).add_(gradient * (1 - share))
+        return gradient.mul_(1 - share).add_(momentum * share) if self._muon.nesterov else momentum
 
     def _whole(self, shard: Tensor, segment: Segment) -> Tensor:
         axis = segment.spec.partition_axis

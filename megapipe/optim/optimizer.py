@@ -74,7 +74,7 @@ class FlatOptimizer(ABC):
     def allocate(self, state: UnitState) -> None:
         """Make a unit's moments, all zero."""
         for name in self.moment_names:
-            state.add_moment(name, slice(0, state.within_shard(state.table.num_elements)), self.moment_dtype)
+            state.add_moment(name, state.within_shard(slice(0, state.table.num_elements)), self.moment_dtype)
 
     @abstractmethod
     def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
@@ -130,8 +130,8 @@ class FlatOptimizer(ABC):
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Of this rank's part of a unit's buffers the decayed elements, or the others."""
-        stop, end = state.within_shard(state.table.decay_stop), state.within_shard(state.table.num_elements)
-        return slice(0, stop) if decayed else slice(stop, end)
+        stop, end = state.table.undecayed.start, state.table.undecayed.stop
+        return state.within_shard(slice(0, stop) if decayed else slice(stop, end))
 
 
 class FlatAdamW(FlatOptimizer):

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from megapipe.costs.parameters import SEGMENT_ALIGNMENT, Box, ParameterSpec
+from megapipe.costs.whole_matrices import place
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,11 @@ class Segment:
 
 class SegmentTable:
     """Segments of one unit, decayed parameters first, matrices first of all, so that each optimizer group is one
-    contiguous range: matrices end at `matrix_stop`, decayed parameters at `decay_stop`."""
+    contiguous range: `matrices`, the `decayed` others, and what is `undecayed`.
+
+    With whole matrices these come last instead, each whole in one of the shards where `costs.whole_matrices` finds
+    room for it; `cut` names the others.
+    """
 
     def __init__(
         self,
@@ -38,29 +44,48 @@ class SegmentTable:
         tensor_size: int = 1,
         alignment: int = 1,
         num_shards: int = 1,
+        whole_matrices: bool = False,
     ) -> None:
         """Lay `specs` out. `alignment` rounds the shards of padded specs (see ParameterSpec.local_shape).
 
         num_shards: equal, aligned ranges that the whole is to be cut into; padding at its end makes it divide.
+        whole_matrices: not through matrices, where they are no longer than a range; padding is then between them.
         """
+        self.tensor_rank = tensor_rank
         self._segments: dict[str, Segment] = {}
+        self.cut: frozenset[str] = frozenset()
+        if whole_matrices:
+            self._place(list(specs), tensor_size, alignment, num_shards)
+            return
         position = 0
-        self.decay_stop = self.matrix_stop = 0
+        decay_stop = matrix_stop = 0
         for spec in sorted(specs, key=lambda spec: (not spec.decay, not spec.matrix)):
-            local_shape = spec.local_shape(tensor_size, alignment)
-            stored = 1
-            for extent in local_shape:
-                stored *= extent
-            box = spec.box(tensor_rank, tensor_size, alignment)
-            self._segments[spec.name] = Segment(spec, box, local_shape, position, position + stored)
-            position = -(-(position + stored) // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+            segment = self._add(spec, tensor_size, alignment, position)
+            position = -(-segment.stop // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
             if spec.decay:
-                self.decay_stop = position
+                decay_stop = position
                 if spec.matrix:
-                    self.matrix_stop = position
+                    matrix_stop = position
         shards = SEGMENT_ALIGNMENT * num_shards
         self.num_elements = -(-position // shards) * shards
-        self.tensor_rank = tensor_rank
+        self.matrices, self.decayed = slice(0, matrix_stop), slice(matrix_stop, decay_stop)
+        self.undecayed = slice(decay_stop, self.num_elements)
+
+    def _place(self, specs: list[ParameterSpec], tensor_size: int, alignment: int, num_shards: int) -> None:
+        found = place(specs, num_shards, tensor_size=tensor_size, alignment=alignment)
+        for spec in specs:
+            self._add(spec, tensor_size, alignment, found.starts[spec.name])
+        self.num_elements = found.num_elements
+        self.decayed, self.undecayed = slice(0, found.decayed), slice(found.decayed, found.elementwise)
+        self.matrices = slice(found.elementwise, found.num_elements)
+        self.cut = found.cut
+
+    def _add(self, spec: ParameterSpec, tensor_size: int, alignment: int, start: int) -> Segment:
+        shape = spec.local_shape(tensor_size, alignment)
+        box = spec.box(self.tensor_rank, tensor_size, alignment)
+        segment = Segment(spec, box, shape, start, start + prod(shape))
+        self._segments[spec.name] = segment
+        return segment
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())

@@ -13,12 +13,14 @@ class Sharding:
     """A place among the replicas that share one copy of a unit's state (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     stage: 0 nothing is sharded, 1 master weights and moments, 2 gradients too, 3 weights too. index, count: this
-    replica's place among those that share a copy, and their number.
+    replica's place among those that share a copy, and their number. whole_matrices: shards are not to cut matrices
+    that are no longer than themselves.
     """
 
     stage: int = 0
     index: int = 0
     count: int = 1
+    whole_matrices: bool = False
 
     @property
     def gradients(self) -> bool:

@@ -16,15 +16,21 @@ class TableShard:
         start = min(max(self.shard.start - segment.start, 0), segment.owned)
         return range(start, max(start, min(self.shard.stop - segment.start, segment.owned)))
 
-    def in_shard(self, shard: Tensor, segment: Segment) -> Tensor:
-        """A parameter's owned elements in a buffer of this rank's shard: those of `held`, flat."""
+    def place(self, segment: Segment) -> slice:
+        """Where in a buffer of this rank's shard the elements of `held` lie."""
         first = segment.start - self.shard.start
         held = self.held(segment)
-        return shard[first + held.start : first + held.stop] if held else shard[:0]
+        return slice(first + held.start, first + held.stop) if held else slice(0, 0)
 
-    def within_shard(self, element: int) -> int:
-        """How many of the table's elements before that number this rank's shard has."""
-        return min(max(element, self.shard.start), self.shard.stop) - self.shard.start
+    def in_shard(self, shard: Tensor, segment: Segment) -> Tensor:
+        """A parameter's owned elements in a buffer of this rank's shard: those of `held`, flat."""
+        return shard[self.place(segment)]
+
+    def within_shard(self, part: slice) -> slice:
+        """Where in a buffer of this rank's shard those elements of the table lie that it has of `part`."""
+        return slice(
+            *(min(max(end, self.shard.start), self.shard.stop) - self.shard.start for end in (part.start, part.stop))
+        )
 
     @staticmethod
     def view(flat: Tensor, segment: Segment) -> Tensor:

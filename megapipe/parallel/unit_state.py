@@ -71,7 +71,12 @@ class UnitState(TableShard):
         self.name = name
         self.sharding = sharding
         self.table = SegmentTable(
-            specs, tensor_rank=tensor_rank, tensor_size=tensor_size, alignment=alignment, num_shards=sharding.count
+            specs,
+            tensor_rank=tensor_rank,
+            tensor_size=tensor_size,
+            alignment=alignment,
+            num_shards=sharding.count,
+            whole_matrices=sharding.whole_matrices,
         )
         self.accumulate_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         size = self.table.num_elements

@@ -20,6 +20,7 @@ from megapipe.training.families import family_of
 from megapipe.training.folders import make_folders
 from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
+from megapipe.training.muon_shards import muon_shards
 from megapipe.training.precision import with_precision
 from megapipe.training.profile import Profiler
 from megapipe.training.records import Listeners
@@ -74,7 +75,7 @@ def _train(config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Sam
         for line in told(choices, config.kernels.backends):
             say(line)
         remarks = [remark(config, mesh.device) for remark in (document_attention, attention_kept, fp8_products)]
-        for told_of in (*remarks, *replica.plan.remarks):
+        for told_of in (*remarks, *replica.plan.remarks, muon_shards(replica.states())):
             if told_of is not None:
                 say(told_of)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)

@@ -61,7 +61,8 @@ class Replica:
         self.kernels = OPS.with_overrides(config.kernels.backends)
         replicas = mesh.group("data", "context")
         count = config.zero.num_shards(replicas.size)
-        sharding = Sharding(config.zero.stage, replicas.rank % count, count) if count > 1 else WHOLE
+        muon = config.optimizer.name == "muon"
+        sharding = Sharding(config.zero.stage, replicas.rank % count, count, muon) if count > 1 else WHOLE
         assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels, sharding)
         self.stages: dict[int, Stage] = assembly.stages()
         if config.parallel.sequence:
@@ -73,7 +74,8 @@ class Replica:
         use_fp8(self.stages, self.layout, config, mesh.group("tensor"))
         if config.training.compile:
             compile_blocks(self.stages.values())
-        self.optimizer = make_optimizer(config.optimizer, self.kernels, config.training.seed, mesh.group("tensor"))
+        groups = mesh.group("tensor"), mesh.shard_group(count) if count > 1 else None
+        self.optimizer = make_optimizer(config.optimizer, self.kernels, config.training.seed, *groups)
         lag = 0 if self.schedule.flushes else 1
         scaled = config.training.precision == "fp16"
         self.loss_scaler = LossScaler(config.loss_scale, lag) if scaled else None

@@ -172,17 +172,19 @@ def test_whole_gradients_are_reduced_once(corpus: str) -> None:
 
 
 def test_state_takes_the_bytes_of_the_formula(corpus: str) -> None:
-    cases = list(itertools.product((1, 2, 3), (False, True), ("fp32", "bf16")))
+    cases = [(*case, "adamw") for case in itertools.product((1, 2, 3), (False, True), ("fp32", "bf16"))]
+    cases += [(1, True, "bf16", "muon"), (3, False, "fp32", "muon")]
     configs = []
-    for stage, tied, precision in cases:
+    for stage, tied, precision, optimizer in cases:
         config = config_of(corpus, 2, LAYERED, stage=stage)
+        config.optimizer = replace(config.optimizer, name=optimizer)  # type: ignore[arg-type]
         config.model = replace(GPT2_SHAPE, num_layers=4, tie_embeddings=tied)
         config.training = replace(config.training, precision=precision)  # type: ignore[arg-type]
         configs.append(config)
-    for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
+    for place, rank in enumerate(run_mesh({"data": 2}, counted_all, configs, timeout=240.0)):
         for counts, config in zip(rank, configs, strict=True):
-            assert counts.state == expected_bytes(config, buffers=2)
-            before = expected_bytes(config, buffers=0)
+            assert counts.state == expected_bytes(config, place, buffers=2)
+            before = expected_bytes(config, place, buffers=0)
             assert counts.created == before.total - before.moments + ONE_COEFFICIENT
 
 
@@ -190,7 +192,7 @@ ONE_COEFFICIENT = 4
 """Bytes of what gradients are multiplied by where nothing is clipped."""
 
 
-def expected_bytes(config: PretrainConfig, buffers: int) -> StateBytes:
+def expected_bytes(config: PretrainConfig, shard: int, buffers: int) -> StateBytes:
     layers, tied = gpt_layers(config.model), config.model.tie_embeddings
     table = layers[0].parameters["word.weight"]
     return shared_state_bytes(
@@ -202,4 +204,5 @@ def expected_bytes(config: PretrainConfig, buffers: int) -> StateBytes:
         alignment=VOCABULARY_ALIGNMENT,
         weight_buffers=buffers,
         gradient_buffers=buffers,
+        muon_shard=shard if config.optimizer.name == "muon" else None,
     )

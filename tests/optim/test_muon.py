@@ -13,15 +13,18 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.muon import MuonConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.zero import ZeroConfig
 from megapipe.costs.memory import num_moments, state_bytes
 from megapipe.costs.parameters import Init, ParameterSpec
+from megapipe.costs.whole_matrices import place
 from megapipe.optim.make import make_optimizer
 from megapipe.optim.newton_schulz import orthogonalised
 from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
+from megapipe.training.muon_shards import muon_shards
 from megapipe.training.validate import validate
+from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.meshes import run_mesh
 
 NORMAL = Init("normal", 0.3)
@@ -58,12 +61,18 @@ def separate(name: str, whole: Tensor) -> Iterator[Tensor]:
 
 
 def stepped(
-    config: OptimizerConfig, rank: int = 0, size: int = 1, group: Any = None, dtype: torch.dtype = torch.float32
+    config: OptimizerConfig,
+    rank: int = 0,
+    size: int = 1,
+    group: Any = None,
+    dtype: torch.dtype = torch.float32,
+    sharding: Sharding = WHOLE,
+    shards: Any = None,
 ) -> UnitState:
     """A unit after some updates. rank, size: of a tensor group."""
-    state = UnitState("unit", SPECS, compute_dtype=dtype, tensor_rank=rank, tensor_size=size)
+    state = UnitState("unit", SPECS, compute_dtype=dtype, tensor_rank=rank, tensor_size=size, sharding=sharding)
     state.initialize(3)
-    optimizer = make_optimizer(config, tensor_group=group)
+    optimizer = make_optimizer(config, tensor_group=group, shard_group=shards)
     for step, rate in enumerate(RATES):
         for segment in state.table:
             box = tuple(slice(*each) for each in zip(segment.box.starts, segment.box.stops, strict=True))
@@ -153,6 +162,49 @@ def test_tensor_ranks_find_the_update_of_the_whole_matrix(backend: str) -> None:
         assert torch.equal(found, expected[spec.name]), spec.name
 
 
+def on_shard(mesh: Mesh, config: OptimizerConfig) -> tuple[UnitState, Traffic]:
+    """The unit of one of several replicas that share it out, and what they exchanged."""
+    traffic = Traffic()
+    tensor, shards = mesh.group("tensor"), CountingGroup(mesh.shard_group(mesh.size("data")), traffic)
+    sharding = Sharding(1, shards.rank, shards.size, whole_matrices=True)
+    return stepped(config, tensor.rank, tensor.size, tensor, sharding=sharding, shards=shards), traffic
+
+
+@pytest.mark.parametrize(
+    ("count", "tensor", "cut"),
+    [(2, 1, set()), (3, 2, set()), (5, 2, {"up"}), (7, 1, {"qkv", "up"}), (8, 1, {"qkv", "up", "down"})],
+)
+def test_shards_step_as_the_whole_does(count: int, tensor: int, cut: set[str]) -> None:
+    """Bit for bit, whether a matrix is whole on one rank or cut, and tensor ranks share it or not. Only where some are
+    cut is anything exchanged."""
+    ranks = run_mesh({"data": count, "tensor": tensor}, on_shard, CONFIGS[0], backend="threads")
+    expected = values(stepped(CONFIGS[0]))
+    seen = dict.fromkeys(expected, 0.0)
+    gathered = place(SPECS, count, tensor_size=tensor).gathered_elements * len(RATES)
+    for state, traffic in ranks:
+        assert state.table.cut == cut
+        counted = {each.operation: total for each, total in traffic.bytes.items()}
+        assert counted == ({"all_gather": 4 * gathered} if cut else {})
+        for segment in state.table:
+            box = tuple(slice(*each) for each in zip(segment.box.starts, segment.box.stops, strict=True))
+            held = state.held(segment)
+            wanted = expected[segment.spec.name][box].flatten()[held.start : held.stop]
+            assert torch.equal(state.in_shard(state.master, segment), wanted), segment.spec.name
+            seen[segment.spec.name] += len(held) if segment.spec.partition_axis is not None else len(held) / tensor
+    assert seen == {spec.name: spec.num_elements for spec in SPECS}
+
+
+def test_the_start_of_a_run_tells_of_padding_and_gathers() -> None:
+    """By hand: 3 x 384 and 4 x 256 elements, of which parameters have 892; the longest matrix has 320 of them."""
+    assert muon_shards([UnitState("unit", SPECS)]) is None
+    told = [muon_shards([UnitState("unit", SPECS, sharding=Sharding(1, 0, count, True))]) for count in (3, 4)]
+    assert told == [
+        "muon over 3 shards: 29.1% of padding beside the parameters; every matrix is whole on one rank",
+        "muon over 4 shards: 14.8% of padding beside the parameters; "
+        "1 of 4 matrices are cut, whose update gathers 4,096 bytes",
+    ]
+
+
 def test_working_copies_are_the_rounded_master() -> None:
     state = stepped(CONFIGS[0], dtype=torch.bfloat16)
     assert torch.equal(state.weights[0], state.master.bfloat16())
@@ -187,9 +239,3 @@ def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
 def test_wrong_values_are_told(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(PretrainConfig(optimizer=OptimizerConfig(**fields)), 1)
-
-
-def test_matrices_that_replicas_share_out_are_refused() -> None:
-    config = PretrainConfig(optimizer=OptimizerConfig(name="muon"), zero=ZeroConfig(stage=1))
-    with pytest.raises(ConfigError, match=r"muon steps whole matrices, and zero.stage 1 cuts units anywhere"):
-        validate(config, 2)

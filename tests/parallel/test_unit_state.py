@@ -59,7 +59,7 @@ def test_segments_are_disjoint_aligned_and_grouped(
             assert segment.start >= position
             assert segment.start % SEGMENT_ALIGNMENT == 0
             assert segment.owned <= segment.stop - segment.start
-            assert (segment.stop <= segments.decay_stop) == segment.spec.decay
+            assert (segment.stop <= segments.decayed.stop) == segment.spec.decay
             position = segment.stop
             owned[segment.spec.name] += segment.owned
         assert position <= segments.num_elements
