@@ -1,4 +1,4 @@
-"""Optimizer state and weights in host memory: a checkpoint does not tell where they lay, and a run goes on anywhere."""
+"""Optimizer state and weights in host memory: a checkpoint does not tell where they lay, and it goes on anywhere."""
 
 from dataclasses import replace
 from pathlib import Path
