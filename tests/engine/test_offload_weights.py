@@ -146,20 +146,22 @@ def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_th
         state.initialize(0)
         for name in ("first", "second"):
             state.add_moment(name, slice(0, state.table.num_elements))
-    before = states[0].master.clone()
+    before, homes = states[0].master.clone(), [state.weight_shards[0] for state in states]
     with LiveBytes() as live:
         swaps.reload_state(states[0])
         for index, state in enumerate(states):
             for following in states[index + 1 : index + 2]:
                 swaps.reload_state(following)
             swaps.arrive(state)
+            assert state.weight_shards[0] is not homes[index]
             state.begin_update(1).add_(0.5)
             state.publish()
             swaps.offload_state(state)
         swaps.end_section()
         assert live.current == 0
         assert live.peak == host_weight_bytes([SPECS] * len(states), precision).updating
-    for state in states:
+    for state, home in zip(states, homes, strict=True):
+        assert state.weight_shards[0] is home
         state.gather_weights(0, swaps)
         state.await_weights(0)
         assert torch.equal(state.weights[0], (before + 0.5).to(dtype))
