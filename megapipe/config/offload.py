@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class OffloadConfig:
-    """Activations and optimizer state in host memory while nothing computes with them."""
+    """Activations, optimizer state and weights in host memory while nothing computes with them."""
 
     activations: Literal["none", "blocks", "auto"] = "none"
     """none; blocks moves those of each stage's blocks, `every` and `num_blocks` of them; auto keeps, moves or
@@ -26,12 +26,26 @@ class OffloadConfig:
     """auto: TFLOP/s that the blocks run at (null: those of a large matrix product, measured at the start)."""
     optimizer: bool = False
     """Keep moments, and the fp32 master of bf16 runs, in host memory but for each unit's update."""
+    weights: bool = False
+    """Keep weights in host memory, too, but for those of the layers that compute."""
+    weight_buffers: int = 2
+    """weights: layers whose weights a rank may hold on its device at once; 2 copies one layer ahead of its use."""
+
+    @property
+    def buffers(self) -> int:
+        """Layers whose weights come and go on a device; 0 where all weights stay."""
+        return self.weight_buffers if self.weights else 0
 
     def problems(self) -> list[str]:
         """Rules that single fields break, one message each."""
         found = [
             f"offload.{name} is {value}; it must be at least 1"
-            for name, value in (("every", self.every), ("num_blocks", self.num_blocks), ("prefetch", self.prefetch))
+            for name, value in (
+                ("every", self.every),
+                ("num_blocks", self.num_blocks),
+                ("prefetch", self.prefetch),
+                ("weight_buffers", self.weight_buffers),
+            )
             if value is not None and value < 1
         ]
         measures = (("memory", self.memory), ("bandwidth", self.bandwidth), ("compute", self.compute))
@@ -55,4 +69,11 @@ class OffloadConfig:
             )
         if self.activations == "none" and self.prefetch is not None:
             found.append("offload.prefetch needs offload.activations blocks or auto; set it, or leave it out")
+        if self.weights and not self.optimizer:
+            found.append(
+                "offload.weights needs offload.optimizer: weights are updated as optimizer state is; set it true, or "
+                "leave offload.weights out"
+            )
+        if not self.weights and self.weight_buffers != OffloadConfig.weight_buffers:
+            found.append("offload.weight_buffers needs offload.weights; set it true, or leave it out")
         return found

@@ -205,6 +205,11 @@ class PretrainConfig:
                 "recompute.method full with offload.activations auto, which decides by itself what runs again; set "
                 "recompute.method none, or offload.activations blocks"
             )
+        if self.offload.weights and self.zero.stage:
+            found.append(
+                f"offload.weights with zero.stage {self.zero.stage}: replicas that share their state fetch weights "
+                "from each other, and not from host memory; set zero.stage 0, or offload.weights false"
+            )
         parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload)
         return found + [problem for part in parts for problem in part.problems()]
 

@@ -35,7 +35,7 @@ class Chain:
     """Units that one action runs, by physical weight version.
 
     twins[copy]: the units. unsplit[copy]: their parameters that a split backward's input half has to do.
-    shared: by unit, states whose weights replicas share out; empty where none do.
+    shared: by unit, states whose weights replicas share out or host memory has; empty where there are none.
     """
 
     twins: Sequence[Sequence[Unit]]

@@ -33,7 +33,8 @@ class Moves:
         self._states: set[tuple[int, int]] = set()
         for section in SECTIONS:
             for action in schedule.actions(section, rank):
-                if action.kind != Kind.OFFLOAD:
+                brings = action.kind == Kind.GATHER_WEIGHTS and schedule.header.weights_in_host
+                if action.kind != Kind.OFFLOAD and not brings:
                     continue
                 if swaps is None:
                     raise EngineError(
@@ -42,7 +43,7 @@ class Moves:
                     )
                 if action.version < 0:
                     self._activations.add((action.stage, action.microbatch % count, action.unit))
-                else:
+                elif not brings:
                     self._states.add((action.stage, action.unit))
 
     def offload(self, action: Action) -> Closure:
@@ -61,6 +62,11 @@ class Moves:
             return lambda step: swaps.reload_state(state)
         key = action.stage, action.microbatch, action.unit
         return lambda step: swaps.reload(step.saved[key])
+
+    def bring_weights(self, state: UnitState) -> Closure:
+        """The start of the copy of a unit's weights from host memory."""
+        swaps = self._required()
+        return lambda step: state.gather_weights(0, swaps)
 
     def backward(self, action: Action, run: Closure) -> Closure:
         """`run`, a backward or its input half, behind the arrival of its activations."""

@@ -14,6 +14,7 @@ from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepState
 from megapipe.engine.swaps import Swaps
 from megapipe.engine.transfers import Transfers
+from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import Schedule, SectionName
@@ -111,17 +112,19 @@ class Program:
         return self._stages[action.stage].states[action.unit]
 
     def _on_shared_state(self, make: Callable[[Action], Closure]) -> Callable[[Action], Closure]:
-        """The same closures; where replicas share state out, behind what a backward needs of it: its unit's gathered
-        weights, and memory for its gradient."""
+        """The same closures, behind what a backward needs of state that comes and goes: its unit's gathered weights,
+        and memory for a gradient that replicas share out."""
 
         def made(action: Action) -> Closure:
             run, stage = make(action), self._stages[action.stage]
             state = stage.states.get(action.unit)
-            if state is None or not state.sharding.gradients:
+            if state is None or not (state.sharding.gradients or state.weights_come_and_go):
                 return run
             halves = action.kind == Kind.BACKWARD_INPUT
-            adds = not halves or any(unsplit_parameters([twin]) for twin in stage.units[action.unit])
-            uses = state.sharding.weights and action.kind != Kind.BACKWARD_WEIGHT
+            adds = state.sharding.gradients and (
+                not halves or any(unsplit_parameters([twin]) for twin in stage.units[action.unit])
+            )
+            uses = state.weights_come_and_go and action.kind != Kind.BACKWARD_WEIGHT
             buffers = self._reductions.gradient_buffers
 
             def run_on_shared_state(step: StepState) -> None:
@@ -191,6 +194,8 @@ class Program:
 
     def _gather_weights(self, action: Action) -> Closure:
         state = self._state(action)
+        if isinstance(state, HostWeights):
+            return self._moves.bring_weights(state)
         return lambda step: self._reductions.gather_weights(state, 0)
 
     def _release_weights(self, action: Action) -> Closure:

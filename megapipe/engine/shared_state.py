@@ -15,7 +15,7 @@ from megapipe.parallel.unit_state import UnitState
 
 
 def shared_states(stages: Mapping[int, Stage], stage: int) -> list[tuple[UnitState, ...]]:
-    """For each unit of a stage, the states that replicas share out whose weights it may compute with.
+    """For each unit of a stage, the states whose weights it computes with and may have to wait for.
 
     Any unit may use a tied weight, which is awaited at most once.
     """
@@ -23,13 +23,17 @@ def shared_states(stages: Mapping[int, Stage], stage: int) -> list[tuple[UnitSta
         state
         for each in stages.values()
         for index, state in each.states.items()
-        if index >= len(each.units) and state.sharding.count > 1
+        if index >= len(each.units) and _awaits(state)
     ]
     states = stages[stage].states
     return [
-        (*([states[unit]] if unit in states and states[unit].sharding.count > 1 else []), *tied)
+        (*([states[unit]] if unit in states and _awaits(states[unit]) else []), *tied)
         for unit in range(len(stages[stage].units))
     ]
+
+
+def _awaits(state: UnitState) -> bool:
+    return state.sharding.count > 1 or state.weights_come_and_go
 
 
 class GradientReduction(Work):

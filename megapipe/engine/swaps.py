@@ -1,4 +1,4 @@
-"""Activations and optimizer state that leave a rank's device for host memory and come back ahead of their use.
+"""Activations, optimizer state and weights that leave a rank's device for host memory and are back ahead of their use.
 
 One copy a direction runs beside the compute. Activations of one unit leave at a time: the compute waits for the copy
 before, whose memory it goes on with, so that a rank holds what its schedule says and no more, however slow copies are.
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from megapipe.engine.host_copies import Copy, CopyStream, HostPool, copy_stream
 from megapipe.engine.saved_tensors import SavedTensors
+from megapipe.parallel.groups import Work
 from megapipe.parallel.unit_state import UnitState
+
+Watch = Callable[[Callable[[], None]], None]
 
 
 @dataclass
@@ -31,6 +34,17 @@ class _Arriving:
 
     copy: Copy
     finish: Callable[[], None]
+
+
+class _Arrival(Work):
+    """A copy of weights to the device, awaited through `watch`."""
+
+    def __init__(self, copy: Copy, watch: Watch) -> None:
+        self._copy = copy
+        self._watch = watch
+
+    def wait(self) -> None:
+        self._watch(self._copy.wait)
 
 
 class Swaps:
@@ -52,9 +66,9 @@ class Swaps:
         self._leaving: _Leaving | None = None
         self._arriving: dict[int, _Arriving] = {}
         self._home: dict[int, dict[str, Tensor]] = {}
-        self._watch: Callable[[Callable[[], None]], None] = _at_once
+        self._watch: Watch = _at_once
 
-    def watch(self, wait: Callable[[Callable[[], None]], None] | None) -> None:
+    def watch(self, wait: Watch | None) -> None:
         """Have every wait for a copy made through `wait`, which calls the function that it is given; None ends it."""
         self._watch = _at_once if wait is None else wait
 
@@ -91,6 +105,10 @@ class Swaps:
         copy = self._to_device.start([(there[name], home[name]) for name in home])
         self._home[id(state)] = home
         self._arriving[id(state)] = _Arriving(copy, lambda: state.place_update_buffers(there, in_host=False))
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        """Start to copy a unit's weights, `part` in host memory, to the device."""
+        return _Arrival(self._to_device.start([(whole, part)]), self._watch)
 
     def arrive(self, owner: SavedTensors | UnitState) -> None:
         """Wait for what was reloaded, if it was; the compute that follows finds it on the device."""

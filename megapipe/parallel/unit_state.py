@@ -14,6 +14,7 @@ from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.segments import SegmentTable
 from megapipe.parallel.sharding import WHOLE, Sharding, allocate, allocated, free, is_allocated, transient
 from megapipe.parallel.table_shard import TableShard
+from megapipe.parallel.weight_source import WeightSource
 from megapipe.random.weights import fill_box
 
 
@@ -82,7 +83,7 @@ class UnitState(TableShard):
         size = self.table.num_elements
         self.shard = sharding.part_of(size)
         shard_size = self.shard.stop - self.shard.start
-        buffer = transient if sharding.weights else torch.zeros
+        buffer = transient if self.weights_come_and_go else torch.zeros
         self.weights = [buffer(size, dtype=compute_dtype, device=device) for _ in range(num_versions)]
         self.weight_shards = self.weights
         if sharding.weights:
@@ -108,6 +109,11 @@ class UnitState(TableShard):
         self.in_host = in_host
         if master_weights and compute_dtype != self.accumulate_dtype:
             self._master = self._update_zeros(shard_size)
+
+    @property
+    def weights_come_and_go(self) -> bool:
+        """Whether a whole copy of the weights has memory from a gather to its release alone."""
+        return self.sharding.weights
 
     @property
     def master(self) -> Tensor:
@@ -155,7 +161,7 @@ class UnitState(TableShard):
             flat = torch.from_numpy(values).reshape(-1)
             held = self.held(segment)
             self.in_shard(self.master, segment).copy_(flat[held.start : held.stop])
-            if not self.sharding.weights:
+            if not self.weights_come_and_go:
                 for copy in self.weights:
                     copy[segment.start : segment.start + segment.owned].copy_(flat)
         self.restore(self.newest)
@@ -180,15 +186,16 @@ class UnitState(TableShard):
             self.gather_weights(copy, group)
             self.await_weights(copy)
 
-    def gather_weights(self, copy: int, group: Group) -> None:
-        """Start to fill a whole copy of the weights from all ranks' shards. Its next use awaits it first."""
+    def gather_weights(self, copy: int, source: WeightSource) -> None:
+        """Start to fill a whole copy of the weights: from all ranks' shards through their group, or from host memory.
+        Its next use awaits it first."""
         whole = self.weights[copy]
-        if self.sharding.weights:
+        if self.weights_come_and_go:
             allocate(whole)
         if whole.numel() == 0:
             return
         # Not a change that autograd is to know of: what it saved of the copy are these very values.
-        self._gathers[copy] = group.gather_into(whole.data, self.weight_shards[copy])
+        self._gathers[copy] = source.gather_into(whole.data, self.weight_shards[copy])
 
     def await_weights(self, copy: int) -> None:
         """Return once a copy of the weights may be used."""
@@ -197,7 +204,7 @@ class UnitState(TableShard):
             work.wait()
 
     def release_weights(self, copy: int) -> None:
-        """Give the memory of a gathered copy of sharded weights back."""
+        """Give the memory of a gathered copy back, where it comes and goes."""
         self.await_weights(copy)
         free(self.weights[copy])
 

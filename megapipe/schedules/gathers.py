@@ -1,5 +1,7 @@
 """Sharded weights and gradients: when they are gathered, released and reduced, with so many buffers a rank (ZeRO-3).
 
+Weights in host memory come and go by the same rule: a gather is a copy to the device then.
+
 A *run* is a stretch of neighbouring compute actions of a rank that use one unit's weights. While a run computes, the
 rank holds, or is gathering, the first ``weight_buffers`` different units that are used from there on: one buffer means
 no prefetch, two mean one unit ahead. No unit is dropped while it is among them, so no order of gathers with as many
@@ -33,7 +35,13 @@ class Residence:
 def check_weight_buffers(schedule: Schedule) -> None:
     """Raise ScheduleError where a schedule cannot run on sharded weights or gradients."""
     header = schedule.header
-    if header.weight_buffers and header.mode == "train" and not header.data_parallel:
+    if header.weights_in_host and not header.weight_buffers:
+        raise ScheduleError(
+            f"{header.name} keeps its weights in host memory and has no buffers to bring them to; give weight_buffers "
+            "of at least 1"
+        )
+    shared = header.weight_buffers > 0 and not header.weights_in_host
+    if shared and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
             f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is nobody "
             "to gather from; say data_parallel too, or leave weight_buffers out"
@@ -47,7 +55,7 @@ def check_weight_buffers(schedule: Schedule) -> None:
         if value and not schedule.flushes:
             raise ScheduleError(
                 f"{header.name} never flushes and keeps its weight versions whole: {name} {value} must be 0; take a "
-                "schedule that flushes to shard weights or gradients"
+                "schedule that flushes to shard weights or gradients, or to keep weights in host memory"
             )
 
 

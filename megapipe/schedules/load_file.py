@@ -124,8 +124,9 @@ def _whole_forwards(schedule: Schedule) -> Schedule:
         whole[:, [UNIT, VERSION, SLOT]] = -1
         body.append(whole)
     header = replace(
-        schedule.header, lowered=False, activation_slots=(), gradient_slots=(), weight_buffers=0, whole_gradients=0
-    )
+        schedule.header, lowered=False, activation_slots=(), gradient_slots=(), weight_buffers=0, whole_gradients=0,
+        weights_in_host=False,
+    )  # fmt: skip
     return replace(schedule, header=header, sections=Sections.flushing(tuple(body)))
 
 

@@ -25,12 +25,14 @@ class Offload:
 
     ``units``: per stage, the units whose activations leave behind their forward; empty for none. ``prefetch``: compute
     actions between a reload and its backward, so that no more reloaded units wait for theirs. ``optimizer``: whether
-    each unit's optimizer state is on the device around its update alone.
+    each unit's optimizer state is on the device around its update alone. ``weight_buffers``: units whose weights may
+    be on a rank's device at once, brought from host memory ahead of their use; 0 keeps all weights there.
     """
 
     units: tuple[tuple[int, ...], ...] = ()
     prefetch: int = 1
     optimizer: bool = False
+    weight_buffers: int = 0
 
     @property
     def activations(self) -> bool:
@@ -44,6 +46,7 @@ class Offload:
             raise ScheduleError(f"prefetch {self.prefetch} is below 1: a reload starts before its backward")
         if self.units and len(self.units) != len(header.stages):
             raise ScheduleError(f"offload names units of {len(self.units)} stages, and there are {len(header.stages)}")
+        self._check_weights(header)
         for stage, (count, own) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
             if len(set(own)) < len(own) or not set(own) <= set(range(count)):
                 raise ScheduleError(
@@ -55,6 +58,18 @@ class Offload:
                 raise ScheduleError(
                     f"stage {stage}: units {twice} run again and have their activations offloaded; they need one alone"
                 )
+
+    def _check_weights(self, header: Header) -> None:
+        if self.weight_buffers < 0:
+            raise ScheduleError(f"weight_buffers {self.weight_buffers} is below 0; 0 keeps weights on the device")
+        if self.weight_buffers and header.weight_buffers:
+            raise ScheduleError(
+                f"{header.name} gathers weights from replicas' shards; they cannot lie in host memory: leave one out"
+            )
+        if self.weight_buffers and header.mode == "train" and not self.optimizer:
+            raise ScheduleError(
+                "weights in host memory are updated as optimizer state is, which must be offloaded too; offload both"
+            )
 
 
 NOTHING: Final = Offload()

@@ -57,7 +57,8 @@ class Header:
     micro-batch of update k reads version k; update k writes version ``k + versions_per_stage[s]`` over it, so a stage
     keeps that many copies and its gradients are ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers
     per stage; ``gradient_buffers`` is how many updates' gradients may be alive at once. ``weight_buffers`` is how many
-    units' weights a rank may hold gathered at once where they are sharded; 0 where weights are whole.
+    units' weights a rank may hold gathered at once where they are sharded; 0 where weights are whole. With
+    ``weights_in_host`` they are no replicas' shards: they lie in host memory, and a gather copies them to the device.
     ``whole_gradients`` is how many units' gradients a rank may hold unreduced or on their way at once where they are
     sharded; 0 where gradients are whole, and reduced once an update.
     """
@@ -77,6 +78,7 @@ class Header:
     gradient_buffers: int = 1
     weight_buffers: int = 0
     whole_gradients: int = 0
+    weights_in_host: bool = False
     activation_slots: tuple[int, ...] = ()
     gradient_slots: tuple[int, ...] = ()
     lowered: bool = False

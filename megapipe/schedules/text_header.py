@@ -16,7 +16,7 @@ _NUMBERS: Final = {
     "weight_buffers": "weight_buffers",
     "whole_gradients": "whole_gradients",
 }
-_FLAGS: Final = ("data_parallel", "lowered")
+_FLAGS: Final = ("data_parallel", "weights_in_host", "lowered")
 _CHOICES: Final = {"mode": ("mode", ("train", "forward")), "class": ("numerical_class", ("A", "B", "C"))}
 _STAGE_FIELDS: Final = {
     "rank": None,

@@ -21,6 +21,7 @@ from megapipe.layers.linear import Linear
 from megapipe.layers.shared_samples import share_samples
 from megapipe.models.gpt import Block
 from megapipe.parallel.groups import Group
+from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.token_order import ContextAttention
@@ -144,6 +145,19 @@ class Assembly:
         tensor, sharding = self._mesh.group("tensor"), self._sharding
         if name in self._tied:
             sharding = replace(sharding, stage=min(sharding.stage, 1))
+        elif self._config.offload.weights:
+            own = HostWeights(
+                name,
+                specs,
+                compute_dtype=self._dtype,
+                device=self._mesh.device,
+                tensor_rank=tensor.rank,
+                tensor_size=tensor.size,
+                alignment=VOCABULARY_ALIGNMENT,
+                master_weights=self._config.training.master_weights,
+            )
+            own.initialize(self._config.training.seed)
+            return own
         state = UnitState(
             name,
             specs,

@@ -15,6 +15,7 @@ from megapipe.engine.errors import EngineError
 from megapipe.engine.groups import unit_states
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepState
+from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.unit_state import UnitState
 
 CPU_ALLOCATOR = "can't allocate memory"
@@ -24,7 +25,7 @@ ADVICE = (
     "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method full, more ranks in "
     "parallel.pipeline, parallel.context or parallel.tensor, parallel.sequence beside the latter, zero.stage 1 to 3 "
     "where there are replicas, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16, "
-    "offload.activations or offload.optimizer; on the last stage recompute.logits"
+    "offload.activations, offload.optimizer or offload.weights; on the last stage recompute.logits"
 )
 
 Row = tuple[str, tuple[int, ...]]
@@ -153,7 +154,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _state_row(state: UnitState) -> Row:
-    weights = _storages([*state.weights, *state.weight_shards])
+    away = state.in_host and isinstance(state, HostWeights)
+    weights = _storages([*state.weights, *([] if away else state.weight_shards)])
     master = {} if state.in_host else _storages([state.master])
     sizes = (
         sum(weights.values()),

@@ -51,7 +51,7 @@ def plan_activations(
 
     Raises ConfigError where nothing is left to move, or auto finds too little memory.
     """
-    offload = config.offload
+    offload, buffers = config.offload, config.offload.buffers
     again = layout.recomputed(config.recompute)
     if offload.activations == "auto":
         return _decided(config, mesh, layout, plain())
@@ -66,7 +66,7 @@ def plan_activations(
                 "offload.activations blocks with recompute.method full leaves no block that keeps activations; set "
                 "recompute.num_blocks, or leave one of the two out"
             )
-    return ActivationPlan(again, Offload(units, offload.prefetch or 1, offload.optimizer))
+    return ActivationPlan(again, Offload(units, offload.prefetch or 1, offload.optimizer, buffers))
 
 
 def blocks_of(layout: StageLayout, stage: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def _kept_blocks(layout: StageLayout, stage: int, again: Spans) -> tuple[int, ..
 
 
 def _decided(config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Schedule) -> ActivationPlan:
-    offload = config.offload
+    offload, buffers = config.offload, config.offload.buffers
     flops, bandwidth = _rates(config, mesh)
     held = microbatches_held(plain)
     blocks = {stage: found for stage in range(len(layout.ranges)) if (found := blocks_of(layout, stage))}
@@ -110,7 +110,7 @@ def _decided(config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Sch
         f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} GB/s each way, "
         f"{offload.memory:g} GiB of activations a rank, prefetch {prefetch}"
     )
-    return ActivationPlan(again, Offload(tuple(units), prefetch, offload.optimizer), (remark, *told))
+    return ActivationPlan(again, Offload(tuple(units), prefetch, offload.optimizer, buffers), (remark, *told))
 
 
 def _least_recomputed(

@@ -102,7 +102,8 @@ def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[s
             problems = _file_problems(config, share) or _stage_problems(config, config.schedule.file)
         else:
             problems = _named_problems(config, share) or _stage_problems(config, config.schedule.name)
-        return problems + _recomputation_problems(config) + _sharding_problems(config, share)
+        problems += _recomputation_problems(config) + _sharding_problems(config, share)
+        return problems + _host_weight_problems(config, share)
     except ScheduleError as error:
         return [f"schedule: {error}"]
 
@@ -127,7 +128,7 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
             f"recompute.method {config.recompute.method}: schedule.file {config.schedule.file} is lowered and says by "
             "itself what runs again; set recompute.method none, or give compute actions alone"
         )
-    if header.lowered and (config.offload.activations != "none" or config.offload.optimizer):
+    if header.lowered and (config.offload.activations != "none" or config.offload.optimizer or config.offload.weights):
         problems.append(
             f"offload: schedule.file {config.schedule.file} is lowered and says by itself what goes to host memory; "
             "leave the group out, or give compute actions alone"
@@ -216,6 +217,25 @@ def _sharding_problems(config: PretrainConfig, share: int) -> list[str]:
         f"zero.stage {config.zero.stage} shards gradients, and {name} never flushes: it keeps the gradients and "
         "weights of several versions whole; set zero.stage 1, or take a schedule that flushes, such as 1f1b"
     ]
+
+
+def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:
+    """What does not go with weights that leave the device behind their use."""
+    if not config.offload.weights:
+        return []
+    found = []
+    if not _flushes(config, config.batch.global_size // share):
+        found.append(
+            f"offload.weights: {config.schedule.file or config.schedule.name} never flushes and keeps the weights of "
+            "several versions on the device; set offload.weights false, or take a schedule that flushes, such as 1f1b"
+        )
+    if config.recompute.method == "selective" and splits_backwards(config):
+        found.append(
+            "offload.weights with recompute.method selective: this schedule runs the two halves of a backward apart, "
+            "and the weight half would make parts again from weights that have left by then; set recompute.method "
+            "full or offload.weights false, or take a schedule with whole backwards, such as 1f1b"
+        )
+    return found
 
 
 def _flushes(config: PretrainConfig, num_microbatches: int) -> bool:

@@ -63,12 +63,21 @@ def test_the_command_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
     assert makespan() == makespan("--offload-time=0") < makespan("--offload-time=2")
 
 
+def test_weights_hide_as_the_guide_says(capsys: pytest.CaptureFixture[str]) -> None:
+    line = re.search(r"^python tools/schedule.py (simulate .* --offload-weights 2 .*)$", GUIDE, re.M)
+    assert line is not None
+    assert main(line[1].split()) == 0
+    found = dict(re.findall(r"^([a-z ]+?) {2,}(.+)$", capsys.readouterr().out, re.M))
+    assert f"makes {found['weight gathers'].split()[0]} copies a step of its 4 layers" in GUIDE
+    assert found["exposed communication"] == "0"
+
+
 def test_the_example_passes_the_checks_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     example = "examples/parallel/offload.yaml"
     assert f"torchrun --nproc_per_node 2 pretrain_gpt.py --config {example}" in GUIDE
     config = parse(["--config", example])
-    assert (config.offload.activations, config.offload.optimizer) == ("blocks", True)
+    assert (config.offload.activations, config.offload.optimizer, config.offload.weights) == ("blocks", True, True)
     validate(config, 2)
     flags = re.search(r"^#   \.\.\. (.*)$", Path(example).read_text(), re.M)
     assert flags is not None

@@ -138,7 +138,8 @@ def test_replicas_and_tensor_ranks_move_theirs_too(corpus: str, sizes: dict[str,
 def test_a_traced_run_tells_what_auto_decided_and_is_laid_over(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    offload = ["--offload.activations=auto", "--offload.memory=1", "--offload.optimizer=true"]
+    state = ["--offload.optimizer=true", "--offload.weights=true"]
+    offload = ["--offload.activations=auto", "--offload.memory=1", *state]
     arguments = [*offload, "--parallel.pipeline=2", "--training.steps=6", "--profile.trace=trace"]
     done = launch(2, f"--data.prefix={corpus}", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -38,10 +38,13 @@ def run_and_peak(mesh: Mesh, config: PretrainConfig) -> tuple[RankRun, int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
-def test_a_run_has_the_same_bits_and_needs_less_memory(tmp_path: Path, schedule: str, precision: str) -> None:
+@pytest.mark.parametrize("offload", [EVERYTHING, EVERYTHING | {"weights": True}], ids=str)
+def test_a_run_has_the_same_bits_and_needs_less_memory(
+    tmp_path: Path, schedule: str, precision: str, offload: dict[str, Any]
+) -> None:
     config = config_of(tmp_path, precision, name=schedule)
     plain, everything = run_threads({}, run_and_peak, config, device="cuda")[0]
-    config.offload = OffloadConfig(**EVERYTHING)
+    config.offload = OffloadConfig(**offload)
     moved, less = run_threads({}, run_and_peak, config, device="cuda")[0]
     check_bits([moved], plain)
     assert less < 0.8 * everything

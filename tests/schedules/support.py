@@ -62,13 +62,17 @@ def spans(draw: st.DrawFn, units_per_stage: Sequence[int]) -> list[list[range]]:
 
 
 @st.composite
-def offloads(draw: st.DrawFn, units_per_stage: Sequence[int], again: Sequence[Sequence[range]] = ()) -> Offload:
-    """What goes to host memory: activations of any units that do not run again, optimizer state, both or nothing."""
+def offloads(
+    draw: st.DrawFn, units_per_stage: Sequence[int], again: Sequence[Sequence[range]] = (), weights: bool = False
+) -> Offload:
+    """What goes to host memory: activations of any units that do not run again, optimizer state, and with it weights
+    where they may."""
     units = []
     for stage, count in enumerate(units_per_stage):
         free = set(range(count)) - {unit for span in (again[stage] if again else ()) for unit in span}
         units.append(tuple(sorted(draw(st.sets(st.sampled_from(sorted(free)))))) if free else ())
-    return Offload(tuple(units), draw(st.integers(1, 4)), draw(st.booleans()))
+    prefetch, optimizer = draw(st.integers(1, 4)), draw(st.booleans())
+    return Offload(tuple(units), prefetch, optimizer, draw(st.integers(0, 4)) if optimizer and weights else 0)
 
 
 @st.composite
@@ -79,7 +83,9 @@ def schedules(draw: st.DrawFn, mode: Mode = "train", max_ranks: int = 4, max_mic
     if draw(st.booleans()):
         arguments["recompute"] = draw(spans(arguments["units_per_stage"]))
     if draw(st.booleans()):
-        arguments["offload"] = draw(offloads(arguments["units_per_stage"], arguments.get("recompute", ())))
+        weights = name not in NEVER_FLUSHING and arguments["weight_buffers"] == 0
+        units, again = arguments["units_per_stage"], arguments.get("recompute", ())
+        arguments["offload"] = draw(offloads(units, again, weights))
     return build(name, mode=mode, **arguments)
 
 

@@ -14,14 +14,23 @@ from megapipe.costs.memory import activation_bytes
 from megapipe.engine.compute import Piece
 from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
+from megapipe.engine.swaps import Swaps
 from megapipe.layers.context import MicrobatchContext
 from megapipe.models.gpt import build_layer
 from megapipe.parallel.groups import SoloGroup
+from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
 from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.memory_report import OutOfMemory, is_out_of_memory, out_of_memory_told, saved_bytes
+from megapipe.training.memory_report import (
+    OutOfMemory,
+    _state_row,
+    is_out_of_memory,
+    out_of_memory_told,
+    saved_bytes,
+)
 from megapipe.training.replica import Replica
+from tests.optim.test_optimizer import SPECS
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 
 SEQUENCE = 16
@@ -92,6 +101,18 @@ def test_the_tables_count_states_and_kept_activations(tmp_path: Path) -> None:
     assert "stage 0, micro-batch 2" not in rows
     assert rows["stage 0, micro-batch 0"] == rows["stage 0, micro-batch 1"]
     assert "batch.micro_size" in report
+
+
+def test_weights_in_host_memory_count_while_the_device_has_them() -> None:
+    state, swaps = HostWeights("layer", SPECS, compute_dtype=torch.bfloat16), Swaps(torch.device("cpu"))
+    size = state.table.num_elements
+    assert _state_row(state) == ("layer", (0, 0, 4 * size, 0))
+    state.gather_weights(0, swaps)
+    assert _state_row(state) == ("layer", (2 * size, 0, 4 * size, 0))
+    state.release_weights(0)
+    swaps.reload_state(state)
+    swaps.arrive(state)
+    assert _state_row(state) == ("layer", (2 * size, 4 * size, 4 * size, 0))
 
 
 @pytest.mark.parametrize("model", [GPT2_SHAPE, LLAMA_SHAPE], ids=["gpt2", "llama"])

@@ -115,6 +115,9 @@ def test_nothing_left_to_move_is_told() -> None:
         ({"every": 2}, {}, "need offload.activations blocks"),
         ({"prefetch": 2}, {}, "offload.prefetch needs offload.activations blocks or auto"),
         ({"activations": "auto"}, {}, "auto needs offload.memory"),
+        ({"weights": True}, {}, "offload.weights needs offload.optimizer"),
+        ({"weight_buffers": 1}, {}, "offload.weight_buffers needs offload.weights"),
+        ({"optimizer": True, "weights": True, "weight_buffers": 0}, {}, "offload.weight_buffers is 0; it must be at"),
         ({"activations": "blocks", "memory": 1.0}, {}, "need offload.activations auto"),
         ({"activations": "auto", "memory": -1.0}, {}, "offload.memory is -1.0; it must be above 0"),
         ({"activations": "blocks"}, {"method": "selective"}, "recompute.method selective with offload.activations"),
@@ -125,6 +128,27 @@ def test_nothing_left_to_move_is_told() -> None:
 def test_what_cannot_be_is_refused(offload: dict[str, Any], recompute: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(config_of(offload, recompute), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": {"name": "2bw"}}, "offload.weights: 2bw never flushes"),
+        ({"zero": {"stage": 1}}, "offload.weights with zero.stage 1"),
+        (
+            {"schedule": {"name": "zb_h1"}, "recompute": {"method": "selective"}},
+            "offload.weights with recompute.method selective: this schedule runs the two halves",
+        ),
+    ],
+    ids=str,
+)
+def test_weights_that_cannot_leave_are_refused(changes: dict[str, dict[str, Any]], message: str) -> None:
+    config = config_of({"optimizer": True, "weights": True})
+    for group, values in changes.items():
+        setattr(config, group, replace(getattr(config, group), **values))
+    config.parallel = replace(config.parallel, data=2)
+    with pytest.raises(ConfigError, match=message):
+        validate(config, 2)
 
 
 def test_a_lowered_file_says_by_itself_what_moves(tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def _flags(command: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--offload-state", action="store_true", help="optimizer state on the device around updates alone"
     )
+    shape.add_argument(
+        "--offload-weights", type=int, default=0, metavar="N",
+        help="weights and optimizer state in host memory: units whose weights a rank may hold at once",
+    )  # fmt: skip
     shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
     options = command.add_argument_group("options of single schedules")
     options.add_argument("--group-size", type=int, help="interleaved_1f1b: micro-batches in a row through a chunk")
@@ -110,7 +114,9 @@ def _flags(command: argparse.ArgumentParser) -> None:
     times.add_argument("--blocking-sends", action="store_true", help="a send holds its rank until it has arrived")
     times.add_argument("--update-time", type=float, default=0.0, help="optimizer step of a rank's share")
     times.add_argument("--reduce-time", type=float, default=0.0, help="gradient reduction of a rank's share")
-    times.add_argument("--gather-time", type=float, default=0.0, help="weight gather of a rank's share")
+    times.add_argument(
+        "--gather-time", type=float, default=0.0, help="weights of a rank's share, gathered or copied in"
+    )
     times.add_argument("--offload-time", type=float, default=0.0, help="copy of a micro-batch's activations, one way")
     times.add_argument("--offload-state-time", type=float, default=0.0, help="copy of the optimizer state, one way")
     times.add_argument("--scalars-time", type=float, default=0.0, help="global norm and finite flag over all ranks")
@@ -154,7 +160,8 @@ def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
     if flags.offload is not None and flags.offload < 1:
         raise ScheduleError(f"--offload {flags.offload} is below 1; leave it out to keep all activations")
     units = () if flags.offload is None else (tuple(range(0, flags.units, flags.offload)),) * num_stages
-    return Offload(units, flags.prefetch, flags.offload_state)
+    state = flags.offload_state or flags.offload_weights > 0
+    return Offload(units, flags.prefetch, state, flags.offload_weights)
 
 
 def _times(flags: argparse.Namespace) -> Times:

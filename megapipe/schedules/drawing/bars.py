@@ -66,6 +66,8 @@ def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: 
     action = action_at(table, row)
     step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
     lane, text = LANES.get(action.kind, COMPUTE), describe(action._replace(slot=-1))
+    if action.kind == Kind.GATHER_WEIGHTS and table.header.weights_in_host:
+        lane = COPY_IN
     chunk = chunk_of.get(action.stage, 0)
     return Bar(
         int(table.rank[row]), lane, action.kind, action.stage, chunk, microbatch, step, start, end, critical, text

@@ -33,12 +33,16 @@ def lower(
     wait for their receive). With two gradient buffers updates wait until right before the first forward that reads the
     new version. With weight buffers every chunk is cut into units, whose weights are gathered before they are used and
     released after. ``recompute``: what each stage computes again before its backward; then, too, every chunk is cut
-    into units. ``offload``: what goes to host memory meanwhile; for activations, too, every chunk is cut into units.
+    into units. ``offload``: what goes to host memory meanwhile; for activations and weights, too, every chunk is cut.
     Raises ScheduleError where the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead {receive_ahead} is below 1: post receives before they are needed")
     _require_compute_only(schedule)
+    offload.check(schedule.header, recompute if schedule.header.mode == "train" else ())
+    if offload.weight_buffers:
+        header = replace(schedule.header, weight_buffers=offload.weight_buffers, weights_in_host=True)
+        schedule = replace(schedule, header=header)
     check_weight_buffers(schedule)
     table = _with_versions(Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES))
     training = schedule.header.mode == "train"
@@ -46,7 +50,6 @@ def lower(
     if again:
         check_spans(schedule.header, recompute)
     moves = training and offload.activations
-    offload.check(schedule.header, recompute if again else ())
     sharded = schedule.header.weight_buffers > 0 or (training and schedule.header.whole_gradients > 0)
     everywhere = again or moves or sharded
     if everywhere or (training and schedule.header.data_parallel):

@@ -23,7 +23,8 @@ class Costs:
     and ``gather_weights`` have one entry a stage, for the whole chunk. Gathers and reductions of a rank share one
     stream beside its compute. ``offload``: the activations of a micro-batch, one way between device and host memory;
     ``offload_state``: the optimizer state; both, too, by stage for the whole chunk, and without entries they take no
-    time. Each rank has one copy stream a direction beside its compute. ``links`` replaces ``link`` for pairs of ranks
+    time. Each rank has one copy stream a direction beside its compute; gathers of weights from host memory are copies
+    on it. ``links`` replaces ``link`` for pairs of ranks
     (from, to). Sends run beside the compute, one after another on each link; with ``blocking_sends`` they hold the
     sender until the message arrived, and start only when the receive is posted.
     """

@@ -91,6 +91,7 @@ class _Clocks:
         self._duration: list[float] = durations.of_row.tolist()
         self._blocking = costs.blocking_sends
         self._scalars = costs.reduce_scalars
+        self._weights_in_host = table.header.weights_in_host
         self._awaits: dict[int, list[int]] = {}
         self._note_waits(messages.use.tolist(), messages.send.tolist())
         if self._blocking:
@@ -130,6 +131,8 @@ class _Clocks:
         self._done[row] = True
         if kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
             self._send(rank, row)
+        elif kind == Kind.GATHER_WEIGHTS and self._weights_in_host:
+            self._copied_in[rank] = self._put(row, self._compute[rank], self._copied_in[rank])
         elif kind in (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS):
             self._data_parallel[rank] = self._put(row, self._compute[rank], self._data_parallel[rank])
         elif kind in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS):

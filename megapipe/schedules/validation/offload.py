@@ -16,6 +16,10 @@ from megapipe.schedules.validation.failure import failure
 
 def check_offload(table: Table) -> None:
     """Raise ScheduleError at the first row that moves what is not there, or moves it twice, or leaves it away."""
+    updates = table.rows_with(Kind.UPDATE)
+    if table.header.weights_in_host and len(states_moved(table, Kind.RELOAD)) == 0:
+        everything = np.ones(len(updates), dtype=np.bool_)
+        _refuse(table, updates, everything, "weights lie in host memory, and this changes them where they are not")
     if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
         return
     out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)

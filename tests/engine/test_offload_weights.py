@@ -1,0 +1,251 @@
+"""Weights in host memory: what the device holds of them, counted, and that their copies run beside the compute."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.config.offload import OffloadConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.host_weights import HostWeightBytes, host_weight_bytes
+from megapipe.costs.memory import Precision
+from megapipe.engine.engine import Engine
+from megapipe.engine.errors import EngineError
+from megapipe.engine.host_copies import Copy, Move, ThreadCopies
+from megapipe.engine.step import StepInput
+from megapipe.engine.swaps import Swaps
+from megapipe.engine.transfers import Transfers
+from megapipe.parallel.host_weights import HostWeights
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sharding import is_allocated
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules import Kind
+from megapipe.schedules.actions import COMPUTE_KINDS
+from megapipe.training.assemble import VOCABULARY_ALIGNMENT
+from megapipe.training.replica import Replica
+from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
+from tests.optim.test_optimizer import SPECS
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.live_bytes import LiveBytes
+from tests.support.meshes import run_threads
+
+LAYERS = 4
+ONE_COEFFICIENT = 4
+"""Bytes of what gradients are multiplied by where nothing is clipped."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> PretrainConfig:
+    corpus = write_shard(tmp_path_factory.mktemp("corpus"))
+    model = replace(GPT2_SHAPE, num_layers=LAYERS, tie_embeddings=False)
+    found = make_config(corpus, model, schedule={"name": "gpipe"})
+    found.parallel = replace(found.parallel, data=1)
+    found.offload = OffloadConfig(optimizer=True, weights=True)
+    return found
+
+
+class Counted(ThreadCopies):
+    """Counts the bytes of its copies, and looks at something whenever one starts: memory has been made for it then."""
+
+    num_bytes = 0
+    look: Callable[[], None] | None = None
+
+    def start(self, moves: Sequence[Move]) -> Copy:
+        self.num_bytes += sum(target.nbytes for target, _ in moves)
+        if self.look is not None:
+            self.look()
+        return super().start(moves)
+
+
+@dataclass
+class Found:
+    """Of one replica. units, weights: most units whose weights were on the device at once in a second step, and most
+    bytes of these. gathered: bytes of the step's gathers. copied_in, copied_out: of all its copies. created: live
+    bytes of a new replica, new_home those of them in host memory, and home those after the step."""
+
+    created: int
+    new_home: int
+    units: int = 0
+    weights: int = 0
+    gathered: int = 0
+    copied_in: int = 0
+    copied_out: int = 0
+    home: int = 0
+
+
+def counted_run(mesh: Mesh, config: PretrainConfig) -> Found:
+    out, back = Counted("offload"), Counted("reload")
+    with LiveBytes() as live:
+        replica = Replica(config, mesh, gpt_layers(config.model), Swaps(CPU, out, back))
+        created = live.current
+    states = replica.states()
+    moving = [state.weights[0] for state in states if isinstance(state, HostWeights)]
+    found = Found(created, home_bytes(states))
+    first, second = two_steps(replica, config, mesh)
+    replica.engine.run(first)
+    copied_in, copied_out = back.num_bytes, out.num_bytes
+
+    def look() -> None:
+        there = [weights.nbytes for weights in moving if is_allocated(weights)]
+        found.units, found.weights = max(found.units, len(there)), max(found.weights, sum(there))
+
+    back.look = look
+    replica.engine.run(second)
+    assert not any(is_allocated(weights) for weights in moving)
+    found.copied_in, found.copied_out = back.num_bytes - copied_in, out.num_bytes - copied_out
+    found.home = home_bytes(states)
+    gathers = [action for action in replica.schedule.actions("body", 0) if action.kind == Kind.GATHER_WEIGHTS]
+    found.gathered = sum(replica.stages[each.stage].states[each.unit].weights[0].nbytes for each in gathers)
+    return found
+
+
+def home_bytes(states: Sequence[UnitState]) -> int:
+    return sum(buffer.nbytes for state in states for buffer in state.update_buffers().values() if state.in_host)
+
+
+def formula(config: PretrainConfig) -> HostWeightBytes:
+    layers, tied = gpt_layers(config.model), config.model.tie_embeddings
+    table = layers[0].parameters["word.weight"]
+    return host_weight_bytes(
+        [[s for s in layer.parameters.values() if not tied or s.name != table.name] for layer in layers],
+        config.training.precision,  # type: ignore[arg-type]
+        weight_buffers=config.offload.weight_buffers,
+        tied=[(table, 2)] if tied else [],
+        alignment=VOCABULARY_ALIGNMENT,
+    )
+
+
+@pytest.mark.parametrize(("precision", "buffers", "tied"), [("fp32", 2, False), ("bf16", 1, True), ("bf16", 3, False)])
+def test_no_more_units_than_buffers_are_on_the_device(
+    config: PretrainConfig, precision: str, buffers: int, tied: bool
+) -> None:
+    config = replace(
+        config,
+        model=replace(config.model, tie_embeddings=tied),
+        training=replace(config.training, precision=precision),  # type: ignore[arg-type]
+        offload=replace(config.offload, weight_buffers=buffers),
+    )
+    found = run_threads({}, counted_run, config)[0]
+    expected = formula(config)
+    assert (found.units, found.weights) == (buffers, expected.computing)
+    assert found.created == expected.gradients + expected.tied + found.new_home + ONE_COEFFICIENT
+    assert found.home == expected.host
+    assert found.copied_out == expected.update_traffic
+    assert found.copied_in == expected.update_traffic + found.gathered
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_the_host(
+    dtype: torch.dtype, precision: Precision
+) -> None:
+    swaps, states = Swaps(CPU), [HostWeights(f"layer{index}", SPECS, compute_dtype=dtype) for index in range(4)]
+    for state in states:
+        state.initialize(0)
+        for name in ("first", "second"):
+            state.add_moment(name, slice(0, state.table.num_elements))
+    before, homes = states[0].master.clone(), [state.weight_shards[0] for state in states]
+    with LiveBytes() as live:
+        swaps.reload_state(states[0])
+        for index, state in enumerate(states):
+            for following in states[index + 1 : index + 2]:
+                swaps.reload_state(following)
+            swaps.arrive(state)
+            assert state.weight_shards[0] is not homes[index]
+            state.begin_update(1).add_(0.5)
+            state.publish()
+            swaps.offload_state(state)
+        swaps.end_section()
+        assert live.current == 0
+        assert live.peak == host_weight_bytes([SPECS] * len(states), precision).updating
+    for state, home in zip(states, homes, strict=True):
+        assert state.weight_shards[0] is home
+        state.gather_weights(0, swaps)
+        state.await_weights(0)
+        assert torch.equal(state.weights[0], (before + 0.5).to(dtype))
+        state.release_weights(0)
+
+
+class PrefetchedCopies(SlowCopies):
+    """Of these, copies that have something to hide behind are slow.
+
+    hidden: for each copy, in order, whether an action is computed between its start and its use.
+    """
+
+    hidden: Sequence[bool] = ()
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        super().__init__(name, progress)
+        self._made = 0
+
+    def copy(self, moves: Sequence[Move]) -> None:
+        slow = self.hidden[self._made % len(self.hidden)]
+        self._made += 1
+        if slow:
+            super().copy(moves)
+        else:
+            self._begun.popleft()
+            ThreadCopies.copy(self, moves)
+
+
+def copies_in(replica: Replica) -> list[bool]:
+    """For each copy in of a step, whether something is computed before it is used; updates compute nothing."""
+    actions = list(replica.schedule.actions("body", 0))
+    found = []
+    for at, action in enumerate(actions):
+        if action.kind == Kind.RELOAD:
+            found.append(False)
+        elif action.kind == Kind.GATHER_WEIGHTS:
+            following = next(each for each in actions[at:] if each.kind in COMPUTE_KINDS)
+            found.append(following[1:3] != action[1:3])
+    return found
+
+
+def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool], list[bool], list[Tensor]]:
+    progress = Progress()
+    back = PrefetchedCopies("reload", progress)
+    replica = Replica(config, mesh, gpt_layers(config.model), Swaps(CPU, None, back))
+    back.hidden = copies_in(replica)
+    recorder = CountingRecorder(replica.schedule, 0, CPU)
+    recorder.progress = progress
+    replica.engine.record(recorder)
+    steps = two_steps(replica, config, mesh)
+    losses = [replica.engine.run(each).loss for each in steps]
+    back.hidden = [False]
+    return losses, back.overlapped, copies_in(replica), evaluated(replica, steps[0])
+
+
+def evaluated(replica: Replica, step: StepInput) -> list[Tensor]:
+    return [output for outputs in replica.forward_engine().run(step).outputs for output in outputs]
+
+
+def plain_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[Tensor]]:
+    replica = Replica(replace(config, offload=OffloadConfig()), mesh, gpt_layers(config.model))
+    steps = two_steps(replica, config, mesh)
+    return [replica.engine.run(each).loss for each in steps], evaluated(replica, steps[0])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_weights_come_while_the_unit_before_computes(config: PretrainConfig, schedule: str) -> None:
+    """A copy ends only once an action that follows its start has run: were it waited for, the run would hang. Only a
+    step's first gather has nothing to hide behind. Evaluation brings weights the same way."""
+    config = replace(config, schedule=replace(config.schedule, name=schedule))
+    losses, overlapped, hidden, outputs = run_threads({}, slow_run, config)[0]
+    gathers = hidden[: hidden.index(False, 1)]
+    assert gathers == [False] + [True] * (len(gathers) - 1)
+    assert overlapped == [True] * (2 * (len(gathers) - 1))
+    expected, expected_outputs = run_threads({}, plain_run, config)[0]
+    assert losses == expected
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected_outputs, strict=True))
+
+
+def test_an_engine_without_swaps_refuses_weights_in_host_memory(config: PretrainConfig) -> None:
+    def bare(mesh: Mesh) -> None:
+        replica = Replica(config, mesh, gpt_layers(config.model))
+        schedule = replica.forward_engine().schedule
+        Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
+
+    with pytest.raises(EngineError, match="gpipe offloads, and this engine was made without swaps"):
+        run_threads({}, bare)
