@@ -189,22 +189,13 @@ def splits_backwards(config: PretrainConfig) -> bool:
 
 
 def _recomputation_problems(config: PretrainConfig) -> list[str]:
-    if not splits_backwards(config):
+    if not config.recompute.logits or not splits_backwards(config):
         return []
-    apart = "this schedule runs the two halves of a backward apart"
-    whole = "take a schedule with whole backwards, such as 1f1b without schedule.two_bp"
-    found = []
-    if config.recompute.logits:
-        found.append(
-            f"recompute.logits is true, and {apart}, which would each compute the logits; set recompute.logits false, "
-            f"or {whole}"
-        )
-    if config.recompute.method == "selective" and config.zero.stage == 3:
-        found.append(
-            f"recompute.method selective with zero.stage 3: {apart}, and the weight half would make parts again from "
-            f"weights that are released by then; set zero.stage 2 or recompute.method full, or {whole}"
-        )
-    return found
+    return [
+        "recompute.logits is true, and this schedule runs the two halves of a backward apart, which would each compute "
+        "the logits; set recompute.logits false, or take a schedule with whole backwards, such as 1f1b without "
+        "schedule.two_bp"
+    ]
 
 
 def _sharding_problems(config: PretrainConfig, share: int) -> list[str]:

@@ -95,10 +95,6 @@ HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves")
 CHUNKED = ("interleaved_1f1b", "modular", "zb_v")
 RULES = (
     Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, and this schedule runs the two"),
-    Rule(
-        {"schedule": HALVES, "recompute": ("selective",), "zero": ("3",)},
-        "recompute.method selective with zero.stage 3: this schedule runs the two",
-    ),
     Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages a rank of .* exceeds"),
     Rule(
         {"schedule": ("pipedream",), "tied": ("tied",), "pipeline": ("2", "4")},
