@@ -102,7 +102,7 @@ def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[s
             problems = _file_problems(config, share) or _stage_problems(config, config.schedule.file)
         else:
             problems = _named_problems(config, share) or _stage_problems(config, config.schedule.name)
-        return problems + _recomputation_problems(config) + _sharding_problems(config, share)
+        return problems + _recomputation_problems(config)
     except ScheduleError as error:
         return [f"schedule: {error}"]
 
@@ -192,31 +192,10 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
     if not config.recompute.logits or not splits_backwards(config):
         return []
     return [
-        "recompute.logits is true, and this schedule runs the two halves of a backward apart, which would each compute "
-        "the logits; set recompute.logits false, or take a schedule with whole backwards, such as 1f1b without "
-        "schedule.two_bp"
+        "recompute.logits is true, and this schedule runs the two halves of a backward apart, which would each "
+        "compute the logits; set recompute.logits false, or take a schedule with whole backwards, such as 1f1b "
+        "without schedule.two_bp"
     ]
-
-
-def _sharding_problems(config: PretrainConfig, share: int) -> list[str]:
-    """Schedules that never flush keep weight versions whole, and what computes with each adds to one gradient."""
-    if config.zero.stage < 2 or _flushes(config, config.batch.global_size // share):
-        return []
-    name = config.schedule.file or config.schedule.name
-    return [
-        f"zero.stage {config.zero.stage} shards gradients, and {name} never flushes: it keeps the gradients and "
-        "weights of several versions whole; set zero.stage 1, or take a schedule that flushes, such as 1f1b"
-    ]
-
-
-def _flushes(config: PretrainConfig, num_microbatches: int) -> bool:
-    """Whether the schedule ends every step with an empty pipeline."""
-    if config.schedule.file:
-        return read_file(Path(config.schedule.file)).flushes
-    generator, options = find_generator(config.schedule.name), schedule_options(config)
-    pipeline = config.parallel.pipeline
-    policy = generator.policy(pipeline, num_microbatches, **generator.arguments(generator.policy_options, options))
-    return max(policy.versions_by_rank) == 1 and policy.updates_per_step == 1
 
 
 def _stage_problems(config: PretrainConfig, name: str) -> list[str]:

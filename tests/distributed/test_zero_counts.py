@@ -94,7 +94,7 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
         full = [state for state in states if state.table.num_elements and state.sharding.gradients]
         whole = sum(is_allocated(state.weights[0]) for state in full if state.sharding.weights)
         counts.whole_weights = max(counts.whole_weights, whole)
-        counts.whole_gradients = max(counts.whole_gradients, sum(state.has_open_gradients for state in full))
+        counts.whole_gradients = max(counts.whole_gradients, sum(state.gradients_at_once for state in full))
         now = bytes_of(states)
         most = {name: max(value, getattr(now, name)) for name, value in vars(counts.state).items()}
         counts.state = StateBytes(**most)

@@ -103,9 +103,6 @@ RULES = (
     Rule({"model": ("bert",), "documents": ("isolated",)}, "data.isolate_documents is True; it shapes GPT's samples"),
     Rule({"sequence": ("on",), "tensor": ("1",)}, "parallel.sequence"),
     Rule({"zero": ("1", "2", "3"), "data": ("1",), "context": ("1",)}, "zero.stage is . with one replica"),
-    Rule(
-        {"zero": ("2", "3"), "schedule": ("2bw", "pipedream")}, r"zero.stage \d shards gradients, and .* never flushes"
-    ),
     Rule({"recompute": ("selective",), "offload": ("activations",)}, "recompute.method selective with offload"),
     Rule(
         {"recompute": ("full",), "offload": ("activations",)}, "recompute.method full with offload.activations blocks"
