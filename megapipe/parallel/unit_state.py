@@ -32,7 +32,7 @@ class UnitState(TableShard):
     in_host: what only updates work on, moments and a separate master, lies in host memory.
 
     Where replicas share the state out, `shard` says which elements of the table this rank keeps. The master, the
-    moments, `reduced_gradient` and `weight_shards[i]` have these alone. Of sharded gradients the whole accumulator has
+    moments, `gradient_shards[i]` and `weight_shards[i]` have these alone. Of sharded gradients a whole accumulator has
     memory from `open_gradients` to `close_gradients`, of sharded weights the whole copy from `gather_weights` to
     `release_weights`: the same tensor throughout, whose memory is what comes and goes, so that parameters, `.grad` and
     what autograd saved stay what they are.
@@ -89,10 +89,9 @@ class UnitState(TableShard):
         self.gradients = [
             buffer(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
         ]
-        self._gradient_shards: list[Tensor] = []
+        self.gradient_shards: list[Tensor] = []
         if sharding.gradients:
-            like = self.gradients[0]
-            self._gradient_shards = [like.new_zeros(shard_size) for _ in self.gradients]
+            self.gradient_shards = [gradient.new_zeros(shard_size) for gradient in self.gradients]
         self._has_reduced = [False] * gradient_buffers
         self._gathers: dict[int, Work] = {}
         self.moments: dict[str, Tensor] = {}
@@ -264,7 +263,7 @@ class UnitState(TableShard):
     def reduced_gradient(self, update: int = 0) -> Tensor:
         """This rank's part of the gradient of an update, once it is reduced."""
         if self.sharding.gradients:
-            return self._gradient_shards[update % len(self._gradient_shards)]
+            return self.gradient_shards[update % len(self.gradient_shards)]
         return self.gradients_of(update)[0][self.shard]
 
     @property
@@ -285,8 +284,8 @@ class UnitState(TableShard):
     def close_gradients(self, update: int = 0) -> None:
         """Add what a reduction left in this rank's part of the accumulator to the shard, and free the accumulator."""
         (gradient,) = self.gradients_of(update)
-        buffer = update % len(self._gradient_shards)
-        shard, part = self._gradient_shards[buffer], gradient[self.shard]
+        buffer = update % len(self.gradient_shards)
+        shard, part = self.gradient_shards[buffer], gradient[self.shard]
         if self._has_reduced[buffer]:
             shard.add_(part)
         else:
