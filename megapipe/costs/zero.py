@@ -41,8 +41,10 @@ def shared_state_bytes(
     tensor_size: int = 1,
     alignment: int = 1,
     moments: int = 2,
+    num_versions: int = 1,
+    num_updates: int = 1,
 ) -> StateBytes:
-    """State on one rank at its peak, in a schedule that flushes (Rajbhandari et al. 2020, 1910.02054, figure 1).
+    """State on one rank at its peak (Rajbhandari et al. 2020, 1910.02054, figure 1).
 
     muon_shard: under Muon, which of the shards the rank has; a matrix has one moment there, the rest `moments`, and
     most of that lies in shard 0.
@@ -50,7 +52,8 @@ def shared_state_bytes(
     units: parameters of each unit (layer) on the rank, tied weights left out. tied: these, with the number of their
     uses on the rank; their weights and gradients are whole at every stage. stage: of ZeRO, 0 to 3. num_shards:
     replicas that share one copy. weight_buffers (stage 3), gradient_buffers (stage 2 and 3): units that are whole at
-    once; the largest are counted. tensor_size, alignment, moments: as in `state_bytes`.
+    once; the largest are counted. tensor_size, alignment, moments, num_versions: as in `state_bytes`. num_updates:
+    whose gradients are alive at once. Both are above 1 in schedules that never flush.
     """
     shards = num_shards if stage else 1
     units, tied = list(units), list(tied)
@@ -76,11 +79,20 @@ def shared_state_bytes(
             for specs in (*units, *([spec] for spec, _ in tied))
         ]
         in_moments = kept + sum(found.elementwise_in(muon_shard if stage else 0) for found in each) * (moments - 1)
-    weights = own if stage < 3 else own // shards + sum(sizes[:weight_buffers])
-    gradients = own if stage < 2 else own // shards + sum(sizes[:gradient_buffers])
+    weights = own * num_versions
+    if stage >= 3:
+        weights = weights // shards + _largest(sizes, num_versions, weight_buffers)
+    gradients = own * num_updates
+    if stage >= 2:
+        gradients = gradients // shards + _largest(sizes, num_updates, gradient_buffers)
     return StateBytes(
-        weights=(weights + whole_tables) * ELEMENT_BYTES[precision],
+        weights=(weights + whole_tables * num_versions) * ELEMENT_BYTES[precision],
         master=0 if precision == "fp32" else kept * FULL_BYTES,
-        gradients=(gradients + sum(size * uses for size, uses in tables)) * FULL_BYTES,
+        gradients=(gradients + sum(size * uses for size, uses in tables) * num_updates) * FULL_BYTES,
         moments=in_moments * FULL_BYTES,
     )
+
+
+def _largest(sizes: list[int], kept: int, count: int) -> int:
+    """The sum of so many of the sizes, from the largest on, each of which is there `kept` times."""
+    return sum([size for size in sizes for _ in range(kept)][:count])

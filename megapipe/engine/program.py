@@ -17,7 +17,7 @@ from megapipe.engine.transfers import Transfers
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind
-from megapipe.schedules.schedule import Schedule, SectionName
+from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
 Closure = Callable[[StepState], None]
 Tensors = tuple[Tensor, ...]
@@ -56,10 +56,11 @@ class Program:
         self._reductions = reductions
         moves = self._moves = Moves(schedule, rank, stages, swaps)
         forwards = Forwards(schedule, rank, stages, transfers, moves)
-        # Of the reductions of one unit in a step; the micro-batch that the last one in order names.
+        # Of the reductions of one unit in an update; the micro-batch that the last one in order names.
         self._last_reduced = {
-            (action.stage, action.unit): action.microbatch
-            for action in schedule.actions("body", rank)
+            self._in_update(action): action.microbatch
+            for section in SECTIONS
+            for _, action in map(self._counted_from_its_step, schedule.actions(section, rank))
             if action.kind == Kind.REDUCE_GRADIENTS
         }
         backward = self._on_shared_state(self._backward)
@@ -125,13 +126,13 @@ class Program:
                 not halves or any(unsplit_parameters([twin]) for twin in stage.units[action.unit])
             )
             uses = state.weights_come_and_go and action.kind != Kind.BACKWARD_WEIGHT
-            buffers = self._reductions.gradient_buffers
+            buffers, copy, number = self._reductions.gradient_buffers, self._copy(action), self._update_number(action)
 
             def run_on_shared_state(step: StepState) -> None:
                 if uses:
-                    state.await_weights(0)
+                    state.await_weights(copy(step))
                 if adds:
-                    buffers.open(state)
+                    buffers.open(state, number(step))
                 run(step)
 
             return run_on_shared_state
@@ -193,19 +194,19 @@ class Program:
         return lambda step: slots.post(slot)
 
     def _gather_weights(self, action: Action) -> Closure:
-        state = self._state(action)
+        state, copy = self._state(action), self._copy(action)
         if isinstance(state, HostWeights):
             return self._moves.bring_weights(state)
-        return lambda step: self._reductions.gather_weights(state, 0)
+        return lambda step: self._reductions.gather_weights(state, copy(step))
 
     def _release_weights(self, action: Action) -> Closure:
-        state = self._state(action)
-        return lambda step: state.release_weights(0)
+        state, copy = self._state(action), self._copy(action)
+        return lambda step: state.release_weights(copy(step))
 
     def _reduce_gradients(self, action: Action) -> Closure:
         state, number = self._state(action), self._update_number(action)
         sharded = self._header.whole_gradients > 0
-        last = not sharded or self._last_reduced[action.stage, action.unit] == action.microbatch
+        last = not sharded or self._last_reduced[self._in_update(action)] == action.microbatch
         return lambda step: self._reductions.reduce_gradients(step, state, number(step), last=last)
 
     def _reduce_tied(self, action: Action) -> Closure:
@@ -226,6 +227,18 @@ class Program:
             self._reductions.update(step, states, step.input.step * per_step + version, number(step))
 
         return self._moves.update(actions, run)
+
+    def _in_update(self, action: Action) -> tuple[int, int, int]:
+        """Stage, unit, and which of its step's updates an action belongs to."""
+        return action.stage, action.unit, action.microbatch // self._header.microbatches_per_update
+
+    def _copy(self, action: Action) -> Callable[[StepState], int]:
+        """The physical weight version that an action of a step is about; in forwards alone that is the newest."""
+        state, version, per_step = self._state(action), action.version, self._header.updates_per_step
+        copies = len(state.weights)
+        if self._header.mode == "forward":
+            return lambda step: state.newest % copies
+        return lambda step: (step.input.step * per_step + version) % copies
 
     def _update_number(self, action: Action) -> Callable[[StepState], int]:
         """The absolute number of the update that an action of a step belongs to."""

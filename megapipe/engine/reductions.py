@@ -170,6 +170,7 @@ class Reductions:
 
     def reduce_scalars(self, step: StepState, update: int) -> None:
         """Start to find the global loss, the canonical norm and the clip coefficient. update: the step's last one."""
+        self.gradient_buffers.finish()
         if not self._hidden:
             step.scalars = run_now(lambda: self._shared(step, self._local_scalars(step, update)))
             return
@@ -193,6 +194,7 @@ class Reductions:
             raise ValueError("this engine was built without an optimizer; give it one to run UPDATE actions")
         coefficient, finite = self._one, True
         if step.updates > 1:
+            self.gradient_buffers.finish()
             self._await_gradients(step)
         else:
             if step.scalars is None:
@@ -211,7 +213,6 @@ class Reductions:
                 self.gather_weights(state, version % len(state.weights))
 
     def _await_gradients(self, step: StepState) -> None:
-        self.gradient_buffers.finish()
         for work in step.reductions:
             work.wait()
         step.reductions.clear()

@@ -47,7 +47,7 @@ class GradientReduction(Work):
         self, state: UnitState, update: int, shards: Group, copies: Group | None, dtype: torch.dtype | None
     ) -> None:
         self.state = state
-        self._update = update
+        self.update = update
         self._shards = shards
         self._copies = copies
         self._whole = state.gradients_of(update)[0]
@@ -65,9 +65,9 @@ class GradientReduction(Work):
             self._shards.own_part(self._whole).copy_(self._shards.own_part(self._sent))
             self._sent = self._whole
         if self.state.sharding.gradients:
-            self.state.close_gradients()
+            self.state.close_gradients(self.update)
         if self._copies is not None:
-            self._copying = self._copies.all_reduce(self.state.reduced_gradient(self._update), async_op=True)
+            self._copying = self._copies.all_reduce(self.state.reduced_gradient(self.update), async_op=True)
 
     def wait(self) -> None:
         self.go_on()
@@ -87,18 +87,18 @@ class GradientBuffers:
         self._open = 0
         self._on_their_way: deque[GradientReduction] = deque()
 
-    def open(self, state: UnitState) -> None:
-        """Give a unit's accumulator memory where it has none, once a buffer is free.
+    def open(self, state: UnitState, update: int) -> None:
+        """Give a unit's accumulator for an update memory where it has none, once a buffer is free.
 
         What was in it before may still be on its way: nothing may be added to that.
         """
-        while any(reduction.state is state for reduction in self._on_their_way):
+        while any(each.state is state and each.update == update for each in self._on_their_way):
             self._finish_oldest()
-        if state.has_open_gradients:
+        if state.has_open_gradients(update):
             return
         while self._on_their_way and self._open >= self._limit:
             self._finish_oldest()
-        state.open_gradients()
+        state.open_gradients(update)
         self._open += 1
 
     def reduce(self, reduction: GradientReduction) -> None:

@@ -53,4 +53,6 @@ class MLP(nn.Module):
         if op is bias_gelu:
             # Apart from GELU the bias costs least inside the product.
             return self.up(x, tape, again), lambda inner: gelu.apply(inner, approximate)
+        if self.recompute and tape is not None:  # the weight half may come when sharded weights are released
+            bias = bias.clone()
         return self.up.without_bias(x, tape, again), lambda inner: op.apply(inner, bias, approximate)

@@ -106,13 +106,14 @@ class Norm(SplitModule, OnShards):
         record.saved = (total.detach(), *statistics)
         return y, total
 
-    def again(self, x: Tensor) -> Remade | None:
+    def again(self, x: Tensor, tape: SplitTape | None) -> Remade | None:
         """How to make the norm of x (of `add`'s sum) again, where `recompute` says not to keep it."""
-        return Remade(self._normalised, (x.detach(),)) if self.recompute else None
-
-    def _normalised(self, x: Tensor) -> Tensor:
-        y, _, _ = self.run(x, None, *self._parameters_in_order())
-        return y
+        if not self.recompute:
+            return None
+        parameters = [parameter.detach() for parameter in self._parameters_in_order()]
+        if tape is not None:  # the weight half may come when sharded weights are released: these few numbers stay
+            parameters = [parameter.clone() for parameter in parameters]
+        return Remade(lambda x: self.run(x, None, *parameters)[0], (x.detach(),))
 
     def run(
         self, x: Tensor, residual: Tensor | None, *parameters: Tensor

@@ -69,7 +69,7 @@ class BertBlock(Block):
         update = self.attention(hidden, context)
         added = _added(self.attention_dropout, update, hidden, context)
         hidden = self.attention_norm(added, tape)
-        update = self.mlp(hidden, tape, self.attention_norm.again(added))
+        update = self.mlp(hidden, tape, self.attention_norm.again(added, tape))
         return (self.mlp_norm(_added(self.mlp_dropout, update, hidden, context), tape),)
 
 

@@ -64,13 +64,13 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
         tape = context.tape
-        update = self.attention(self.attention_norm(hidden, tape), context, self.attention_norm.again(hidden))
+        update = self.attention(self.attention_norm(hidden, tape), context, self.attention_norm.again(hidden, tape))
         if self.attention_dropout.active(context):
             hidden = self.attention_dropout.add(update, hidden, context)
             normalised = self.mlp_norm(hidden, tape)
         else:
             normalised, hidden = self.mlp_norm.add(update, hidden, tape)
-        update = self.mlp(normalised, tape, self.mlp_norm.again(hidden))
+        update = self.mlp(normalised, tape, self.mlp_norm.again(hidden, tape))
         if self.mlp_dropout.active(context):
             return (self.mlp_dropout.add(update, hidden, context),)
         return (hidden + update,)

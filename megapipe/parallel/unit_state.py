@@ -33,7 +33,7 @@ class UnitState(TableShard):
     in_host: what only updates work on, moments and a separate master, lies in host memory.
 
     Where replicas share the state out, `shard` says which elements of the table this rank keeps. The master, the
-    moments, `reduced_gradient` and `weight_shards[i]` have these alone. Of sharded gradients the whole accumulator has
+    moments, `gradient_shards[i]` and `weight_shards[i]` have these alone. Of sharded gradients a whole accumulator has
     memory from `open_gradients` to `close_gradients`, of sharded weights the whole copy from `gather_weights` to
     `release_weights`: the same tensor throughout, whose memory is what comes and goes, so that parameters, `.grad` and
     what autograd saved stay what they are.
@@ -64,10 +64,10 @@ class UnitState(TableShard):
             raise ValueError(
                 f"unit {name}: {gradient_buffers} gradient buffers must divide its {num_versions} weight versions"
             )
-        if sharding.gradients and (num_versions > 1 or num_uses > 1):
+        if sharding.gradients and num_uses > 1:
             raise ValueError(
-                f"unit {name}: gradients and weights of {num_versions} versions and {num_uses} uses cannot be "
-                "sharded, only those of one; shard its optimizer state alone (stage 1)"
+                f"unit {name}: gradients and weights of {num_uses} uses cannot be sharded, only those of one; shard "
+                "its optimizer state alone (stage 1)"
             )
         self.name = name
         self.sharding = sharding
@@ -95,10 +95,10 @@ class UnitState(TableShard):
         self.gradients = [
             buffer(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
         ]
-        self._gradient_shard: Tensor | None = None
+        self.gradient_shards: list[Tensor] = []
         if sharding.gradients:
-            self._gradient_shard = torch.zeros(shard_size, dtype=self.accumulate_dtype, device=device)
-        self._has_reduced = False
+            self.gradient_shards = [gradient.new_zeros(shard_size) for gradient in self.gradients]
+        self._has_reduced = [False] * gradient_buffers
         self._gathers: dict[int, Work] = {}
         self.moments: dict[str, Tensor] = {}
         self.moment_starts: dict[str, int] = {}
@@ -266,33 +266,41 @@ class UnitState(TableShard):
 
     def zero_gradients(self, update: int = 0) -> None:
         """Clear the accumulators of an update for the next one that takes their buffer."""
-        self._has_reduced = False
-        if self._gradient_shard is not None:
+        self._has_reduced[update % len(self._has_reduced)] = False
+        if self.sharding.gradients:
             return
         for gradient in self.gradients_of(update):
             gradient.zero_()
 
     def reduced_gradient(self, update: int = 0) -> Tensor:
         """This rank's part of the gradient of an update, once it is reduced."""
-        return self.gradients_of(update)[0][self.shard] if self._gradient_shard is None else self._gradient_shard
+        if self.sharding.gradients:
+            return self.gradient_shards[update % len(self.gradient_shards)]
+        return self.gradients_of(update)[0][self.shard]
 
     @property
-    def has_open_gradients(self) -> bool:
-        """Whether there is memory for backwards to add to."""
-        return is_allocated(self.gradients[0])
+    def gradients_at_once(self) -> int:
+        """Accumulators that have memory for backwards to add to."""
+        return sum(is_allocated(gradient) for gradient in self.gradients)
 
-    def open_gradients(self) -> None:
-        """Give the accumulator of sharded gradients memory, cleared."""
-        allocate(self.gradients[0])
-        self.gradients[0].zero_()
+    def has_open_gradients(self, update: int = 0) -> bool:
+        """Whether there is memory for the backwards of an update to add to."""
+        return is_allocated(self.gradients_of(update)[0])
 
-    def close_gradients(self) -> None:
+    def open_gradients(self, update: int = 0) -> None:
+        """Give the accumulator of an update's sharded gradients memory, cleared."""
+        (gradient,) = self.gradients_of(update)
+        allocate(gradient)
+        gradient.zero_()
+
+    def close_gradients(self, update: int = 0) -> None:
         """Add what a reduction left in this rank's part of the accumulator to the shard, and free the accumulator."""
-        assert self._gradient_shard is not None
-        part = self.gradients[0][self.shard]
-        if self._has_reduced:
-            self._gradient_shard.add_(part)
+        (gradient,) = self.gradients_of(update)
+        buffer = update % len(self.gradient_shards)
+        shard, part = self.gradient_shards[buffer], gradient[self.shard]
+        if self._has_reduced[buffer]:
+            shard.add_(part)
         else:
-            self._gradient_shard.copy_(part)
-        self._has_reduced = True
-        free(self.gradients[0])
+            shard.copy_(part)
+        self._has_reduced[buffer] = True
+        free(gradient)

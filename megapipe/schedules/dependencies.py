@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.gathers import ADDING, USES, awaited_reductions
+from megapipe.schedules.gathers import ADDING, USES, awaited_reductions, places
 from megapipe.schedules.offload import move_needs, reload_needs
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 from megapipe.schedules.tied_uses import local_uses, readers_of_state
@@ -93,8 +93,7 @@ class Dependencies:
         """Every use of sharded weights needs the latest gather of its unit; none where weights are whole."""
         table = self.table
         rows = table.rows_with(*USES, Kind.GATHER_WEIGHTS) if table.header.weight_buffers else np.empty(0, np.int64)
-        place = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
-        rows = rows[np.lexsort((rows, place))]
+        rows = rows[np.lexsort((rows, places(table, rows)))]
         gathering = table.is_kind(Kind.GATHER_WEIGHTS)[rows]
         latest = np.maximum.accumulate(np.where(gathering, np.arange(len(rows)), 0))
         return Needs(rows[~gathering], rows[latest[~gathering]])
@@ -227,11 +226,11 @@ class Dependencies:
         return Needs(updates, found[place[updates]]).where_known()
 
     def _version_needs(self) -> Iterator[Needs]:
-        """A forward needs the update that wrote its version; a gradient buffer is free once its update is done."""
+        """A forward or gather needs the update that wrote its version, a gradient buffer that its update is done."""
         table, header = self.table, self.table.header
         updates = table.rows_with(Kind.UPDATE)
         for kinds, delays in (
-            ((Kind.FORWARD,), header.versions_per_stage),
+            ((Kind.FORWARD, Kind.GATHER_WEIGHTS), header.versions_per_stage),
             (ADDING, (header.gradient_buffers,) * table.num_stages),
         ):
             rows = table.rows_with(*kinds)

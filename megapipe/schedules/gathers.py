@@ -6,6 +6,10 @@ A *run* is a stretch of neighbouring compute actions of a rank that use one unit
 rank holds, or is gathering, the first ``weight_buffers`` different units that are used from there on: one buffer means
 no prefetch, two mean one unit ahead. No unit is dropped while it is among them, so no order of gathers with as many
 buffers gathers less. Weight halves of split backwards work on kept inputs and output gradients and use no weights.
+
+A schedule that never flushes keeps several versions of a unit's weights, and gradients of several updates. Each is
+held like a unit of its own. No version is gathered before the update that writes it, and none stays on hand from one
+section to the next: what comes after a section depends on whether the run goes on.
 """
 
 from collections import Counter
@@ -51,28 +55,37 @@ def check_weight_buffers(schedule: Schedule) -> None:
             f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is "
             "nobody to share them with; say data_parallel too, or leave whole_gradients out"
         )
-    for name, value in (("weight_buffers", header.weight_buffers), ("whole_gradients", header.whole_gradients)):
-        if value and not schedule.flushes:
-            raise ScheduleError(
-                f"{header.name} never flushes and keeps its weight versions whole: {name} {value} must be 0; take a "
-                "schedule that flushes to shard weights or gradients, or to keep weights in host memory"
-            )
+    if header.weights_in_host and not schedule.flushes:
+        raise ScheduleError(
+            f"{header.name} never flushes and keeps several weight versions on the device; take a schedule that "
+            "flushes, or leave weights_in_host out"
+        )
 
 
-def residences(table: Table) -> Residence:
-    """When units' weights are on hand, in a table of one step whose compute is cut into units."""
+def places(table: Table, rows: Ints) -> Ints:
+    """One number for each stage, update (and so weight version) and unit that rows cut into units belong to."""
+    update = table.stage[rows].astype(np.int64) * table.num_updates + table.update[rows]
+    return update * max(table.header.units_per_stage) + table.unit[rows]
+
+
+def residences(table: Table, written: Ints) -> Residence:
+    """When units' weights are on hand, in a table whose compute is cut into units.
+
+    written: by stage and version, shape [stages, versions], the first row of which an update has made it.
+    """
     rows = table.rows_with(*USES)
-    unit = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
-    opens = np.flatnonzero(np.append(True, (unit[1:] != unit[:-1]) | (np.diff(table.rank[rows]) != 0)))
+    unit, part = places(table, rows), table.rank[rows] * table.num_sections + table.section[rows]
+    opens = np.flatnonzero(np.append(True, (unit[1:] != unit[:-1]) | (np.diff(part) != 0)))
     first, last = rows[opens], rows[np.append(opens[1:], len(rows)) - 1]
-    rank_opens = np.searchsorted(table.rank[first], np.arange(table.header.num_ranks + 1)).tolist()
+    parts = np.searchsorted(part[opens], np.arange(table.header.num_ranks * table.num_sections + 1)).tolist()
     found = [
-        (opens_rank + uses, opens_rank + ends, opens_rank + starts)
-        for opens_rank, closes_rank in pairwise(rank_opens)
-        for uses, ends, starts in _held(unit[opens][opens_rank:closes_rank].tolist(), table.header.weight_buffers)
+        (before + uses, before + ends, before + starts)
+        for before, behind in pairwise(parts)
+        for uses, ends, starts in _held(unit[opens][before:behind].tolist(), table.header.weight_buffers)
     ]
     first_use, last_use, start = np.array(found, dtype=np.int64).T
-    return Residence(first[first_use], last[last_use], first[start])
+    use = first[first_use]
+    return Residence(use, last[last_use], np.maximum(first[start], written[table.stage[use], table.version[use]]))
 
 
 ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -87,7 +100,7 @@ def last_additions(table: Table) -> Ints:
     two buffers one unit's is on its way while the next unit's is computed.
     """
     rows = table.rows_with(*ADDING)
-    unit = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
+    unit = places(table, rows)
     closes = np.flatnonzero(np.append((unit[1:] != unit[:-1]) | (np.diff(table.rank[rows]) != 0), True))
     last, rank = rows[closes], table.rank[rows[closes]]
     found = []
@@ -102,13 +115,12 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
     opening: list[int] = []
     freeing: list[int] = []
     rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS) if table.header.whole_gradients else np.empty(0, np.int64)
-    place = table.stage[rows].astype(np.int64) * max(table.header.units_per_stage) + table.unit[rows]
     reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[rows].tolist()
-    ranks, places = table.rank[rows].tolist(), place.tolist()
+    ranks, units = table.rank[rows].tolist(), places(table, rows).tolist()
     held: set[int] = set()
     opened: Counter[int] = Counter()
     reductions: dict[int, list[int]] = {}
-    for row, rank, unit, reduces in zip(rows.tolist(), ranks, places, reducing, strict=True):
+    for row, rank, unit, reduces in zip(rows.tolist(), ranks, units, reducing, strict=True):
         if reduces:
             held.discard(unit)
             reductions.setdefault(rank, []).append(row)

@@ -160,7 +160,7 @@ def _state_row(state: UnitState) -> Row:
     sizes = (
         sum(weights.values()),
         sum(master[address] for address in master.keys() - weights.keys()),
-        sum(_storages([*state.gradients, *([state.reduced_gradient()] if state.sharding.gradients else [])]).values()),
+        sum(_storages([*state.gradients, *state.gradient_shards]).values()),
         0 if state.in_host else sum(_storages(state.moments.values()).values()),
     )
     return state.name, sizes

@@ -102,8 +102,7 @@ def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[s
             problems = _file_problems(config, share) or _stage_problems(config, config.schedule.file)
         else:
             problems = _named_problems(config, share) or _stage_problems(config, config.schedule.name)
-        problems += _recomputation_problems(config) + _sharding_problems(config, share)
-        return problems + _host_weight_problems(config, share)
+        return problems + _recomputation_problems(config) + _host_weight_problems(config, share)
     except ScheduleError as error:
         return [f"schedule: {error}"]
 
@@ -190,32 +189,12 @@ def splits_backwards(config: PretrainConfig) -> bool:
 
 
 def _recomputation_problems(config: PretrainConfig) -> list[str]:
-    if not splits_backwards(config):
+    if not config.recompute.logits or not splits_backwards(config):
         return []
-    apart = "this schedule runs the two halves of a backward apart"
-    whole = "take a schedule with whole backwards, such as 1f1b without schedule.two_bp"
-    found = []
-    if config.recompute.logits:
-        found.append(
-            f"recompute.logits is true, and {apart}, which would each compute the logits; set recompute.logits false, "
-            f"or {whole}"
-        )
-    if config.recompute.method == "selective" and config.zero.stage == 3:
-        found.append(
-            f"recompute.method selective with zero.stage 3: {apart}, and the weight half would make parts again from "
-            f"weights that are released by then; set zero.stage 2 or recompute.method full, or {whole}"
-        )
-    return found
-
-
-def _sharding_problems(config: PretrainConfig, share: int) -> list[str]:
-    """Schedules that never flush keep weight versions whole, and what computes with each adds to one gradient."""
-    if config.zero.stage < 2 or _flushes(config, config.batch.global_size // share):
-        return []
-    name = config.schedule.file or config.schedule.name
     return [
-        f"zero.stage {config.zero.stage} shards gradients, and {name} never flushes: it keeps the gradients and "
-        "weights of several versions whole; set zero.stage 1, or take a schedule that flushes, such as 1f1b"
+        "recompute.logits is true, and this schedule runs the two halves of a backward apart, which would each "
+        "compute the logits; set recompute.logits false, or take a schedule with whole backwards, such as 1f1b "
+        "without schedule.two_bp"
     ]
 
 

@@ -28,6 +28,7 @@ from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, 
 from tests.support.meshes import run_mesh, run_threads
 
 STEPS = 6
+BOTH = {"pipeline": 2, "data": 2}
 POISONED = 2
 """The step whose gradients are not finite, where one is to be skipped."""
 MODELS = {
@@ -158,18 +159,56 @@ def test_where_2bw_is_drained_changes_nothing(corpus: str, update: str) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "zero"),
-    [({"pipeline": 2, "data": 2}, 0), ({"pipeline": 2, "tensor": 2}, 0), ({"pipeline": 2, "data": 2}, 1)],
+    [
+        (BOTH, {}),
+        ({"pipeline": 2, "tensor": 2}, {}),
+        (BOTH, {"stage": 3}),
+        pytest.param(BOTH, {"stage": 2, "gradient_buffers": 1}, marks=pytest.mark.slow),
+        pytest.param({"data": 4}, {"stage": 3, "shard_size": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-def test_2bw_with_replicas_and_tensor_shards_is_its_recursion(corpus: str, sizes: dict[str, int], zero: int) -> None:
+def test_2bw_with_replicas_and_tensor_shards_is_its_recursion(
+    corpus: str, sizes: dict[str, int], zero: dict[str, int]
+) -> None:
     config = make_config(corpus, MODELS["gpt2-tied-dropout"], schedule={"name": "2bw"})
     (expected,) = run_threads({}, recursion, config, False)
-    config.zero = ZeroConfig(stage=zero)
+    config.zero = ZeroConfig(**zero)
     ranks = run_mesh(sizes, trained, config, (2,), False)
     for rank in ranks:
         losses = torch.tensor([result.loss for result in rank.results], dtype=torch.float64)
         wanted = torch.tensor([result.loss for result in expected.results], dtype=torch.float64)
         torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage"),
+    [
+        pytest.param(schedule, stage, marks=[] if stage == 3 else pytest.mark.slow)
+        for schedule in ("2bw lazy", "2bw eager", "pipedream")
+        for stage in (1, 2, 3)
+    ],
+)
+def test_versions_of_replicas_that_share_their_state_are_those_of_plain_ones(
+    corpus: str, schedule: str, stage: int
+) -> None:
+    """Bit for bit: two numbers have one sum in any order, and where there is room for every layer's gradient it is
+    reduced once an update. The norm is added up in other parts, so that none is taken."""
+    name, *update = schedule.split()
+    config = make_config(
+        corpus,
+        LLAMA_SHAPE,
+        schedule={"name": name, "update": update[0] if update else None},
+        optimizer={"clip_norm": None},
+    )
+    plain = run_threads(BOTH, trained, config, (2,), False)
+    config.zero = ZeroConfig(stage=stage, gradient_buffers=8 if stage > 1 else 2)
+    shared = run_threads(BOTH, trained, config, (2,), False)
+    for rank, expected in zip(shared, plain, strict=True):
+        assert [result.loss for result in rank.results] == [result.loss for result in expected.results]
+    found, wanted = (assembled([rank.weights for rank in ranks]) for ranks in (shared, plain))
+    for path, tensor in wanted.items():
+        assert torch.equal(found[path], tensor), path
 
 
 def test_pipedream_is_the_same_however_it_is_run_and_drained(corpus: str) -> None:

@@ -70,31 +70,26 @@ def storages(tensors: list[Tensor]) -> int:
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def kept_gradient(state: UnitState) -> list[Tensor]:
-    """The shard of sharded gradients."""
-    return [state.reduced_gradient()] if state.sharding.gradients else []
-
-
 def bytes_of(states: list[UnitState]) -> StateBytes:
     weights = storages([tensor for state in states for tensor in (*state.weights, *state.weight_shards)])
     return StateBytes(
         weights=weights,
         master=storages([t for s in states for t in (*s.weights, *s.weight_shards, s.master)]) - weights,
-        gradients=storages([t for state in states for t in (*state.gradients, *kept_gradient(state))]),
+        gradients=storages([t for state in states for t in (*state.gradients, *state.gradient_shards)]),
         moments=storages([tensor for state in states for tensor in state.moments.values()]),
     )
 
 
 def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
-    """One rank's second step."""
+    """One rank's second step; where the pipeline never empties, what is done between two feeds."""
     counts, traffic, states = Counts(), Traffic(), []  # type: ignore[var-annotated]
     communicators = replica_module.communicators
 
     def look() -> None:
         full = [state for state in states if state.table.num_elements and state.sharding.gradients]
-        whole = sum(is_allocated(state.weights[0]) for state in full if state.sharding.weights)
+        whole = sum(is_allocated(copy) for state in full if state.sharding.weights for copy in state.weights)
         counts.whole_weights = max(counts.whole_weights, whole)
-        counts.whole_gradients = max(counts.whole_gradients, sum(state.has_open_gradients for state in full))
+        counts.whole_gradients = max(counts.whole_gradients, sum(state.gradients_at_once for state in full))
         now = bytes_of(states)
         most = {name: max(value, getattr(now, name)) for name, value in vars(counts.state).items()}
         counts.state = StateBytes(**most)
@@ -114,10 +109,11 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
     for step in range(2):
         batch = loader.load(step * config.batch.global_size)
         traffic.clear()
-        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
+        replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
         look()
     counts.calls = {place.operation: calls for place, calls in traffic.calls.items()}
     counts.elements = {place.operation: elements for place, elements in traffic.elements.items()}
+    replica.engine.drain()
     return counts
 
 
@@ -164,6 +160,34 @@ def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: st
             assert (counts.whole_weights, counts.whole_gradients) == (2, 2)
 
 
+def test_versions_are_gathered_and_reduced_as_if_no_other_were_there(corpus: str) -> None:
+    """2bw reads one version in all of a step's micro-batches, so that layers at both turns stay on hand, as in 1f1b;
+    pipedream reads another in each. Room for every layer's gradient leaves one reduction an update."""
+    microbatches = 3
+    gathers, reductions = 2 * microbatches * UNITS, microbatches * UNITS
+    cases = (
+        ({"name": "2bw", "update": "lazy"}, 2, gathers - 2 * (2 * microbatches - 1), reductions),
+        ({"name": "2bw", "update": "eager"}, UNITS, gathers - 2 * (2 * microbatches - 1), UNITS),
+        ({"name": "pipedream"}, 2, gathers - 2 * microbatches, reductions),
+    )
+    configs = []
+    for schedule, buffers, _, _ in cases:
+        config = config_of(corpus, microbatches, schedule, stage=3, gradient_buffers=buffers)
+        config.optimizer = replace(config.optimizer, clip_norm=None)
+        configs.append(config)
+    for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
+        for counts, config, (schedule, buffers, gathered, reduced) in zip(rank, configs, cases, strict=True):
+            assert counts.calls == {"all_gather": gathered, "reduce_scatter": reduced}
+            assert (counts.whole_weights, counts.whole_gradients) == (2, buffers)
+            kept = {
+                "num_versions": 2 if schedule["name"] == "2bw" else 1,
+                "num_updates": 2 if "lazy" in schedule.values() else 1,
+            }
+            assert counts.state == expected_bytes(config, 2, buffers, **kept)
+            before = expected_bytes(config, 0, 0, **kept)
+            assert counts.created == before.total - before.moments + ONE_COEFFICIENT
+
+
 def test_whole_gradients_are_reduced_once(corpus: str) -> None:
     configs = [config_of(corpus, 3, {"name": "1f1b"}, stage=stage) for stage in (0, 1)]
     for plain, shared in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
@@ -183,8 +207,8 @@ def test_state_takes_the_bytes_of_the_formula(corpus: str) -> None:
         configs.append(config)
     for place, rank in enumerate(run_mesh({"data": 2}, counted_all, configs, timeout=240.0)):
         for counts, config in zip(rank, configs, strict=True):
-            assert counts.state == expected_bytes(config, place, buffers=2)
-            before = expected_bytes(config, place, buffers=0)
+            assert counts.state == expected_bytes(config, 2, 2, place)
+            before = expected_bytes(config, 0, 0, place)
             assert counts.created == before.total - before.moments + ONE_COEFFICIENT
 
 
@@ -192,7 +216,9 @@ ONE_COEFFICIENT = 4
 """Bytes of what gradients are multiplied by where nothing is clipped."""
 
 
-def expected_bytes(config: PretrainConfig, shard: int, buffers: int) -> StateBytes:
+def expected_bytes(
+    config: PretrainConfig, weight_buffers: int, gradient_buffers: int, shard: int = 0, **kept: int
+) -> StateBytes:
     layers, tied = gpt_layers(config.model), config.model.tie_embeddings
     table = layers[0].parameters["word.weight"]
     return shared_state_bytes(
@@ -202,7 +228,8 @@ def expected_bytes(config: PretrainConfig, shard: int, buffers: int) -> StateByt
         num_shards=2,
         tied=[(table, 2)] if tied else [],
         alignment=VOCABULARY_ALIGNMENT,
-        weight_buffers=buffers,
-        gradient_buffers=buffers,
+        weight_buffers=weight_buffers,
+        gradient_buffers=gradient_buffers,
+        **kept,
         muon_shard=shard if config.optimizer.name == "muon" else None,
     )

@@ -1,11 +1,16 @@
 """Split backward against the fused one, bit for bit."""
 
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.reference import bias_gelu
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitError, SplitTape, unsplit_parameters
+from megapipe.parallel.sharding import free
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
 
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "dropout": DROPOUT}
@@ -62,6 +67,31 @@ def test_block_by_block_as_a_pipeline_runs_it(shape: str) -> None:
         assert torch.equal(dx, expected_inputs[i])
     for tape in tapes:
         tape.backward_weight()
+    assert torch.equal(block.state.gradients[0], expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_the_weight_half_makes_again_needs_no_weights(shape: str) -> None:
+    """Sharded ones are released by then. A fused kernel that adds the bias with GELU needs that too."""
+    model = small_model(**SHAPES[shape])
+    block, context = bind_model(model)[1], make_context(model)
+    fused = ModuleType("fused")
+    vars(fused).update(vars(bias_gelu))
+    block.module.mlp.kernels = SimpleNamespace(pick=lambda op, x: fused if op == "bias_gelu" else OPS.pick(op, x))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 12, 32, generator=generator, requires_grad=True)
+    dy = torch.randn(2, 12, 32, generator=generator)
+    block.module(x, context=context)[0].backward(dy)
+    expected = block.state.gradients[0].clone()
+    block.state.zero_gradients()
+
+    block.module.recompute(("attention", "mlp", "norms"))
+    context.tape = SplitTape()
+    (output,) = block.module(x, context=context)
+    context.tape.backward_input([output], [dy], [x])
+    del output
+    free(block.state.weights[0])
+    context.tape.backward_weight()
     assert torch.equal(block.state.gradients[0], expected)
 
 

@@ -95,7 +95,7 @@ def backward_between_gathers(mesh: Mesh) -> tuple[torch.Tensor, ...]:
         state.release_weights(0)
         group.reduce_into_part(state.gradients[0]).wait()
         state.close_gradients()
-        assert not state.has_open_gradients
+        assert not state.has_open_gradients()
     assert x.grad is not None
     return x.grad, state.reduced_gradient().clone()
 
@@ -134,6 +134,28 @@ def test_neighbours_share_a_copy() -> None:
     assert found[7] == ((7,), (5, 7), (1, 3, 5, 7), (1, 3, 5, 7), (3, 7), (7,))
 
 
-def test_several_versions_cannot_be_sharded() -> None:
-    with pytest.raises(ValueError, match="2 versions and 1 uses cannot be sharded, only those of one; shard its opt"):
-        UnitState("unit", PARAMETERS.values(), num_versions=2, sharding=Sharding(2, 0, 2))
+def test_each_version_and_update_has_a_shard_and_memory_of_its_own() -> None:
+    """As a schedule that never flushes keeps them: what one update reduced stays while the next one's is added up."""
+    state = UnitState("unit", PARAMETERS.values(), num_versions=2, gradient_buffers=2, sharding=Sharding(3, 1, 2))
+    state.initialize(seed=2)
+    assert torch.equal(*state.weight_shards)
+    for update in (4, 5, 4):
+        state.open_gradients(update)
+        state.gradients_of(update)[0].fill_(float(update))
+        assert [is_allocated(gradient) for gradient in state.gradients] == [update == 4, update == 5]
+        state.close_gradients(update)
+    size = state.table.num_elements // 2
+    assert torch.equal(state.reduced_gradient(4), torch.full((size,), 8.0))
+    assert torch.equal(state.reduced_gradient(5), torch.full((size,), 5.0))
+    state.zero_gradients(4)
+    state.open_gradients(6)
+    state.close_gradients(6)
+    assert not state.reduced_gradient(6).any()
+    assert state.reduced_gradient(5).all()
+
+
+def test_several_uses_cannot_be_sharded() -> None:
+    with pytest.raises(
+        ValueError, match="gradients and weights of 2 uses cannot be sharded, only those of one; shard"
+    ):
+        UnitState("unit", PARAMETERS.values(), num_uses=2, sharding=Sharding(2, 0, 2))

@@ -110,7 +110,7 @@ class Rank(RankState):
         value = mix("dw", weight, self.saved_input(stage, unit, microbatch), gradient)
         buffer = update % header.gradient_buffers
         self.gradients["unit", stage, unit, buffer].append(value)
-        self.whole_gradients.add((stage, unit))
+        self.whole_gradients.add((stage, unit, buffer))
         if 0 < header.whole_gradients < len(self.whole_gradients):
             raise Broken(f"no buffer for the gradient of unit {unit} of stage {stage}")
         if unit == 0:
@@ -161,7 +161,7 @@ class Rank(RankState):
     def reduce_gradients(self, action: Action) -> bool:
         key = ("unit", action.stage, action.unit, self.buffer(action))
         self.reduced[key] = mix("reduced", self.summed(key))
-        self.whole_gradients.discard((action.stage, action.unit))
+        self.whole_gradients.discard((action.stage, action.unit, self.buffer(action)))
         return True
 
     def reduce_tied(self, action: Action) -> bool:

@@ -45,8 +45,8 @@ class RankState:
             if action.kind == Kind.RECOMPUTE
             for unit in self.units(action)
         }
-        self.whole_gradients: set[tuple[int, int]] = set()
-        self.gathered: dict[tuple[int, int], int] = {}
+        self.whole_gradients: set[tuple[int, int, int]] = set()
+        self.gathered: dict[tuple[int, int, int], int] = {}
         self.away: set[tuple[int, int, int]] = set()
         self.state_moves = any(a.kind in (Kind.OFFLOAD, Kind.RELOAD) and a.version >= 0 for a in program)
         self.states_here: set[tuple[int, int]] = set()
@@ -71,13 +71,13 @@ class RankState:
             names += [("tied", group, 0) for group, uses in enumerate(header.tied_groups) if stage in uses]
         values = [self.weights[name][version % len(self.weights[name])] for name in names]
         if header.weight_buffers and needs_gather:
-            if (stage, unit) not in self.gathered:
+            if (stage, unit, version) not in self.gathered:
                 raise Broken(f"weights of unit {unit} of stage {stage} are not gathered")
-            values[0] = self.gathered[stage, unit]
+            values[0] = self.gathered[stage, unit, version]
         return mix(*values)
 
     def gather_weights(self, action: Action) -> bool:
-        place = action.stage, action.unit
+        place = action.stage, action.unit, action.version
         if place in self.gathered or len(self.gathered) == self.world.schedule.header.weight_buffers:
             raise Broken(f"no buffer: {action}")
         copies = self.weights["unit", action.stage, action.unit]
@@ -85,7 +85,7 @@ class RankState:
         return True
 
     def release_weights(self, action: Action) -> bool:
-        del self.gathered[action.stage, action.unit]
+        del self.gathered[action.stage, action.unit, action.version]
         return True
 
     def units(self, action: Action) -> list[int]:

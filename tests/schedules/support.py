@@ -41,15 +41,14 @@ def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: in
     if name == "pipedream":
         tied = tied.filter(lambda group: len(group) == 1)
     data_parallel = draw(st.booleans())
-    sharded = data_parallel and name not in NEVER_FLUSHING
     return options | {
         "num_ranks": ranks,
         "num_microbatches": draw(st.integers(ranks if name in NEVER_FLUSHING else 1, max_microbatches)),
         "units_per_stage": draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)),
         "tied_groups": draw(st.lists(tied, max_size=2)),
         "data_parallel": data_parallel,
-        "weight_buffers": draw(st.integers(0, 4)) if sharded else 0,
-        "whole_gradients": draw(st.integers(0, 3)) if sharded else 0,
+        "weight_buffers": draw(st.integers(0, 4)) if data_parallel else 0,
+        "whole_gradients": draw(st.integers(0, 3)) if data_parallel else 0,
         "receive_ahead": draw(st.integers(1, 3)),
     }
 

@@ -1,15 +1,21 @@
 """Sharded weights: how often units are gathered, what the validator refuses, what gathers cost."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.schedules import Kind, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
-from tests.schedules.support import NEVER_FLUSHING, schedules, with_rank_rows, words
+from megapipe.schedules.actions import STAGE, UNIT, VERSION
+from megapipe.schedules.schedule import SECTIONS
+from tests.schedules.support import schedules, with_rank_rows, words
+
+PLACE = [STAGE, UNIT, VERSION]
 
 
-def counted(schedule, kind, rank=0):
-    return sum(action.kind == kind for action in schedule.actions("body", rank))
+def counted(schedule, kind, rank=0, section="body"):
+    return sum(action.kind == kind for action in schedule.actions(section, rank))
 
 
 def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
@@ -26,13 +32,13 @@ def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
     return schedule
 
 
-def fewest_gathers(schedule, rank):
+def fewest_gathers(schedule, section, rank):
     """Naively: at every run hold the next different units, as many as there are buffers; count what is new."""
     runs = []
-    for action in schedule.actions("body", rank):
+    for action in schedule.actions(section, rank):
         uses = action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        if uses and runs[-1:] != [(action.stage, action.unit)]:
-            runs.append((action.stage, action.unit))
+        if uses and runs[-1:] != [(action.stage, action.unit, action.version)]:
+            runs.append((action.stage, action.unit, action.version))
     held, count = set(), 0
     for start in range(len(runs)):
         window = set(list(dict.fromkeys(runs[start:]))[: schedule.header.weight_buffers])
@@ -82,10 +88,10 @@ def test_enough_buffers_keep_all_weights():
 @given(schedules() | schedules("forward"))
 def test_gathers_are_those_of_the_next_units(schedule):
     validate(schedule)
-    for rank in range(schedule.header.num_ranks):
-        gathers = fewest_gathers(schedule, rank) if schedule.header.weight_buffers else 0
-        assert counted(schedule, Kind.GATHER_WEIGHTS, rank) == gathers
-        assert counted(schedule, Kind.RELEASE_WEIGHTS, rank) == gathers
+    for rank, section in itertools.product(range(schedule.header.num_ranks), SECTIONS):
+        gathers = fewest_gathers(schedule, section, rank) if schedule.header.weight_buffers else 0
+        assert counted(schedule, Kind.GATHER_WEIGHTS, rank, section) == gathers
+        assert counted(schedule, Kind.RELEASE_WEIGHTS, rank, section) == gathers
 
 
 @settings(max_examples=150, deadline=None)
@@ -97,11 +103,11 @@ def test_a_gather_or_release_dropped_or_moved_behind_a_use_is_refused(data, sche
     at = data.draw(st.sampled_from(places))
     order = [index for index in range(len(rows)) if index != at]
     if data.draw(st.booleans()):
-        stage, unit = rows[at, 1:3].tolist()
+        place = rows[at, PLACE].tolist()
         sign = 1 if rows[at, 0] == Kind.GATHER_WEIGHTS else -1
         compute = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
         side = order[at:] if sign > 0 else order[:at][::-1]
-        crossed = next(i for i in side if rows[i, 0] in compute and rows[i, 1:3].tolist() == [stage, unit])
+        crossed = next(i for i in side if rows[i, 0] in compute and rows[i, PLACE].tolist() == place)
         order.insert(order.index(crossed) + (sign > 0), at)
     with pytest.raises(ScheduleError, match=r"rank|gathered"):
         validate(with_rank_rows(schedule, "body", rank, rows[order]))
@@ -128,9 +134,6 @@ def test_each_broken_rule_is_named(old, new, message):
 
 
 def test_what_cannot_shard_its_weights_says_why():
-    for name in NEVER_FLUSHING:
-        with pytest.raises(ScheduleError, match="never flushes and keeps its weight versions whole"):
-            build(name, 2, 4, data_parallel=True, weight_buffers=2)
     with pytest.raises(ScheduleError, match="nobody to gather from"):
         build("1f1b", 2, 4, weight_buffers=2)
     with pytest.raises(ScheduleError, match="weight_buffers -1 is below 0"):

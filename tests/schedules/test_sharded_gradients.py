@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.schedules import Kind, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
-from tests.schedules.support import NEVER_FLUSHING, schedules, with_rank_rows, words
+from tests.schedules.support import schedules, with_rank_rows, words
 
 
 def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
@@ -22,22 +22,33 @@ def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
     return schedule
 
 
+BODIES = 3
+"""Bodies of a schedule that never flushes, between its prologue and its epilogue; the middle one is the steady one."""
+
+
 def reductions(schedule, rank=0):
     return sum(action.kind == Kind.REDUCE_GRADIENTS for action in schedule.actions("body", rank))
 
 
 def expected_reductions(schedule, rank):
-    """Naively: a unit's gradient stays if it is added to again before so many others are."""
-    runs = []
-    for action in schedule.actions("body", rank):
-        adds = action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        if adds and runs[-1:] != [(action.stage, action.unit)]:
-            runs.append((action.stage, action.unit))
+    """Naively: a unit's gradient of an update stays if it is added to again before so many others are."""
+    each = schedule.header.num_microbatches // schedule.header.updates_per_step
+    bodies = 1 if schedule.flushes else BODIES
+    sections = schedule.expand_sections(schedule.prologue_steps + bodies)[rank]
+    runs, body = [], []
+    for section, rows in enumerate(sections):
+        for kind, stage, unit, microbatch in rows[:, :4].tolist():
+            place = stage, unit, microbatch // each
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and runs[-1:] != [place]:
+                runs.append(place)
+                body.append(section == (bodies + 1) // 2)
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                body[-1] = section == (bodies + 1) // 2  # a run's last row decides
     count = 0
     for place, unit in enumerate(runs):
         behind = runs[place + 1 :]
         others = behind[: behind.index(unit)] if unit in behind else None
-        count += others is None or len(set(others)) >= schedule.header.whole_gradients
+        count += body[place] and (others is None or len(set(others)) >= schedule.header.whole_gradients)
     return count
 
 
@@ -78,7 +89,9 @@ def test_a_last_reduction_dropped_or_any_moved_ahead_of_its_backward_is_refused(
     at = data.draw(st.sampled_from(places))
     order = [index for index in range(len(rows)) if index != at]
     stage, unit = rows[at, 1:3].tolist()
-    is_last = not any(rows[place, 1:3].tolist() == [stage, unit] for place in places if place > at)
+    is_last = schedule.flushes and not any(
+        rows[place, 1:3].tolist() == [stage, unit] for place in places if place > at
+    )
     if not is_last or data.draw(st.booleans()):  # others may be dropped where buffers are left
         adding = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         crossed = next(i for i in order[:at][::-1] if rows[i, 0] in adding and rows[i, 1:3].tolist() == [stage, unit])
@@ -111,9 +124,6 @@ def test_the_text_form_says_how_many():
 
 
 def test_what_cannot_shard_its_gradients_says_why():
-    for name in NEVER_FLUSHING:
-        with pytest.raises(ScheduleError, match="whole_gradients 2 must be 0; take a schedule that flushes"):
-            build(name, 2, 4, data_parallel=True, whole_gradients=2)
     with pytest.raises(ScheduleError, match="nobody to share them with"):
         build("1f1b", 2, 4, whole_gradients=2)
     with pytest.raises(ScheduleError, match="whole_gradients -1 is below 0"):

@@ -95,10 +95,6 @@ HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves")
 CHUNKED = ("interleaved_1f1b", "modular", "zb_v")
 RULES = (
     Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, and this schedule runs the two"),
-    Rule(
-        {"schedule": HALVES, "recompute": ("selective",), "zero": ("3",)},
-        "recompute.method selective with zero.stage 3: this schedule runs the two",
-    ),
     Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages a rank of .* exceeds"),
     Rule(
         {"schedule": ("pipedream",), "tied": ("tied",), "pipeline": ("2", "4")},
@@ -107,9 +103,6 @@ RULES = (
     Rule({"model": ("bert",), "documents": ("isolated",)}, "data.isolate_documents is True; it shapes GPT's samples"),
     Rule({"sequence": ("on",), "tensor": ("1",)}, "parallel.sequence"),
     Rule({"zero": ("1", "2", "3"), "data": ("1",), "context": ("1",)}, "zero.stage is . with one replica"),
-    Rule(
-        {"zero": ("2", "3"), "schedule": ("2bw", "pipedream")}, r"zero.stage \d shards gradients, and .* never flushes"
-    ),
     Rule({"recompute": ("selective",), "offload": ("activations",)}, "recompute.method selective with offload"),
     Rule(
         {"recompute": ("full",), "offload": ("activations",)}, "recompute.method full with offload.activations blocks"

@@ -7,17 +7,20 @@ import pytest
 import torch
 
 from megapipe.config.run import PretrainConfig
+from megapipe.config.zero import ZeroConfig
 from megapipe.costs.gpt import gpt_layers
+from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
 from megapipe.training.evaluation import Evaluation, perplexity
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
-from megapipe.training.sources import open_samples
+from megapipe.training.sources import open_loader, open_samples
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
 
+BOTH = {"data": 2, "pipeline": 2}
 DROPPING = replace(GPT2_SHAPE, hidden_dropout=0.3, embedding_dropout=0.3)
 """Dropout that an evaluation must not apply."""
 
@@ -96,6 +99,27 @@ def test_every_layout_gets_the_same_and_every_rank_knows_it(
     for record, _ in run_mesh(sizes, evaluate, configuration(corpus, 20, sizes)):
         assert record.loss == pytest.approx(expected.loss, rel=tolerance, abs=0.0)
         assert record.loss_tokens == expected.loss_tokens
+
+
+def evaluate_trained(mesh: Mesh, config: PretrainConfig) -> float:
+    """Behind three updates, so that the versions differ of which one is the newest."""
+    replica = Replica(config, mesh, gpt_layers(config.model))
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    for step in range(3):
+        batch = loader.load(step * config.batch.global_size)
+        replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
+    replica.engine.drain()
+    return Evaluation(config, mesh, replica, open_samples(config, "validation")).run(3).loss
+
+
+def test_the_newest_version_is_evaluated_and_gathered_where_it_is_sharded(corpus: str) -> None:
+    config = configuration(corpus, 20, BOTH)
+    config.schedule = replace(config.schedule, name="2bw")
+    config.optimizer = replace(config.optimizer, clip_norm=None)
+    expected = run_mesh(BOTH, evaluate_trained, config, backend="threads")
+    assert expected[0] < run_mesh(BOTH, evaluate, config, backend="threads")[0][0].loss
+    config.zero = ZeroConfig(stage=3, gradient_buffers=8)
+    assert run_mesh(BOTH, evaluate_trained, config, backend="threads") == expected
 
 
 def test_perplexity_beyond_a_float_is_infinite() -> None:

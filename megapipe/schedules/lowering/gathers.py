@@ -1,14 +1,21 @@
 """Adding gathers and releases of sharded weights."""
 
-from megapipe.schedules.actions import Kind, rows_of
+from collections.abc import Sequence
+
+import numpy as np
+
+from megapipe.schedules.actions import KIND, STAGE, VERSION, Ints, Kind, rows_of
 from megapipe.schedules.gathers import residences
 from megapipe.schedules.lowering.insertion import Insertion, Place
 from megapipe.schedules.table import Table
 
 
-def add_gathers(table: Table) -> list[Insertion]:
-    """A gather ahead of each residence of a unit's weights, a release behind it; ``table`` is cut into units."""
-    found = residences(table)
+def add_gathers(table: Table, added: Sequence[Insertion]) -> list[Insertion]:
+    """A gather ahead of each residence of a unit's weights, a release behind it; ``table`` is cut into units.
+
+    added: among what else is to be inserted, the updates, which write the weights.
+    """
+    found = residences(table, _written(table, added))
     insertions = []
     for kind, use, anchor, place in (
         (Kind.GATHER_WEIGHTS, found.first_use, found.start, Place.GATHER_WEIGHTS),
@@ -19,3 +26,15 @@ def add_gathers(table: Table) -> list[Insertion]:
         )  # fmt: skip
         insertions.append(Insertion(rows, anchor, place, table.section[anchor]))
     return insertions
+
+
+def _written(table: Table, added: Sequence[Insertion]) -> Ints:
+    """The first row behind the updates that write a version, by stage and version; 0 for those of the start."""
+    header = table.header
+    written = np.zeros((table.num_stages, table.num_updates + header.num_versions), dtype=np.int64)
+    for insertion in added:
+        rows = insertion.rows[insertion.rows[:, KIND] == Kind.UPDATE]
+        if len(rows):  # then all of them are
+            row = insertion.anchor + (insertion.place > Place.COMPUTE)
+            np.maximum.at(written, (rows[:, STAGE], rows[:, VERSION]), row)
+    return written

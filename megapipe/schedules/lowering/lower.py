@@ -60,11 +60,12 @@ def lower(
         # Behind the search for where receives are posted: what runs again sends and receives nothing.
         table, messages, post = _with_recompute(table, messages, post, recompute)
     insertions = [messages.sends(table), messages.receives(table, post)]
-    if schedule.header.weight_buffers:
-        insertions += add_gathers(table)
+    added = []
     if training:
         added = add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
-        insertions += [around_updates(each) for each in added] if offload.optimizer else added
+    if schedule.header.weight_buffers:
+        insertions += add_gathers(table, added)
+    insertions += [around_updates(each) for each in added] if offload.optimizer else added
     if moves:
         insertions += add_offload(table, offload)
     table, _ = insert(table, insertions)

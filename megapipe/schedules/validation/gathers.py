@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask
-from megapipe.schedules.gathers import USES
+from megapipe.schedules.gathers import USES, places
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
@@ -19,7 +19,7 @@ def check_gathers(table: Table) -> None:
         _refuse(table, rows, wrong, "the schedule keeps its weights whole: its header says weight_buffers 0")
         return
     _refuse(table, rows, table.unit[rows] < 0, "weights are gathered unit by unit, and this is a whole chunk")
-    place = table.stage[rows].astype(np.int64) * max(header.units_per_stage) + table.unit[rows]
+    place = places(table, rows)
     order = np.lexsort((rows, place))
     rows, place = rows[order], place[order]
     _check_turns(table, rows, place)

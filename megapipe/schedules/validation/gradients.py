@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask
-from megapipe.schedules.gathers import ADDING
+from megapipe.schedules.gathers import ADDING, places
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
@@ -15,7 +15,7 @@ def check_gradients(table: Table) -> None:
         return
     rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS)
     _refuse(table, rows, table.unit[rows] < 0, "gradients are reduced unit by unit, and this is a whole chunk")
-    place = table.stage[rows].astype(np.int64) * max(header.units_per_stage) + table.unit[rows]
+    place = places(table, rows)
     order = np.lexsort((rows, place))
     _check_turns(table, rows[order], place[order])
     _check_buffers(table, rows[order], place[order])
