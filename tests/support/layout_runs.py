@@ -1,18 +1,18 @@
 """A few steps of a run on a layout, with everything that is counted on the way: traffic, state, activations."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import StateBytes
-from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
+from megapipe.engine.swaps import Swaps
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import DIMENSIONS, Mesh
@@ -32,12 +32,26 @@ SETTLING_SECONDS = 0.005
 """gloo's threads let go of a tensor a moment after its exchange has ended."""
 
 
+class Sample(NamedTuple):
+    """Bytes that one action has left behind, beside what lives between steps, by what they belong to.
+
+    weights, gradients: whole ones of units whose state replicas share out. reloaded: optimizer state that is on the
+    device for its update. activations: everything else.
+    """
+
+    weights: int
+    gradients: int
+    reloaded: int
+    activations: int
+
+
 @dataclass(frozen=True)
 class LayoutRun:
     """What one rank saw, and what was counted on it.
 
-    traffic: of one step. state: bytes of what the unit states hold. lasting: all bytes that live between steps.
-    activations: the most that a step held besides, behind any of its actions. schedule: what the engine ran.
+    traffic: of one step. state: bytes that the unit states hold between steps, wherever. lasting: all bytes that live
+    then. host: those of them in buffers for activations that are away. peak: of each part of a `Sample` the most behind
+    any action of the step. schedule: what the engine ran.
     """
 
     run: RankRun
@@ -45,7 +59,8 @@ class LayoutRun:
     traffic: Traffic
     state: StateBytes
     lasting: int
-    activations: int
+    host: int
+    peak: Sample
 
 
 def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: float = 30.0) -> LayoutRun:
@@ -62,13 +77,14 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             replica = Replica(config, counted(mesh, traffic), family_of(config).layers)
         keep_first_gradients(replica, gradients)
         loader = open_loader(config, mesh, replica, open_samples(config, "train"))
-        results, lasting, activations = [], 0, 0
+        results, lasting, host = [], 0, 0
         for step in range(steps):
             batch = loader.load(step * config.batch.global_size)
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
             if step == COUNTED_STEP:
                 traffic.clear()
-                lasting, samples = live.current, sampled(replica.engine, live)
+                state, lasting, host = held(replica.states()), live.current, replica._swaps.pool.num_bytes
+                samples = sampled(replica, live)
             scaler = replica.loss_scaler
             scale = 1.0 if scaler is None else scaler.scale(step)
             with live:
@@ -77,11 +93,11 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             if scaler is not None:
                 scaler.observe(step, results[-1].skipped)
             if step == COUNTED_STEP:
-                activations = max(samples) - lasting
+                peak = Sample(*map(max, zip(*samples, strict=True)))
                 counted_traffic = traffic.copy()
     states = replica.states()
     run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
-    return LayoutRun(run, replica.schedule, counted_traffic, held(states), lasting, activations)
+    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak)
 
 
 def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
@@ -97,13 +113,20 @@ def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
     replica.optimizer.update = recording  # type: ignore[method-assign]
 
 
-def sampled(engine: Engine, live: LiveBytes) -> list[int]:
+def sampled(replica: Replica, live: LiveBytes) -> list[Sample]:
     """Where the bytes alive behind every action from here on are put, once its messages have left.
 
     That waiting cannot hang: schedules are proved free of deadlock where every send waits for its receive.
     """
-    samples: list[int] = []
+    engine, swaps, states = replica.engine, replica._swaps, replica.states()
     senders = [*engine._transfers.send_activation.values(), *engine._transfers.send_gradient.values()]
+    samples: list[Sample] = []
+
+    def now() -> list[int]:
+        kept = held(states)
+        return [kept.weights, kept.gradients, reloaded(swaps, states), live.current - swaps.pool.num_bytes]
+
+    before = now()
 
     def sampling(run: Any) -> Any:
         def sampled_run(step: Any) -> None:
@@ -111,7 +134,8 @@ def sampled(engine: Engine, live: LiveBytes) -> list[int]:
             for sender in senders:
                 sender.drain()
             sleep(SETTLING_SECONDS)
-            samples.append(live.current)
+            *parts, total = (found - first for found, first in zip(now(), before, strict=True))
+            samples.append(Sample(*parts, total - sum(parts)))
 
         return sampled_run
 
@@ -123,10 +147,30 @@ def sampled(engine: Engine, live: LiveBytes) -> list[int]:
 
 
 def held(states: Sequence[UnitState]) -> StateBytes:
-    """Bytes of the buffers of unit states."""
+    """Bytes of the buffers of unit states that have memory, views of another not counted."""
     return StateBytes(
-        weights=sum(each.nbytes for state in states for each in state.weights),
+        weights=storage_bytes(each for state in states for each in (*state.weights, *state.weight_shards)),
         master=sum(state.master.nbytes for state in states if state.working_copy is not None),
-        gradients=sum(each.nbytes for state in states for each in state.gradients),
+        gradients=storage_bytes(
+            each for state in states for each in (*state.gradients, *gradient_shard(state))
+        ),
         moments=sum(each.nbytes for state in states for each in state.moments.values()),
     )
+
+
+def gradient_shard(state: UnitState) -> list[Tensor]:
+    """What is left of a gradient that replicas share out."""
+    return [state.reduced_gradient()] if state.sharding.gradients else []
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the memory that tensors lie in, each counted once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def reloaded(swaps: Swaps, states: Sequence[UnitState]) -> int:
+    """Bytes of optimizer state that are on the device for an update, on their way there or back."""
+    leaving = {id(swaps._leaving.owner)} if swaps._leaving is not None else set()
+    here = leaving | swaps._home.keys()
+    return sum(each.nbytes for state in states if id(state) in here for each in state.update_buffers().values())
