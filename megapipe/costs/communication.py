@@ -25,7 +25,8 @@ class Exchange:
     """One kind of call that all members of a group make.
 
     elements: of the whole buffer, over all members: what an all-reduce sums, what an all-gather leaves behind, what a
-    reduce-scatter starts from; of an all-to-all what each member gives; of a send the message. element_bytes: bytes of one. calls: how often.
+    reduce-scatter starts from; of an all-to-all what each member gives; of a send the message. element_bytes: bytes of
+    one. calls: how often.
     """
 
     operation: Operation

@@ -42,7 +42,9 @@ def weight_half_bytes(
     norm = 2 * stream + tokens // shards * statistics
     if layer.kind == "embedding":
         gathered = whole_stream if sequence_parallel else 0
-        return stream + gathered + (norm if isinstance(model, BertModelConfig) and model.norm_position == "post" else 0)
+        return (
+            stream + gathered + (norm if isinstance(model, BertModelConfig) and model.norm_position == "post" else 0)
+        )
     if layer.kind == "head":
         columns = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
         if not isinstance(model, BertModelConfig):

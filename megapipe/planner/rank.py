@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megapipe.costs.communication import Exchange, merged, pipeline_exchange, repeated, scalar_exchanges
-from megapipe.costs.layout import LayoutCosts, Unit
+from megapipe.costs.layout import LayoutCosts
 from megapipe.costs.memory import FULL_BYTES, StateBytes
 from megapipe.costs.parameters import LayerSpec
+from megapipe.costs.units import Unit
 from megapipe.planner.timeline import Held, timeline
 from megapipe.schedules import Kind, Schedule
 from megapipe.schedules.actions import Action
@@ -54,7 +55,7 @@ class RankPrediction:
 
     @cached_property
     def units(self) -> dict[tuple[int, int], Unit]:
-        """(stage, state unit) -> parameters: layers without what is tied, and each tied weight once, as in `Header`."""
+        """(stage, state unit) -> parameters: layers without what is tied, then tied weights, as in `Header`."""
         header, tied = self.schedule.header, self.costs.tied
         found = {
             place: Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied))
@@ -79,7 +80,7 @@ class RankPrediction:
         """What a unit keeps between steps."""
         header = self.schedule.header
         versions = header.weight_versions[self.pipeline_rank]
-        return self.costs.unit_state(
+        return self.costs.of_units.state(
             self.units[place], num_versions=versions, gradient_buffers=header.gradient_buffers
         )
 
@@ -143,18 +144,20 @@ class RankPrediction:
         """Reductions of gradients and gathers of weights; of tied weights gathers alone."""
         costs, calls = self.costs, self.calls()
         for place, unit in self.units.items():
-            if not costs.unit_elements(unit):
+            if not costs.of_units.elements(unit):
                 continue
             reductions = calls[Kind.REDUCE_GRADIENTS, *place]
-            for by_group in (costs.unit_reduction(unit), costs.partial_reduction(self.layers[place])) if not unit.tied else ():
+            for by_group in (
+                (costs.of_units.reduction(unit), costs.partial_reduction(self.layers[place])) if not unit.tied else ()
+            ):
                 yield {group: repeated(exchanges, reductions) for group, exchanges in by_group.items()}
             if not unit.tied:
-                lasts = 1 if costs.sharded(unit, 2) else reductions
-                yield {group: repeated(each, lasts) for group, each in costs.copies_reduction(unit).items()}
-            kind = Kind.GATHER_WEIGHTS if costs.sharded(unit, 3) else Kind.UPDATE
-            if costs.sharded(unit, 1):
+                lasts = 1 if costs.of_units.sharded(unit, 2) else reductions
+                yield {group: repeated(each, lasts) for group, each in costs.of_units.copies_reduction(unit).items()}
+            kind = Kind.GATHER_WEIGHTS if costs.of_units.sharded(unit, 3) else Kind.UPDATE
+            if costs.of_units.sharded(unit, 1):
                 gathers = calls[kind, *place]
-                yield {group: repeated(each, gathers) for group, each in costs.unit_gather(unit).items()}
+                yield {group: repeated(each, gathers) for group, each in costs.of_units.gather(unit).items()}
 
     def _tied(self) -> list[Exchange]:
         """All replicas of all ranks that hold a use sum its gradient once an update."""
@@ -165,7 +168,7 @@ class RankPrediction:
             group = index - header.units_per_stage[stage]
             ranks = {header.stages[user].rank for user in header.tied_groups[group]}
             if len(ranks) * self.costs.replicas > 1:
-                found.append(Exchange("all_reduce", self.costs.unit_elements(unit), FULL_BYTES))
+                found.append(Exchange("all_reduce", self.costs.of_units.elements(unit), FULL_BYTES))
         return repeated(found, header.updates_per_step)
 
     def _links(self) -> list[Exchange]:

@@ -17,12 +17,14 @@ Place = tuple[int, int]
 class Held(NamedTuple):
     """Bytes on the device beside what lives between steps.
 
-    weights, gradients: whole ones of units whose state replicas share out. reloaded: optimizer state that has come
-    from host memory for an update. activations: of all micro-batches; messages on their way are not counted.
+    weights, gradients: whole ones of units whose state replicas share out. summands: other ranks' parts of such
+    gradients, which gloo takes into memory of its own (on GPUs NCCL needs none). reloaded: optimizer state that has
+    come from host memory for an update. activations: of all micro-batches; messages on their way are not counted.
     """
 
     weights: int = 0
     gradients: int = 0
+    summands: int = 0
     reloaded: int = 0
     activations: int = 0
 
@@ -39,7 +41,7 @@ def timeline(rank: "RankPrediction") -> Iterator[Held]:
     for action in rank.actions:
         for part in (weights, gradients, states, activations):
             part.run(action)
-        yield Held(weights.bytes, gradients.bytes, states.bytes, activations.bytes)
+        yield Held(weights.bytes, gradients.bytes, gradients.summands, states.bytes, activations.bytes)
 
 
 class _WholeWeights:
@@ -53,7 +55,7 @@ class _WholeWeights:
         place = action.stage, action.unit
         if action.kind == Kind.GATHER_WEIGHTS:
             costs = self._rank.costs
-            self._held[place] = costs.unit_elements(self._rank.units[place]) * ELEMENT_BYTES[costs.precision]
+            self._held[place] = costs.of_units.elements(self._rank.units[place]) * ELEMENT_BYTES[costs.precision]
         elif action.kind == Kind.RELEASE_WEIGHTS:
             self._held.pop(place, None)
 
@@ -63,42 +65,61 @@ class _WholeWeights:
 
 
 class _WholeGradients:
-    """Accumulators of sharded gradients: open from the first backward that adds to them until a buffer is wanted by
-    the next one, the oldest whose reduction has begun going first, or until the step's norms are."""
+    """Gradients of units whose state is shared out: accumulators that are open, and sums of them under way.
+
+    Sharded accumulators are open from the first backward that adds to them until a buffer is wanted by the next one,
+    the oldest whose sum has begun going first, or until the step's norms are. Then their sum is over; others' sums are
+    when the norms are wanted, or the update where that comes first.
+    """
 
     def __init__(self, rank: "RankPrediction") -> None:
         self._rank = rank
         self._open: dict[Place, int] = {}
-        self._reducing: deque[Place] = deque()
+        self._summing: deque[tuple[Place, int]] = deque()
 
     def run(self, action: Action) -> None:
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             for unit in self._rank.units_of(action):
                 self._add_to((action.stage, unit))
-        elif action.kind == Kind.REDUCE_GRADIENTS and (action.stage, action.unit) in self._open:
-            self._reducing.append((action.stage, action.unit))
-        elif action.kind == Kind.REDUCE_SCALARS:
-            while self._reducing:
+        elif action.kind == Kind.REDUCE_GRADIENTS:
+            costs, place = self._rank.costs, (action.stage, action.unit)
+            if costs.of_units.shards not in (1, costs.replicas) and self._summing:
+                self._end_newest()
+            self._summing.append((place, costs.of_units.summand_bytes(self._rank.units[place])))
+        elif action.kind in (Kind.REDUCE_SCALARS, Kind.UPDATE):
+            while self._summing:
                 self._close_oldest()
 
     def _add_to(self, place: Place) -> None:
         costs, unit = self._rank.costs, self._rank.units[place]
-        if not costs.sharded(unit, 2):
+        if not costs.of_units.sharded(unit, 2):
             return
-        while place in self._reducing:
+        while any(each == place for each, _ in self._summing):
             self._close_oldest()
         if place in self._open:
             return
-        while self._reducing and len(self._open) >= costs.config.zero.gradient_buffers:
+        while self._summing and len(self._open) >= costs.config.zero.gradient_buffers:
             self._close_oldest()
-        self._open[place] = costs.unit_elements(unit) * FULL_BYTES
+        self._open[place] = costs.of_units.elements(unit) * FULL_BYTES
+
+    def _end_newest(self) -> None:
+        """Further copies of the shards are summed next: the sum is over, its buffer's memory free, its turn not."""
+        place, _ = self._summing[-1]
+        self._summing[-1] = place, 0
+        if place in self._open:
+            self._open[place] = 0
 
     def _close_oldest(self) -> None:
-        del self._open[self._reducing.popleft()]
+        place, _ = self._summing.popleft()
+        self._open.pop(place, None)
 
     @property
     def bytes(self) -> int:
         return sum(self._open.values())
+
+    @property
+    def summands(self) -> int:
+        return sum(size for _, size in self._summing)
 
 
 class _Moved:

@@ -1,7 +1,7 @@
 """A few steps of a run on a layout, with everything that is counted on the way: traffic, state, activations."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from time import sleep
 from typing import Any, NamedTuple
@@ -11,9 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import StateBytes
+from megapipe.engine.shared_state import GradientReduction
 from megapipe.engine.step import StepInput
 from megapipe.engine.swaps import Swaps
+from megapipe.layers.context import BertContext
 from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import DIMENSIONS, Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -21,7 +24,7 @@ from megapipe.schedules import Schedule
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
-from tests.support.counting_groups import Traffic, counted, counted_links
+from tests.support.counting_groups import Traffic, counted, counted_exchanges, counted_links
 from tests.support.gpt_runs import RankRun, Shard, shards
 from tests.support.live_bytes import LiveBytes
 
@@ -35,12 +38,13 @@ SETTLING_SECONDS = 0.005
 class Sample(NamedTuple):
     """Bytes that one action has left behind, beside what lives between steps, by what they belong to.
 
-    weights, gradients: whole ones of units whose state replicas share out. reloaded: optimizer state that is on the
-    device for its update. activations: everything else.
+    weights, gradients: whole ones of units whose state replicas share out. summands: other ranks' parts of such
+    gradients. reloaded: optimizer state that is on the device for its update. activations: everything else.
     """
 
     weights: int
     gradients: int
+    summands: int
     reloaded: int
     activations: int
 
@@ -50,8 +54,9 @@ class LayoutRun:
     """What one rank saw, and what was counted on it.
 
     traffic: of one step. state: bytes that the unit states hold between steps, wherever. lasting: all bytes that live
-    then. host: those of them in buffers for activations that are away. peak: of each part of a `Sample` the most behind
-    any action of the step. schedule: what the engine ran.
+    then. host: those of them in buffers for activations that are away. peak: of each part of a `Sample` the most that
+    any action of the step left. schedule: what the engine ran. predictions: of each micro-batch, hidden tokens of a
+    sample that a BERT's head works on; None for other models.
     """
 
     run: RankRun
@@ -61,6 +66,7 @@ class LayoutRun:
     lasting: int
     host: int
     peak: Sample
+    predictions: list[int] | None
 
 
 def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: float = 30.0) -> LayoutRun:
@@ -72,7 +78,10 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
     config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
     traffic, live = Traffic(), LiveBytes()
     gradients: dict[str, Shard] = {}
-    with nullcontext() if isinstance(mesh, InProcessMesh) else counted_links(traffic):
+    with ExitStack() as counting:
+        if not isinstance(mesh, InProcessMesh):
+            counting.enter_context(counted_links(traffic))
+            counting.enter_context(counted_exchanges(traffic))
         with live:
             replica = Replica(config, counted(mesh, traffic), family_of(config).layers)
         keep_first_gradients(replica, gradients)
@@ -94,10 +103,18 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
                 scaler.observe(step, results[-1].skipped)
             if step == COUNTED_STEP:
                 peak = Sample(*map(max, zip(*samples, strict=True)))
-                counted_traffic = traffic.copy()
+                counted_traffic, hidden = traffic.copy(), hidden_tokens(batch.contexts)
     states = replica.states()
     run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
-    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak)
+    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak, hidden)
+
+
+def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
+    """Of each micro-batch, the tokens of a sample that a BERT's head predicts here, where this rank has it."""
+    found = [
+        each.positions.shape[1] for each in contexts if isinstance(each, BertContext) and each.positions is not None
+    ]
+    return found or None
 
 
 def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
@@ -122,11 +139,12 @@ def sampled(replica: Replica, live: LiveBytes) -> list[Sample]:
     senders = [*engine._transfers.send_activation.values(), *engine._transfers.send_gradient.values()]
     samples: list[Sample] = []
 
-    def now() -> list[int]:
+    def now(reductions: Sequence[Work]) -> list[int]:
         kept = held(states)
-        return [kept.weights, kept.gradients, reloaded(swaps, states), live.current - swaps.pool.num_bytes]
+        parts = [kept.weights, kept.gradients, summands(reductions), reloaded(swaps, states)]
+        return [*parts, live.current - swaps.pool.num_bytes]
 
-    before = now()
+    before = now([])
 
     def sampling(run: Any) -> Any:
         def sampled_run(step: Any) -> None:
@@ -134,7 +152,7 @@ def sampled(replica: Replica, live: LiveBytes) -> list[Sample]:
             for sender in senders:
                 sender.drain()
             sleep(SETTLING_SECONDS)
-            *parts, total = (found - first for found, first in zip(now(), before, strict=True))
+            *parts, total = (found - first for found, first in zip(now(step.reductions), before, strict=True))
             samples.append(Sample(*parts, total - sum(parts)))
 
         return sampled_run
@@ -151,9 +169,7 @@ def held(states: Sequence[UnitState]) -> StateBytes:
     return StateBytes(
         weights=storage_bytes(each for state in states for each in (*state.weights, *state.weight_shards)),
         master=sum(state.master.nbytes for state in states if state.working_copy is not None),
-        gradients=storage_bytes(
-            each for state in states for each in (*state.gradients, *gradient_shard(state))
-        ),
+        gradients=storage_bytes(each for state in states for each in (*state.gradients, *gradient_shard(state))),
         moments=sum(each.nbytes for state in states for each in state.moments.values()),
     )
 
@@ -167,6 +183,17 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Of the memory that tensors lie in, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def summands(reductions: Sequence[Work]) -> int:
+    """Bytes that sums into shards hold until they are over: gloo takes the other ranks' parts into memory of its own,
+    and gradients that travel in another precision are a copy."""
+    total = 0
+    for each in reductions:
+        if isinstance(each, GradientReduction) and each._summing is not None:
+            total += each._sent.nbytes // each._shards.size * (each._shards.size - 1)
+            total += 0 if each._sent is each._whole else each._sent.nbytes
+    return total
 
 
 def reloaded(swaps: Swaps, states: Sequence[UnitState]) -> int:

@@ -1,0 +1,45 @@
+"""The prediction of a run's memory and traffic, from its configuration and schedule."""
+
+from collections.abc import Sequence
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.layout import LayoutCosts
+from megapipe.models.gpt_kernels import runs_unfused
+from megapipe.parallel.mesh import DIMENSIONS, MeshShape
+from megapipe.planner.rank import RankPrediction
+from megapipe.schedules import Schedule
+from megapipe.training.assemble import DTYPES, VOCABULARY_ALIGNMENT, lay_out
+from megapipe.training.families import family_of
+from megapipe.training.scheduling import num_stages
+
+
+def predict_rank(
+    config: PretrainConfig,
+    schedule: Schedule,
+    rank: int,
+    *,
+    device: str = "cpu",
+    predictions: Sequence[int] | None = None,
+) -> RankPrediction:
+    """What a rank of a run will hold and send.
+
+    config: with parallel.data filled in. schedule: lowered, of this run. rank: global number. device: type of the
+    ranks' devices, where attention's path depends on it. predictions: as in `RankPrediction`.
+    """
+    shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
+    family, model, length = family_of(config), config.model, config.data.sequence_length
+    layout = lay_out(
+        family.layers,
+        model,
+        num_stages(config),
+        length,
+        config.parallel.layers_per_stage,
+        family.predictions,
+        config.recompute.logits,
+    )
+    unfused = runs_unfused(model, DTYPES[config.training.precision], device, length)
+    costs = LayoutCosts(
+        config, family.layers, shape.sizes["data"], "unfused" if unfused else "sdpa", VOCABULARY_ALIGNMENT
+    )
+    place = shape.coordinates(rank)["pipeline"]
+    return RankPrediction(costs, schedule, layout.ranges, layout.recomputed(config.recompute), place, predictions)
