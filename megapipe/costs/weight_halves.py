@@ -31,7 +31,8 @@ def weight_half_bytes(
     are counted elsewhere. Of the embedding the gradient of its sum.
 
     predictions: tokens of a sample that the head predicts, by default all. sequence_parallel: the tensor ranks share
-    the tokens of what each would otherwise keep whole, but for the gradient of the word embeddings, which is gathered.
+    the tokens of what each would otherwise keep whole, but for the gradient of the word embeddings, which is gathered;
+    other embeddings keep that of their shard.
     """
     tokens = micro_size * sequence_length
     size = ELEMENT_BYTES[precision]
@@ -41,10 +42,9 @@ def weight_half_bytes(
     stream //= shards
     norm = 2 * stream + tokens // shards * statistics
     if layer.kind == "embedding":
-        gathered = whole_stream if sequence_parallel else 0
-        return (
-            stream + gathered + (norm if isinstance(model, BertModelConfig) and model.norm_position == "post" else 0)
-        )
+        of_shard = sequence_parallel and any(spec.partition_axis is None for spec in layer.parameters.values())
+        kept = whole_stream + (stream if of_shard else 0)
+        return kept + (norm if isinstance(model, BertModelConfig) and model.norm_position == "post" else 0)
     if layer.kind == "head":
         columns = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
         if not isinstance(model, BertModelConfig):

@@ -100,6 +100,10 @@ class RankPrediction:
         """Of each part of what a step holds beside `state` the most behind any action (not all at one time)."""
         return Held.largest(timeline(self))
 
+    def device_bytes(self) -> int:
+        """The most that a step holds on the device behind any action, lasting state included."""
+        return self.state().total - self.in_host() + max(sum(held) for held in timeline(self))
+
     def traffic(self) -> Traffic:
         """What this rank exchanges in one step."""
         found: defaultdict[str, list[Exchange]] = defaultdict(list)

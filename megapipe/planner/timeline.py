@@ -85,14 +85,16 @@ class _WholeGradients:
             costs, place = self._rank.costs, (action.stage, action.unit)
             if costs.of_units.shards not in (1, costs.replicas) and self._summing:
                 self._end_newest()
-            self._summing.append((place, costs.of_units.summand_bytes(self._rank.units[place])))
+            unit = self._rank.units[place]
+            if costs.of_units.elements(unit):  # not where all weights are tied
+                self._summing.append((place, costs.of_units.summand_bytes(unit)))
         elif action.kind in (Kind.REDUCE_SCALARS, Kind.UPDATE):
             while self._summing:
                 self._close_oldest()
 
     def _add_to(self, place: Place) -> None:
         costs, unit = self._rank.costs, self._rank.units[place]
-        if not costs.of_units.sharded(unit, 2):
+        if not costs.of_units.sharded(unit, 2) or not costs.of_units.elements(unit):
             return
         while any(each == place for each, _ in self._summing):
             self._close_oldest()
@@ -167,12 +169,13 @@ class _ReloadedStates:
 
 
 class _Activations:
-    """What forwards leave for backwards, and halves of backwards for the other halves."""
+    """What forwards leave for backwards, halves of backwards for the other halves, and each unit for the next one."""
 
     def __init__(self, rank: "RankPrediction", moved: _Moved) -> None:
         self._rank = rank
         self._moved = moved
         self._held: dict[tuple[int, ...], int] = {}
+        self._in_hand: dict[tuple[bool, int], int] = {}
         self._first_of_run = {
             (stage, unit): unit == span.start
             for stage, spans in enumerate(rank.recomputed)
@@ -181,6 +184,7 @@ class _Activations:
         }
 
     def run(self, action: Action) -> None:
+        self._pass_on(action)
         if action.kind in COMPUTE_STREAM:
             for unit in self._rank.units_of(action):
                 self._held[action.stage, unit, action.microbatch] = self._behind(action, (action.stage, unit))
@@ -192,6 +196,17 @@ class _Activations:
             if self._moved.is_leaving(key):
                 self._moved.settle()
             self._held[key] = self._kept((action.stage, action.unit), action.microbatch)
+
+    def _pass_on(self, action: Action) -> None:
+        """Note what the next action of a micro-batch takes up, or the message that takes it away."""
+        header, stream = self._rank.schedule.header, self._rank.costs.stream
+        units, stage = self._rank.units_of(action), action.stage
+        if action.kind in (Kind.FORWARD, Kind.SEND_ACTIVATION):
+            ends = units.stop == header.units_per_stage[stage] and stage == len(header.stages) - 1
+            self._in_hand[True, action.microbatch] = 0 if ends or action.kind == Kind.SEND_ACTIVATION else stream
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND_GRADIENT):
+            ends = units.start == 0 and stage == 0
+            self._in_hand[False, action.microbatch] = 0 if ends or action.kind == Kind.SEND_GRADIENT else stream
 
     def _behind(self, action: Action, place: Place) -> int:
         if action.kind == Kind.FORWARD and place in self._first_of_run:
@@ -220,4 +235,4 @@ class _Activations:
 
     @property
     def bytes(self) -> int:
-        return sum(self._held.values())
+        return sum(self._held.values()) + sum(self._in_hand.values())

@@ -53,10 +53,10 @@ class Sample(NamedTuple):
 class LayoutRun:
     """What one rank saw, and what was counted on it.
 
-    traffic: of one step. state: bytes that the unit states hold between steps, wherever. lasting: all bytes that live
-    then. host: those of them in buffers for activations that are away. peak: of each part of a `Sample` the most that
-    any action of the step left. schedule: what the engine ran. predictions: of each micro-batch, hidden tokens of a
-    sample that a BERT's head works on; None for other models.
+    schedule: what the engine ran. traffic: of one step. state: bytes that the unit states hold between steps, wherever.
+    lasting: all bytes that live then. host: those of them in buffers for activations that are away. peak: of each part
+    of a `Sample` the most that any action of the step left. together: the most of all parts at once. predictions: of
+    each micro-batch, hidden tokens of a sample that a BERT's head works on; None for other models.
     """
 
     run: RankRun
@@ -66,6 +66,7 @@ class LayoutRun:
     lasting: int
     host: int
     peak: Sample
+    together: int
     predictions: list[int] | None
 
 
@@ -102,11 +103,11 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             if scaler is not None:
                 scaler.observe(step, results[-1].skipped)
             if step == COUNTED_STEP:
-                peak = Sample(*map(max, zip(*samples, strict=True)))
+                peak, together = Sample(*map(max, zip(*samples, strict=True))), max(map(sum, samples))
                 counted_traffic, hidden = traffic.copy(), hidden_tokens(batch.contexts)
     states = replica.states()
     run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
-    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak, hidden)
+    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak, together, hidden)
 
 
 def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
