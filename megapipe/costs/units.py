@@ -44,6 +44,11 @@ class UnitCosts:
         """The group that shares one copy of the state: all replicas, unless zero.shard_size is smaller."""
         return "data+context" if self.shards == self.replicas else "shards"
 
+    @property
+    def _weight_bytes(self) -> int:
+        """Of an element in the compute dtype."""
+        return ELEMENT_BYTES[cast(Precision, self.config.training.precision)]
+
     def elements(self, unit: Unit) -> int:
         """Of a flat buffer of the unit, whole."""
         tensor = self.config.parallel.tensor
@@ -64,7 +69,6 @@ class UnitCosts:
         Raises ValueError for muon beside sharded state, whose matrices have shards of their own.
         """
         training, optimizer = self.config.training, self.config.optimizer
-        size = ELEMENT_BYTES[cast(Precision, self.config.training.precision)]
         part = self.own_elements(unit, 1)
         if optimizer.name == "muon" and self.shards > 1:
             raise ValueError(
@@ -79,9 +83,9 @@ class UnitCosts:
         kept = part * num_moments(optimizer)
         if optimizer.name == "muon":
             kept += matrices * (num_moments(optimizer, matrix=True) - num_moments(optimizer))
-        master = cast(Precision, self.config.training.precision) != "fp32" and training.master_weights
+        master = self._weight_bytes != FULL_BYTES and training.master_weights
         return StateBytes(
-            weights=num_versions * self.own_elements(unit, 3) * size,
+            weights=num_versions * self.own_elements(unit, 3) * self._weight_bytes,
             master=part * FULL_BYTES if master else 0,
             gradients=gradient_buffers * unit.uses * self.own_elements(unit, 2) * FULL_BYTES,
             moments=kept * (2 if optimizer.moment_dtype == "bf16" else FULL_BYTES),
@@ -89,7 +93,7 @@ class UnitCosts:
 
     def reduction(self, unit: Unit) -> dict[str, list[Exchange]]:
         """One sum of a unit's gradient over its replicas, by group; further copies of shards are summed behind the
-        last one alone (`copies_reduction`). Of tied weights see `tied_reduction`."""
+        last one alone (`copies_reduction`)."""
         elements = self.elements(unit)
         if self.replicas == 1 or elements == 0:
             return {}
@@ -119,8 +123,11 @@ class UnitCosts:
         elements = self.elements(unit)
         if self.shards == 1 or elements == 0:
             return {}
-        return {
-            self.shard_group: [
-                Exchange("all_gather", elements, ELEMENT_BYTES[cast(Precision, self.config.training.precision)])
-            ]
-        }
+        return {self.shard_group: [Exchange("all_gather", elements, self._weight_bytes)]}
+
+    def update(self, unit: Unit) -> dict[str, list[Exchange]]:
+        """What the tensor ranks exchange for one update: muon brings the momentum of each matrix together."""
+        if self.config.optimizer.name != "muon" or self.config.parallel.tensor == 1:
+            return {}
+        shared = [spec for spec in unit.specs if spec.matrix and spec.partition_axis is not None]
+        return {"tensor": [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]}

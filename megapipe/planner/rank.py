@@ -108,13 +108,10 @@ class RankPrediction:
         """What this rank exchanges in one step."""
         found: defaultdict[str, list[Exchange]] = defaultdict(list)
 
-        def note(by_group: Mapping[str, list[Exchange]], times: int = 1) -> None:
+        others = {"tied": self._tied(), "link": self._links(), **self._scalars()}
+        for by_group in (*self._within_layers(), *self._of_states(), others):
             for group, exchanges in by_group.items():
-                found[group] += repeated(exchanges, times)
-
-        for by_group in (*self._within_layers(), *self._of_states()):
-            note(by_group)
-        note({"tied": self._tied(), "link": self._links(), **self._scalars()})
+                found[group] += exchanges
         return {
             (group, operation): counts
             for group, exchanges in found.items()
@@ -142,26 +139,23 @@ class RankPrediction:
                 once = self.costs.within_layer(
                     layer, forwards=2 if again else 1, halves=halves, predictions=predictions
                 )
-                yield {group: repeated(exchanges, times) for group, exchanges in once.items()}
+                yield _times(once, times)
 
     def _of_states(self) -> Iterator[Mapping[str, list[Exchange]]]:
-        """Reductions of gradients and gathers of weights; of tied weights gathers alone."""
-        costs, calls = self.costs, self.calls()
+        """Reductions of gradients, gathers of weights, updates; of tied weights all but reductions."""
+        costs, calls = self.costs.of_units, self.calls()
         for place, unit in self.units.items():
-            if not costs.of_units.elements(unit):
+            if not costs.elements(unit):
                 continue
-            reductions = calls[Kind.REDUCE_GRADIENTS, *place]
-            for by_group in (
-                (costs.of_units.reduction(unit), costs.partial_reduction(self.layers[place])) if not unit.tied else ()
-            ):
-                yield {group: repeated(exchanges, reductions) for group, exchanges in by_group.items()}
+            reductions, updates = calls[Kind.REDUCE_GRADIENTS, *place], calls[Kind.UPDATE, *place]
             if not unit.tied:
-                lasts = 1 if costs.of_units.sharded(unit, 2) else reductions
-                yield {group: repeated(each, lasts) for group, each in costs.of_units.copies_reduction(unit).items()}
-            kind = Kind.GATHER_WEIGHTS if costs.of_units.sharded(unit, 3) else Kind.UPDATE
-            if costs.of_units.sharded(unit, 1):
-                gathers = calls[kind, *place]
-                yield {group: repeated(each, gathers) for group, each in costs.of_units.gather(unit).items()}
+                yield _times(costs.reduction(unit), reductions)
+                yield _times(costs.copies_reduction(unit), 1 if costs.sharded(unit, 2) else reductions)
+                yield _times(self.costs.partial_reduction(self.layers[place]), reductions)
+            if costs.sharded(unit, 1):
+                gathers = calls[Kind.GATHER_WEIGHTS, *place] if costs.sharded(unit, 3) else updates
+                yield _times(costs.gather(unit), gathers)
+            yield _times(costs.update(unit), updates)
 
     def _tied(self) -> list[Exchange]:
         """All replicas of all ranks that hold a use sum its gradient once an update."""
@@ -196,3 +190,7 @@ class RankPrediction:
         if self.schedule.flushes:
             return {"world": [counts, norms]}
         return {"world": [counts], "second world": [norms]}
+
+
+def _times(by_group: Mapping[str, list[Exchange]], times: int) -> dict[str, list[Exchange]]:
+    return {group: repeated(exchanges, times) for group, exchanges in by_group.items()}

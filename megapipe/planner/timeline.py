@@ -85,9 +85,9 @@ class _WholeGradients:
             costs, place = self._rank.costs, (action.stage, action.unit)
             if costs.of_units.shards not in (1, costs.replicas) and self._summing:
                 self._end_newest()
-            unit = self._rank.units[place]
-            if costs.of_units.elements(unit):  # not where all weights are tied
-                self._summing.append((place, costs.of_units.summand_bytes(unit)))
+            state = self._rank.units[place]
+            if costs.of_units.elements(state):  # not where all weights are tied
+                self._summing.append((place, costs.of_units.summand_bytes(state)))
         elif action.kind in (Kind.REDUCE_SCALARS, Kind.UPDATE):
             while self._summing:
                 self._close_oldest()

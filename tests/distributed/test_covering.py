@@ -7,6 +7,7 @@ byte; activations are within a tenth.
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -26,6 +27,7 @@ from tests.support.layouts import (
     AXES,
     BASE,
     RULES,
+    Change,
     Rule,
     adds_in_one_order,
     allowed,
@@ -41,6 +43,22 @@ CASES = covering_array(AXES, allowed)
 FAST = [min((case for case in CASES if case["schedule"] == name), key=world_size) for name in AXES["schedule"]]
 """The first of each schedule's with the fewest ranks."""
 EVERY_CASE = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+PAIRS_OF_SAMPLES = {"micro_size": 2}
+OPTIONS: list[tuple[Case, Change]] = [
+    (
+        {"schedule": "modular", "data": "2", "context": "2 ring", "zero": "3"},
+        {"zero": {"shard_size": 2, "reduce_dtype": "bf16", "weight_buffers": 1}, "batch": PAIRS_OF_SAMPLES},
+    ),
+    (
+        {"schedule": "zb_h1", "model": "llama", "tensor": "2", "pipeline": "2", "sequence": "on"},
+        {"parallel": {"sequence_chunks": 2}, "batch": PAIRS_OF_SAMPLES, "optimizer": {"name": "muon"}},
+    ),
+    (
+        {"model": "bert", "tied": "untied", "pipeline": "2", "context": "2 all-to-all", "offload": "activations"},
+        {"batch": PAIRS_OF_SAMPLES, "offload": {"activations": "blocks", "prefetch": 2, "num_blocks": 1}},
+    ),
+]
+"""What the array leaves out: a case, and what else is changed."""
 SCALARS = 4096
 """Bytes: a few of them live on beside the buffers."""
 
@@ -82,6 +100,19 @@ def test_a_pair_of_features_trains_as_one_process_and_costs_what_is_predicted(
     validate(config, world_size(case))
     ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
     check_equal(case, [rank.run for rank in ranks], expected(tuple(oracle_of(case).items())))
+    for number, rank in enumerate(ranks):
+        check_costs(predict_rank(config, rank.schedule, number, predictions=rank.predictions), rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "change"), OPTIONS, ids=lambda part: ", ".join(map(str, part.values())))
+def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Case, change: Change) -> None:
+    case = {**BASE, **case}
+    config = config_of(case, *corpora)
+    for group, fields in change.items():
+        setattr(config, group, replace(getattr(config, group), **fields))
+    validate(config, world_size(case))
+    ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
     for number, rank in enumerate(ranks):
         check_costs(predict_rank(config, rank.schedule, number, predictions=rank.predictions), rank)
 

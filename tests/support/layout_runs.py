@@ -53,10 +53,10 @@ class Sample(NamedTuple):
 class LayoutRun:
     """What one rank saw, and what was counted on it.
 
-    schedule: what the engine ran. traffic: of one step. state: bytes that the unit states hold between steps, wherever.
-    lasting: all bytes that live then. host: those of them in buffers for activations that are away. peak: of each part
-    of a `Sample` the most that any action of the step left. together: the most of all parts at once. predictions: of
-    each micro-batch, hidden tokens of a sample that a BERT's head works on; None for other models.
+    schedule: what the engine ran. traffic: of one step. state: bytes of the unit states between steps, on the device
+    or not. lasting: all bytes that live then. host: those of them in buffers for activations that are away. peak: of
+    each part of a `Sample` the most that any action of the step left. together: the most of all parts at once.
+    predictions: of each micro-batch, hidden tokens of a sample that a BERT's head works on; None for other models.
     """
 
     run: RankRun
