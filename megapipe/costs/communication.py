@@ -91,6 +91,15 @@ def tensor_exchanges(
     ]
 
 
+def fp8_exchange(forwards: int = 1) -> Exchange:
+    """What the tensor ranks exchange for one micro-batch through one block in fp8 with a scale for each operand: the
+    largest magnitudes of both operands of its four products, forward and for the gradients of input and weight.
+
+    forwards: as in `tensor_exchanges`.
+    """
+    return Exchange("all_reduce", 2, FULL_BYTES, 4 * (forwards + 2))
+
+
 def pipeline_exchange(
     model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision, num_messages: int = 1
 ) -> Exchange:

@@ -14,7 +14,7 @@ from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.recompute import RecomputedPart
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.bert_memory import bert_activation_bytes
-from megapipe.costs.communication import Exchange, tensor_exchanges
+from megapipe.costs.communication import Exchange, fp8_exchange, tensor_exchanges
 from megapipe.costs.context import context_activation_bytes, context_exchanges
 from megapipe.costs.memory import (
     FULL_BYTES,
@@ -202,6 +202,8 @@ class LayoutCosts:
                 predictions=predicted,
                 forwards=forwards,
             )
+        if self.tensor > 1 and self._scales_operands(layer):
+            found["tensor"].append(fp8_exchange(forwards))
         if self.context > 1:
             kind, length = config.parallel.context_attention, config.data.sequence_length
             sizes = {"tensor_size": self.tensor, "forwards": forwards}
@@ -209,6 +211,12 @@ class LayoutCosts:
                 model, layer, micro, length, self.precision, kind, self.context, **sizes
             )
         return found
+
+    def _scales_operands(self, layer: LayerSpec) -> bool:
+        """Whether a layer multiplies in fp8 with scales that tensor ranks agree on."""
+        training = self.config.training
+        chosen = range(training.fp8_first_kept, self.config.model.num_layers - training.fp8_last_kept)
+        return training.fp8 == "tensorwise" and layer.kind == "block" and layer.index in chosen
 
     def partial_reduction(self, layer: LayerSpec) -> dict[str, list[Exchange]]:
         """What tensor ranks that share the tokens sum ahead of every reduction of a layer's gradient."""

@@ -20,11 +20,13 @@ def predict_rank(
     *,
     device: str = "cpu",
     predictions: Sequence[int] | None = None,
+    recomputed: Sequence[Sequence[range]] | None = None,
 ) -> RankPrediction:
     """What a rank of a run will hold and send.
 
     config: with parallel.data filled in. schedule: lowered, of this run. rank: global number. device: type of the
-    ranks' devices, where attention's path depends on it. predictions: as in `RankPrediction`.
+    ranks' devices, where attention's path depends on it. predictions: as in `RankPrediction`. recomputed: what runs
+    again, by default as the configuration says; under offload.activations auto the plan's that the run has made.
     """
     shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
     family, model, length = family_of(config), config.model, config.data.sequence_length
@@ -42,4 +44,5 @@ def predict_rank(
         config, family.layers, shape.sizes["data"], "unfused" if unfused else "sdpa", VOCABULARY_ALIGNMENT
     )
     place = shape.coordinates(rank)["pipeline"]
-    return RankPrediction(costs, schedule, layout.ranges, layout.recomputed(config.recompute), place, predictions)
+    again = layout.recomputed(config.recompute) if recomputed is None else recomputed
+    return RankPrediction(costs, schedule, layout.ranges, again, place, predictions)

@@ -57,6 +57,10 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"model": "bert", "tied": "untied", "pipeline": "2", "context": "2 all-to-all", "offload": "activations"},
         {"batch": PAIRS_OF_SAMPLES, "offload": {"activations": "blocks", "prefetch": 2, "num_blocks": 1}},
     ),
+    (
+        {"schedule": "gpipe", "tensor": "2", "recompute": "full", "precision": "bf16"},
+        {"training": {"fp8": "tensorwise", "fp8_first_kept": 1}, "recompute": {"every": 2}},
+    ),
 ]
 """What the array leaves out: a case, and what else is changed."""
 SCALARS = 4096
