@@ -102,15 +102,14 @@ class UnitCosts:
         size = 2 if self.config.zero.reduce_dtype == "bf16" else FULL_BYTES
         return {self.shard_group: [Exchange("reduce_scatter", elements, size)]}
 
-    def summand_bytes(self, unit: Unit) -> int:
-        """What one such sum holds on ranks that talk over gloo until it is over: the parts of the others, and where
-        gradients travel in bf16 the copy that does."""
-        elements = self.elements(unit)
-        if self.shards == 1 or self.replicas == 1:
+    def summand_bytes(self, unit: Unit, over_gloo: bool) -> int:
+        """What one such sum holds until it is over: where gradients travel in bf16 the copy that does, and over gloo,
+        which takes them into memory of its own, the parts of the others."""
+        if self.shards == 1:
             return 0
-        narrow = self.config.zero.reduce_dtype == "bf16"
-        received = elements // self.shards * (self.shards - 1) * (2 if narrow else FULL_BYTES)
-        return received + (2 * elements if narrow else 0)
+        elements, narrow = self.elements(unit), self.config.zero.reduce_dtype == "bf16"
+        received = elements // self.shards * (self.shards - 1) if over_gloo else 0
+        return received * (2 if narrow else FULL_BYTES) + (2 * elements if narrow else 0)
 
     def copies_reduction(self, unit: Unit) -> dict[str, list[Exchange]]:
         """The sum of a shard over the copies of the state, where there are several (hybrid sharding)."""

@@ -28,8 +28,9 @@ class RankPrediction:
 
     costs: sizes. schedule: lowered, of the run. stages: layers of every stage. recomputed: per stage, runs of units
     that are computed again together. pipeline_rank: the rank's coordinate. predictions: of every micro-batch, how many
-    hidden tokens of a sample a BERT's head works on here; by default all that there may be. Under context parallelism
-    the data says how many lie on which rank, and without it a BERT's last stage is predicted too large.
+    hidden tokens of a sample a BERT's head works on here; by default as many as there may be, which under context
+    parallelism is too many: the data says how many lie on which rank. over_gloo: gradients are summed over gloo, not
+    over NCCL.
     """
 
     costs: LayoutCosts
@@ -38,6 +39,7 @@ class RankPrediction:
     recomputed: Sequence[Sequence[range]]
     pipeline_rank: int
     predictions: Sequence[int] | None = None
+    over_gloo: bool = True
 
     @property
     def own_stages(self) -> tuple[int, ...]:

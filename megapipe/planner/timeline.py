@@ -17,9 +17,9 @@ Place = tuple[int, int]
 class Held(NamedTuple):
     """Bytes on the device beside what lives between steps.
 
-    weights, gradients: whole ones of units whose state replicas share out. summands: other ranks' parts of such
-    gradients, which gloo takes into memory of its own (on GPUs NCCL needs none). reloaded: optimizer state that has
-    come from host memory for an update. activations: of all micro-batches; messages on their way are not counted.
+    weights, gradients: whole ones of units whose state replicas share out. summands: what sums of such gradients need
+    besides, over gloo other ranks' parts. reloaded: optimizer state that has come from host memory for an update.
+    activations: of all micro-batches; messages on their way are not counted.
     """
 
     weights: int = 0
@@ -87,7 +87,7 @@ class _WholeGradients:
                 self._end_newest()
             state = self._rank.units[place]
             if costs.of_units.elements(state):  # not where all weights are tied
-                self._summing.append((place, costs.of_units.summand_bytes(state)))
+                self._summing.append((place, costs.of_units.summand_bytes(state, self._rank.over_gloo)))
         elif action.kind in (Kind.REDUCE_SCALARS, Kind.UPDATE):
             while self._summing:
                 self._close_oldest()

@@ -25,8 +25,9 @@ def predict_rank(
     """What a rank of a run will hold and send.
 
     config: with parallel.data filled in. schedule: lowered, of this run. rank: global number. device: type of the
-    ranks' devices, where attention's path depends on it. predictions: as in `RankPrediction`. recomputed: what runs
-    again, by default as the configuration says; under offload.activations auto the plan's that the run has made.
+    ranks' devices, on which attention's path and sums of gradients depend. predictions: as in `RankPrediction`.
+    recomputed: what runs again, by default as the configuration says; under offload.activations auto the plan's that
+    the run has made.
     """
     shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
     family, model, length = family_of(config), config.model, config.data.sequence_length
@@ -45,4 +46,4 @@ def predict_rank(
     )
     place = shape.coordinates(rank)["pipeline"]
     again = layout.recomputed(config.recompute) if recomputed is None else recomputed
-    return RankPrediction(costs, schedule, layout.ranges, again, place, predictions)
+    return RankPrediction(costs, schedule, layout.ranges, again, place, predictions, over_gloo=device == "cpu")

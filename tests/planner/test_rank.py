@@ -73,6 +73,13 @@ def test_a_step_begins_and_ends_without_activations() -> None:
     assert max(held) >= 3 * layered(3).costs.kept(LAYERS[1])
 
 
+def test_nccl_sums_without_memory_of_its_own() -> None:
+    rank = layered(3)
+    largest = sorted(sizes())[-2:]
+    assert rank.peak().summands == sum(4 * size * (REPLICAS - 1) // REPLICAS for size in largest)
+    assert replace(rank, over_gloo=False).peak().summands == 0
+
+
 def test_hybrid_shards_are_summed_over_their_copies_once() -> None:
     traffic = layered(3, zero={"shard_size": 2}).traffic()
     elements = sum(flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in LAYERS)
