@@ -13,7 +13,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, boundary_bytes
 from megapipe.costs.parameters import LayerSpec
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 DOUBLE_BYTES = 8
 """Bytes of a float64: counts, norms and losses of a step."""
 LOSS_STATISTICS = 3
@@ -25,7 +25,8 @@ class Exchange:
     """One kind of call that all members of a group make.
 
     elements: of the whole buffer, over all members: what an all-reduce sums, what an all-gather leaves behind, what a
-    reduce-scatter starts from; of a send the message. element_bytes: bytes of one. calls: how often.
+    reduce-scatter starts from; of an all-to-all what each member gives; of a send the message. element_bytes: bytes of
+    one. calls: how often.
     """
 
     operation: Operation
@@ -88,6 +89,15 @@ def tensor_exchanges(
         Exchange("all_reduce", rows * model.hidden_size, size),
         Exchange("all_gather", tensor_size * LOSS_STATISTICS * rows, FULL_BYTES),
     ]
+
+
+def fp8_exchange(forwards: int = 1) -> Exchange:
+    """What the tensor ranks exchange for one micro-batch through one block in fp8 with a scale for each operand: the
+    largest magnitudes of both operands of its four products, forward and for the gradients of input and weight.
+
+    forwards: as in `tensor_exchanges`.
+    """
+    return Exchange("all_reduce", 2, FULL_BYTES, 4 * (forwards + 2))
 
 
 def pipeline_exchange(

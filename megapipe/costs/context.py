@@ -8,6 +8,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.bert_memory import bert_activation_bytes, padding_mask_bytes
+from megapipe.costs.communication import Exchange
 from megapipe.costs.memory import (
     ELEMENT_BYTES,
     FULL_BYTES,
@@ -44,6 +45,7 @@ def context_activation_bytes(
     alignment: int = 1,
     recompute_logits: bool = False,
     recompute: Collection[RecomputedPart] = (),
+    sequence_parallel: bool = False,
 ) -> int:
     """As `activation_bytes`, or `bert_activation_bytes` for a BERT, on one of context_size ranks that share samples of
     sequence_length tokens. predictions: hidden tokens of a sample that a BERT's rank holds.
@@ -65,6 +67,9 @@ def context_activation_bytes(
             path,
             tensor_size=tensor_size,
             alignment=alignment,
+            recompute_logits=recompute_logits,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
         )
     else:
         kept = activation_bytes(
@@ -78,6 +83,7 @@ def context_activation_bytes(
             alignment=alignment,
             recompute_logits=recompute_logits,
             recompute=recompute,
+            sequence_parallel=sequence_parallel,
         )
     if layer.kind != "block" or context_size == 1:
         return kept
@@ -137,6 +143,35 @@ def all_to_all_bytes(
     heads = (2 * model.num_heads + 2 * keys) // tensor_size
     sent = tokens * heads * model.head_dim * ELEMENT_BYTES[precision] * (context_size - 1) // context_size
     return ContextBytes(sent, sent)
+
+
+def context_exchanges(
+    model: ModelConfig,
+    layer: LayerSpec,
+    micro_size: int,
+    sequence_length: int,
+    precision: Precision,
+    kind: ContextAttention,
+    context_size: int,
+    *,
+    tensor_size: int = 1,
+    forwards: int = 1,
+) -> list[Exchange]:
+    """The calls that make up `ring_bytes` and `all_to_all_bytes` of one layer and micro-batch, backward included.
+
+    forwards: how often the layer runs forward: 2 where it is recomputed whole.
+    """
+    if layer.kind != "block":
+        return []
+    size = ELEMENT_BYTES[precision]
+    tokens = micro_size * sequence_length // context_size
+    if kind == "ring":
+        block = 2 * tokens * (model.kv_heads // tensor_size) * model.head_dim
+        hops = context_size - 1
+        return [Exchange("send", block, size, hops * (forwards + 1)), Exchange("send", block, FULL_BYTES, hops)]
+    keys = _copied_kv_heads(model, context_size, tensor_size)
+    heads = (model.num_heads + 2 * keys) // tensor_size, model.num_heads // tensor_size
+    return [Exchange("all_to_all", tokens * each * model.head_dim, size, forwards + 1) for each in heads]
 
 
 def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:

@@ -161,15 +161,17 @@ def isolation_bytes(
     attention: AttentionPath,
     *,
     recompute: Collection[RecomputedPart] = (),
+    mask_length: int | None = None,
 ) -> int:
     """What a block keeps of a micro-batch besides `activation_bytes` where data.isolate_documents is true.
 
     Places within documents differ from sample to sample, so rotary tables, two for queries and two for keys, are the
     micro-batch's own, in fp32; sdpa keeps the mask [b, s, s] in the compute dtype, the unfused path one of bytes.
+    mask_length: tokens that attention sees at once where these are not the rank's own; 0 where it keeps no mask.
     """
     tables = 4 * micro_size * sequence_length * model.head_dim // 2 * FULL_BYTES
     kept = tables if model.positions == "rotary" else 0
-    mask = micro_size * sequence_length**2
+    mask = micro_size * (sequence_length if mask_length is None else mask_length) ** 2
     if attention == "sdpa":
         return kept + mask * ELEMENT_BYTES[precision]
     return kept if "attention" in recompute else kept + mask

@@ -21,6 +21,7 @@ def weight_half_bytes(
     tensor_size: int = 1,
     alignment: int = 1,
     recompute: Collection[RecomputedPart] = (),
+    sequence_parallel: bool = False,
 ) -> int:
     """What one layer keeps on one tensor rank from a micro-batch's input half to its weight half.
 
@@ -29,15 +30,21 @@ def weight_half_bytes(
     1), who leave the norms out; masks and the softmax are freed. What `recompute` names is made again from inputs that
     are counted elsewhere. Of the embedding the gradient of its sum.
 
-    predictions: tokens of a sample that the head predicts, by default all.
+    predictions: tokens of a sample that the head predicts, by default all. sequence_parallel: the tensor ranks share
+    the tokens of what each would otherwise keep whole, but for the gradient of the word embeddings, which is gathered;
+    other embeddings keep that of their shard.
     """
     tokens = micro_size * sequence_length
     size = ELEMENT_BYTES[precision]
     stream = tokens * model.hidden_size * size
     statistics = FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
-    norm = 2 * stream + tokens * statistics
+    whole_stream, shards = stream, tensor_size if sequence_parallel else 1
+    stream //= shards
+    norm = 2 * stream + tokens // shards * statistics
     if layer.kind == "embedding":
-        return stream + (norm if isinstance(model, BertModelConfig) and model.norm_position == "post" else 0)
+        of_shard = sequence_parallel and any(spec.partition_axis is None for spec in layer.parameters.values())
+        kept = whole_stream + (stream if of_shard else 0)
+        return kept + (norm if isinstance(model, BertModelConfig) and model.norm_position == "post" else 0)
     if layer.kind == "head":
         columns = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
         if not isinstance(model, BertModelConfig):
@@ -47,7 +54,7 @@ def weight_half_bytes(
         if model.sentence_head:
             # Of one sample the pooled token is a view of all tokens.
             pooled = micro_size * model.hidden_size * size
-            kept += (stream if micro_size == 1 else pooled) + 2 * pooled + micro_size * SENTENCE_CLASSES * size
+            kept += (whole_stream if micro_size == 1 else pooled) + 2 * pooled + micro_size * SENTENCE_CLASSES * size
         return kept + (norm if model.norm_position == "pre" else 0)
     inner = model.num_heads * model.head_dim
     projected = inner + 2 * model.kv_heads * model.head_dim

@@ -17,8 +17,10 @@ from megapipe.costs.communication import (
     tensor_exchanges,
     total_sent,
 )
+from megapipe.costs.context import ContextAttention, all_to_all_bytes, context_exchanges, ring_bytes
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import ELEMENT_BYTES, Precision
+from megapipe.costs.sequence import sequence_exchanges
 
 SIZES = st.integers(1, 4), st.sampled_from([16, 64, 256]), st.sampled_from([1, 2, 4, 8])
 PRECISIONS = st.sampled_from(["fp32", "bf16"])
@@ -102,3 +104,34 @@ def test_exchanges_add_up() -> None:
     exchange = Exchange("all_reduce", 10, 4, calls=2)
     assert merged([exchange, *repeated([exchange], 3)]) == {"all_reduce": (8, 80, 320)}
     assert exchange.sent(1) == 0
+
+
+@pytest.mark.parametrize(("halves", "sent"), [(False, 10), (True, 12)])
+@given(*SIZES, PRECISIONS)
+def test_a_block_on_shards_of_the_tokens_sends_10_bsh_and_12_where_backwards_are_split(
+    halves: bool, sent: int, micro: int, length: int, tensor: int, precision: Precision
+) -> None:
+    """docs/sequence_parallel.md: 8 of arXiv 2205.05198, section 4.2.2, and what is gathered again instead of kept."""
+    model = shaped(8)
+    block = gpt_layers(model)[1]
+    elements = sent * micro * length * model.hidden_size * (tensor - 1) / tensor
+    for chunks in (1, 2):
+        found = sequence_exchanges(
+            model, block, micro, length, precision, tensor_size=tensor, halves=halves, chunks=chunks
+        )
+        assert total_sent(found, tensor) == pytest.approx(elements * ELEMENT_BYTES[precision])
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@given(st.integers(1, 3), st.sampled_from([2, 4]), st.sampled_from([1, 2]), PRECISIONS)
+def test_context_ranks_send_the_bytes_of_the_formulas(
+    kind: ContextAttention, micro: int, context: int, tensor: int, precision: Precision
+) -> None:
+    model = shaped(8, kv_heads=2)
+    block, formula = gpt_layers(model)[1], ring_bytes if kind == "ring" else all_to_all_bytes
+    expected = formula(model, micro, 64, precision, context, tensor_size=tensor)
+    for forwards in (1, 2):
+        found = context_exchanges(
+            model, block, micro, 64, precision, kind, context, tensor_size=tensor, forwards=forwards
+        )
+        assert total_sent(found, context) == forwards * expected.forward + expected.backward

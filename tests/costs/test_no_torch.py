@@ -14,7 +14,7 @@ print(*sorted({"torch", "triton"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("room", ["config", "random", "costs"])
+@pytest.mark.parametrize("room", ["config", "random", "costs", "planner"])
 def test_a_room_that_thinks_imports_no_torch(room: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, f"megapipe.{room}"], capture_output=True, text=True, timeout=60, check=False

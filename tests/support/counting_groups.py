@@ -16,6 +16,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megapipe.engine import wiring
+from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.links import Edge, Link, LinkKind
 from megapipe.parallel.links.link import Loan, Transfer
@@ -145,6 +146,22 @@ def counted(mesh: Mesh, traffic: Traffic) -> Mesh:
         for names, group in mesh._groups.items()
     }
     return other
+
+
+@contextmanager
+def counted_exchanges(traffic: Traffic) -> Iterator[None]:
+    """All-to-alls meanwhile count into `traffic` as what they are, by what each rank gives, and not as the gathers by
+    which groups other than torch.distributed's make them: for ranks that are processes."""
+    exchanged = collectives._exchanged
+
+    def counting(x: Tensor, group: Group) -> Tensor:
+        if not isinstance(group, CountingGroup):
+            return exchanged(x, group)
+        traffic.note(Place(group._label, "all_to_all"), [x])
+        return exchanged(x, group._group)
+
+    with patch.object(collectives, "_exchanged", counting):
+        yield
 
 
 @contextmanager

@@ -1,19 +1,22 @@
 """A few steps of a run on a layout, with everything that is counted on the way: traffic, state, activations."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import StateBytes
-from megapipe.engine.engine import Engine
+from megapipe.engine.shared_state import GradientReduction
 from megapipe.engine.step import StepInput
+from megapipe.engine.swaps import Swaps
+from megapipe.layers.context import BertContext
 from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import DIMENSIONS, Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -21,7 +24,7 @@ from megapipe.schedules import Schedule
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
-from tests.support.counting_groups import Traffic, counted, counted_links
+from tests.support.counting_groups import Traffic, counted, counted_exchanges, counted_links
 from tests.support.gpt_runs import RankRun, Shard, shards
 from tests.support.live_bytes import LiveBytes
 
@@ -32,12 +35,28 @@ SETTLING_SECONDS = 0.005
 """gloo's threads let go of a tensor a moment after its exchange has ended."""
 
 
+class Sample(NamedTuple):
+    """Bytes that one action has left behind, beside what lives between steps, by what they belong to.
+
+    weights, gradients: whole ones of units whose state replicas share out. summands: other ranks' parts of such
+    gradients. reloaded: optimizer state that is on the device for its update. activations: everything else.
+    """
+
+    weights: int
+    gradients: int
+    summands: int
+    reloaded: int
+    activations: int
+
+
 @dataclass(frozen=True)
 class LayoutRun:
     """What one rank saw, and what was counted on it.
 
-    traffic: of one step. state: bytes of what the unit states hold. lasting: all bytes that live between steps.
-    activations: the most that a step held besides, behind any of its actions. schedule: what the engine ran.
+    schedule: what the engine ran. traffic: of one step. state: bytes of the unit states between steps, on the device
+    or not. lasting: all bytes that live then. host: those of them in buffers for activations that are away. peak: of
+    each part of a `Sample` the most that any action of the step left. together: the most of all parts at once.
+    predictions: of each micro-batch, hidden tokens of a sample that a BERT's head works on; None for other models.
     """
 
     run: RankRun
@@ -45,7 +64,10 @@ class LayoutRun:
     traffic: Traffic
     state: StateBytes
     lasting: int
-    activations: int
+    host: int
+    peak: Sample
+    together: int
+    predictions: list[int] | None
 
 
 def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: float = 30.0) -> LayoutRun:
@@ -57,18 +79,22 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
     config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
     traffic, live = Traffic(), LiveBytes()
     gradients: dict[str, Shard] = {}
-    with nullcontext() if isinstance(mesh, InProcessMesh) else counted_links(traffic):
+    with ExitStack() as counting:
+        if not isinstance(mesh, InProcessMesh):
+            counting.enter_context(counted_links(traffic))
+            counting.enter_context(counted_exchanges(traffic))
         with live:
             replica = Replica(config, counted(mesh, traffic), family_of(config).layers)
         keep_first_gradients(replica, gradients)
         loader = open_loader(config, mesh, replica, open_samples(config, "train"))
-        results, lasting, activations = [], 0, 0
+        results, lasting, host = [], 0, 0
         for step in range(steps):
             batch = loader.load(step * config.batch.global_size)
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
             if step == COUNTED_STEP:
                 traffic.clear()
-                lasting, samples = live.current, sampled(replica.engine, live)
+                state, lasting, host = held(replica.states()), live.current, replica._swaps.pool.num_bytes
+                samples = sampled(replica, live)
             scaler = replica.loss_scaler
             scale = 1.0 if scaler is None else scaler.scale(step)
             with live:
@@ -77,11 +103,19 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             if scaler is not None:
                 scaler.observe(step, results[-1].skipped)
             if step == COUNTED_STEP:
-                activations = max(samples) - lasting
-                counted_traffic = traffic.copy()
+                peak, together = Sample(*map(max, zip(*samples, strict=True))), max(map(sum, samples))
+                counted_traffic, hidden = traffic.copy(), hidden_tokens(batch.contexts)
     states = replica.states()
     run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
-    return LayoutRun(run, replica.schedule, counted_traffic, held(states), lasting, activations)
+    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak, together, hidden)
+
+
+def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
+    """Of each micro-batch, the tokens of a sample that a BERT's head predicts here, where this rank has it."""
+    found = [
+        each.positions.shape[1] for each in contexts if isinstance(each, BertContext) and each.positions is not None
+    ]
+    return found or None
 
 
 def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
@@ -97,13 +131,21 @@ def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
     replica.optimizer.update = recording  # type: ignore[method-assign]
 
 
-def sampled(engine: Engine, live: LiveBytes) -> list[int]:
+def sampled(replica: Replica, live: LiveBytes) -> list[Sample]:
     """Where the bytes alive behind every action from here on are put, once its messages have left.
 
     That waiting cannot hang: schedules are proved free of deadlock where every send waits for its receive.
     """
-    samples: list[int] = []
+    engine, swaps, states = replica.engine, replica._swaps, replica.states()
     senders = [*engine._transfers.send_activation.values(), *engine._transfers.send_gradient.values()]
+    samples: list[Sample] = []
+
+    def now(reductions: Sequence[Work]) -> list[int]:
+        kept = held(states)
+        parts = [kept.weights, kept.gradients, summands(reductions), reloaded(swaps, states)]
+        return [*parts, live.current - swaps.pool.num_bytes]
+
+    before = now([])
 
     def sampling(run: Any) -> Any:
         def sampled_run(step: Any) -> None:
@@ -111,7 +153,8 @@ def sampled(engine: Engine, live: LiveBytes) -> list[int]:
             for sender in senders:
                 sender.drain()
             sleep(SETTLING_SECONDS)
-            samples.append(live.current)
+            *parts, total = (found - first for found, first in zip(now(step.reductions), before, strict=True))
+            samples.append(Sample(*parts, total - sum(parts)))
 
         return sampled_run
 
@@ -123,10 +166,39 @@ def sampled(engine: Engine, live: LiveBytes) -> list[int]:
 
 
 def held(states: Sequence[UnitState]) -> StateBytes:
-    """Bytes of the buffers of unit states."""
+    """Bytes of the buffers of unit states that have memory, views of another not counted."""
     return StateBytes(
-        weights=sum(each.nbytes for state in states for each in state.weights),
+        weights=storage_bytes(each for state in states for each in (*state.weights, *state.weight_shards)),
         master=sum(state.master.nbytes for state in states if state.working_copy is not None),
-        gradients=sum(each.nbytes for state in states for each in state.gradients),
+        gradients=storage_bytes(each for state in states for each in (*state.gradients, *gradient_shard(state))),
         moments=sum(each.nbytes for state in states for each in state.moments.values()),
     )
+
+
+def gradient_shard(state: UnitState) -> list[Tensor]:
+    """What is left of a gradient that replicas share out."""
+    return [state.reduced_gradient()] if state.sharding.gradients else []
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the memory that tensors lie in, each counted once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def summands(reductions: Sequence[Work]) -> int:
+    """Bytes that sums into shards hold until they are over: gloo takes the other ranks' parts into memory of its own,
+    and gradients that travel in another precision are a copy."""
+    total = 0
+    for each in reductions:
+        if isinstance(each, GradientReduction) and each._summing is not None:
+            total += each._sent.nbytes // each._shards.size * (each._shards.size - 1)
+            total += 0 if each._sent is each._whole else each._sent.nbytes
+    return total
+
+
+def reloaded(swaps: Swaps, states: Sequence[UnitState]) -> int:
+    """Bytes of optimizer state that are on the device for an update, on their way there or back."""
+    leaving = {id(swaps._leaving.owner)} if swaps._leaving is not None else set()
+    here = leaving | swaps._home.keys()
+    return sum(each.nbytes for state in states if id(state) in here for each in state.update_buffers().values())

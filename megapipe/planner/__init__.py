@@ -1,0 +1,1 @@
+"""What a run will take, before it runs: memory and traffic of every rank. Without torch or triton."""
