@@ -36,7 +36,7 @@ def fewest_gathers(schedule, section, rank):
     """Naively: at every run hold the next different units, as many as there are buffers; count what is new."""
     runs = []
     for action in schedule.actions(section, rank):
-        uses = action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        uses = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
         if uses and runs[-1:] != [(action.stage, action.unit, action.version)]:
             runs.append((action.stage, action.unit, action.version))
     held, count = set(), 0
