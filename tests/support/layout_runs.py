@@ -170,14 +170,9 @@ def held(states: Sequence[UnitState]) -> StateBytes:
     return StateBytes(
         weights=storage_bytes(each for state in states for each in (*state.weights, *state.weight_shards)),
         master=sum(state.master.nbytes for state in states if state.working_copy is not None),
-        gradients=storage_bytes(each for state in states for each in (*state.gradients, *gradient_shard(state))),
+        gradients=storage_bytes(each for state in states for each in (*state.gradients, *state.gradient_shards)),
         moments=sum(each.nbytes for state in states for each in state.moments.values()),
     )
-
-
-def gradient_shard(state: UnitState) -> list[Tensor]:
-    """What is left of a gradient that replicas share out."""
-    return [state.reduced_gradient()] if state.sharding.gradients else []
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
