@@ -200,21 +200,12 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
 
 def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:
     """What does not go with weights that leave the device behind their use."""
-    if not config.offload.weights:
+    if not config.offload.weights or _flushes(config, config.batch.global_size // share):
         return []
-    found = []
-    if not _flushes(config, config.batch.global_size // share):
-        found.append(
-            f"offload.weights: {config.schedule.file or config.schedule.name} never flushes and keeps the weights of "
-            "several versions on the device; set offload.weights false, or take a schedule that flushes, such as 1f1b"
-        )
-    if config.recompute.method == "selective" and splits_backwards(config):
-        found.append(
-            "offload.weights with recompute.method selective: this schedule runs the two halves of a backward apart, "
-            "and the weight half would make parts again from weights that have left by then; set recompute.method "
-            "full or offload.weights false, or take a schedule with whole backwards, such as 1f1b"
-        )
-    return found
+    return [
+        f"offload.weights: {config.schedule.file or config.schedule.name} never flushes and keeps the weights of "
+        "several versions on the device; set offload.weights false, or take a schedule that flushes, such as 1f1b"
+    ]
 
 
 def _flushes(config: PretrainConfig, num_microbatches: int) -> bool:

@@ -39,6 +39,13 @@ def test_weights_that_come_and_go_give_the_bits_of_one_process_that_moves_nothin
 
 
 @SLOW
+def test_weight_halves_make_parts_again_without_the_weights(corpus: str) -> None:
+    config = config_of(corpus, UNTIED, {"pipeline": 2}, WEIGHTS, name="zb_h1")
+    config.recompute = replace(config.recompute, method="selective")
+    check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, UNTIED))
+
+
+@SLOW
 @pytest.mark.parametrize(("schedule", "precision"), [("zb_v", "fp32"), ("gpipe", "bf16")])
 def test_bert_is_the_same_too(tmp_path: Path, schedule: str, precision: str) -> None:
     layout, data, model = {"pipeline": 2}, write_corpus(tmp_path), POST_NORM if precision == "fp32" else PRE_NORM

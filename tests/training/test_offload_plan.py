@@ -135,10 +135,6 @@ def test_what_cannot_be_is_refused(offload: dict[str, Any], recompute: dict[str,
     [
         ({"schedule": {"name": "2bw"}}, "offload.weights: 2bw never flushes"),
         ({"zero": {"stage": 1}}, "offload.weights with zero.stage 1"),
-        (
-            {"schedule": {"name": "zb_h1"}, "recompute": {"method": "selective"}},
-            "offload.weights with recompute.method selective: this schedule runs the two halves",
-        ),
     ],
     ids=str,
 )
