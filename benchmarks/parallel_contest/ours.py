@@ -19,10 +19,15 @@ from .setting import BETAS, CLIP, DECAY, LEARNING_RATE, Setting, Step
 
 STAGES = (0, 1, 2, 3)
 """Of ZeRO; 0 is plain data parallelism."""
+LAYERED_STAGES = (2, 3)
+"""Those that exchange something in every micro-batch unless gradients are accumulated layer by layer."""
 
 
-def configuration(setting: Setting, replicas: int, zero_stage: Literal[0, 1, 2, 3]) -> PretrainConfig:
-    """The run that equals the peers'."""
+def configuration(
+    setting: Setting, replicas: int, zero_stage: Literal[0, 1, 2, 3], layered: bool = False
+) -> PretrainConfig:
+    """The run that equals the peers'. layered: all micro-batches go through one layer before the next (layered
+    gradient accumulation), so that a layer is gathered twice and reduced once a step."""
     shape = setting.shape
     config = PretrainConfig(
         model=ModelConfig(
@@ -39,12 +44,16 @@ def configuration(setting: Setting, replicas: int, zero_stage: Literal[0, 1, 2, 
     config.parallel = replace(config.parallel, data=replicas, device="cpu")
     config.optimizer = replace(config.optimizer, betas=BETAS, weight_decay=DECAY, clip_norm=CLIP)
     config.zero = replace(config.zero, stage=zero_stage)
+    if layered:
+        config.schedule = replace(config.schedule, name="modular", chunks=shape.num_layers + 2)
     return config
 
 
-def megapipe(mesh: Mesh, setting: Setting, rank: int, zero_stage: Literal[0, 1, 2, 3] = 0) -> tuple[Step, Replica]:
-    """A rank's step. rank: whose share of the batch."""
-    config = configuration(setting, mesh.size("data"), zero_stage)
+def megapipe(
+    mesh: Mesh, setting: Setting, rank: int, zero_stage: Literal[0, 1, 2, 3] = 0, layered: bool = False
+) -> tuple[Step, Replica]:
+    """A rank's step. rank: whose share of the batch. layered: as in `configuration`."""
+    config = configuration(setting, mesh.size("data"), zero_stage, layered)
     replica = Replica(config, mesh, gpt_layers(config.model))
     contexts = [
         MicrobatchContext(

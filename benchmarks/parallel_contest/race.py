@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, MeshShape
 
-from .ours import STAGES, megapipe, plain_copy
+from .ours import LAYERED_STAGES, STAGES, megapipe, plain_copy
 from .peers import alone, ddp, fsdp
 from .setting import SIZES, Setting, Step
 
@@ -76,6 +76,8 @@ def contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:
     plain = plain_copy(whole, setting)
     for stage in STAGES:
         steps[f"{OURS}, ZeRO {stage}" if stage else OURS] = megapipe(mesh, setting, rank, stage)[0]
+    for stage in LAYERED_STAGES:
+        steps[f"{OURS}, ZeRO {stage}, layered"] = megapipe(mesh, setting, rank, stage, layered=True)[0]
     steps["DDP"] = ddp(copy.deepcopy(plain), setting, rank)
     steps["FSDP2"] = fsdp(copy.deepcopy(plain), setting, rank, True, replicas)
     steps["FSDP2, weights kept"] = fsdp(copy.deepcopy(plain), setting, rank, False, replicas)
