@@ -211,9 +211,12 @@ def use_fp8(stages: Mapping[int, Stage], layout: StageLayout, config: PretrainCo
                     module.products = products
 
 
-def compile_blocks(stages: Iterable[Stage]) -> None:
-    """Let the transformer blocks of these stages run through one torch.compile. Nothing is compiled yet."""
-    forward = CompiledForward(fullgraph=True)
+def compile_blocks(stages: Iterable[Stage], whole: bool) -> None:
+    """Let the transformer blocks of these stages run through one torch.compile. Nothing is compiled yet.
+
+    whole: a block has to be one graph; else a part may stay uncompiled that asks for it.
+    """
+    forward = CompiledForward(fullgraph=whole)
     for stage in stages:
         stage.units = [
             [CompiledUnit(twin, forward) if isinstance(twin, Block) else twin for twin in twins]

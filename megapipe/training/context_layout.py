@@ -97,9 +97,4 @@ def context_problems(config: PretrainConfig) -> list[str]:
             "model.attention is 'flex', which parallel.context_attention ring has no use for; set the one to auto or "
             "the other to all_to_all"
         )
-    if kind == "ring" and config.training.compile:
-        problems.append(
-            "parallel.context_attention ring does not go with training.compile, as transfers go on beside its "
-            "products; set the one to all_to_all or the other to false"
-        )
     return problems

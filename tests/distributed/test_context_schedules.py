@@ -89,10 +89,11 @@ def test_a_schedule_that_never_flushes_and_shares_samples(corpus: str) -> None:
 
 
 @SLOW
-def test_compiled_blocks_trade_heads_for_tokens(corpus: str) -> None:
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_compiled_blocks_share_samples(corpus: str, kind: str) -> None:
     sizes = {"context": 2}
     model = replace(LLAMA_SHAPE, hidden_dropout=0.1)
-    plain = config_of(corpus, model, sizes, "all_to_all", documents=True)
+    plain = config_of(corpus, model, sizes, kind, documents=True)
     expected = run_mesh(sizes, run_gpt, plain, 2)
     # In halves, so that the compiled forward takes probes too.
     config = replace(plain, training=replace(plain.training, compile=True))

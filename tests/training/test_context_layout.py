@@ -65,7 +65,6 @@ def test_the_world_is_data_x_pipeline_x_context_x_tensor() -> None:
             2,
             ["model.attention is 'flex'", "ring", "all_to_all"],
         ),
-        ({"parallel": {"context": 2}, "training": {"compile": True}}, 2, ["ring", "training.compile", "all_to_all"]),
     ],
 )
 def test_each_rule_names_value_rule_and_way_out(groups: dict[str, Any], world_size: int, parts: list[str]) -> None:
