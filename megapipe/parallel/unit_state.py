@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.costs.parameters import ParameterSpec
+from megapipe.parallel.gradient_accumulators import GradientAccumulators
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.segments import SegmentTable
-from megapipe.parallel.sharding import WHOLE, Sharding, allocate, allocated, free, is_allocated, transient
-from megapipe.parallel.table_shard import TableShard
+from megapipe.parallel.sharding import WHOLE, Sharding, allocate, allocated, free, transient
 from megapipe.parallel.weight_source import WeightSource
 from megapipe.random.weights import fill_box
 
 
-class UnitState(TableShard):
+class UnitState(GradientAccumulators):
     """Flat buffers of one unit on one rank.
 
     weights[i]: compute-dtype copies; absolute weight version v lies in copy v modulo their number. Versions
@@ -90,15 +90,7 @@ class UnitState(TableShard):
             self.weight_shards = [torch.zeros(shard_size, dtype=compute_dtype, device=device) for _ in self.weights]
         elif sharding.count > 1:
             self.weight_shards = [whole[self.shard] for whole in self.weights]
-        self.num_uses = num_uses
-        buffer = transient if sharding.gradients else torch.zeros
-        self.gradients = [
-            buffer(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
-        ]
-        self.gradient_shards: list[Tensor] = []
-        if sharding.gradients:
-            self.gradient_shards = [gradient.new_zeros(shard_size) for gradient in self.gradients]
-        self._has_reduced = [False] * gradient_buffers
+        self._make_accumulators(size, device, num_uses, gradient_buffers)
         self._gathers: dict[int, Work] = {}
         self.moments: dict[str, Tensor] = {}
         self.moment_starts: dict[str, int] = {}
@@ -252,55 +244,3 @@ class UnitState(TableShard):
                 parameter.grad = self.view(gradients, segment)
                 owner, _, leaf = path.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, parameter)
-
-    def gradients_of(self, update: int) -> list[Tensor]:
-        """The accumulators of an update, by use. update: absolute number, that of the version it is computed with."""
-        buffer = update * self.num_uses % len(self.gradients)
-        return self.gradients[buffer : buffer + self.num_uses]
-
-    def sum_uses(self, update: int = 0) -> None:
-        """Add every use's gradient into the first accumulator of an update, in order of use."""
-        total, *others = self.gradients_of(update)
-        for other in others:
-            total.add_(other)
-
-    def zero_gradients(self, update: int = 0) -> None:
-        """Clear the accumulators of an update for the next one that takes their buffer."""
-        self._has_reduced[update % len(self._has_reduced)] = False
-        if self.sharding.gradients:
-            return
-        for gradient in self.gradients_of(update):
-            gradient.zero_()
-
-    def reduced_gradient(self, update: int = 0) -> Tensor:
-        """This rank's part of the gradient of an update, once it is reduced."""
-        if self.sharding.gradients:
-            return self.gradient_shards[update % len(self.gradient_shards)]
-        return self.gradients_of(update)[0][self.shard]
-
-    @property
-    def gradients_at_once(self) -> int:
-        """Accumulators that have memory for backwards to add to."""
-        return sum(is_allocated(gradient) for gradient in self.gradients)
-
-    def has_open_gradients(self, update: int = 0) -> bool:
-        """Whether there is memory for the backwards of an update to add to."""
-        return is_allocated(self.gradients_of(update)[0])
-
-    def open_gradients(self, update: int = 0) -> None:
-        """Give the accumulator of an update's sharded gradients memory, cleared."""
-        (gradient,) = self.gradients_of(update)
-        allocate(gradient)
-        gradient.zero_()
-
-    def close_gradients(self, update: int = 0) -> None:
-        """Add what a reduction left in this rank's part of the accumulator to the shard, and free the accumulator."""
-        (gradient,) = self.gradients_of(update)
-        buffer = update % len(self.gradient_shards)
-        shard, part = self.gradient_shards[buffer], gradient[self.shard]
-        if self._has_reduced[buffer]:
-            shard.add_(part)
-        else:
-            shard.copy_(part)
-        self._has_reduced[buffer] = True
-        free(gradient)
