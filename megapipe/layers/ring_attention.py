@@ -47,13 +47,9 @@ class Ring:
         """The tokens that this rank holds."""
         return Share(self.order, self.group.rank, self.group.size)
 
-    @torch.compiler.disable
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d], key and value [b, s, kv heads, 1,
-        d], all of the tokens in hand.
-
-        A compiler leaves it alone: a graph would have no place for hops that go on beside products.
-        """
+        d], all of the tokens in hand."""
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         # The graph keeps the pass, and a tape keeps the graph: together they would keep each other for ever.
         known = replace(context, tape=None)

@@ -18,7 +18,7 @@ from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
 from megapipe.layers.fp8 import Fp8Products
 from megapipe.layers.linear import Linear
-from megapipe.layers.shared_samples import share_samples
+from megapipe.layers.shared_samples import keep_rings_out_of_graphs, share_samples
 from megapipe.models.gpt import Block
 from megapipe.parallel.groups import Group
 from megapipe.parallel.host_weights import HostWeights
@@ -211,12 +211,12 @@ def use_fp8(stages: Mapping[int, Stage], layout: StageLayout, config: PretrainCo
                     module.products = products
 
 
-def compile_blocks(stages: Iterable[Stage], whole: bool) -> None:
-    """Let the transformer blocks of these stages run through one torch.compile. Nothing is compiled yet.
-
-    whole: a block has to be one graph; else a part may stay uncompiled that asks for it.
-    """
-    forward = CompiledForward(fullgraph=whole)
+def compile_blocks(stages: Sequence[Stage]) -> None:
+    """Let the transformer blocks of these stages run through one torch.compile, each as one graph unless samples are
+    shared in a ring. Nothing is compiled yet."""
+    twins = (twin for stage in stages for twins in stage.units for twin in twins)
+    whole = [keep_rings_out_of_graphs(twin) for twin in twins if isinstance(twin, Block)]
+    forward = CompiledForward(fullgraph=all(whole))
     for stage in stages:
         stage.units = [
             [CompiledUnit(twin, forward) if isinstance(twin, Block) else twin for twin in twins]

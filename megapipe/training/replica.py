@@ -31,7 +31,6 @@ from megapipe.training.assemble import (
     share_samples_of,
     use_fp8,
 )
-from megapipe.training.context_layout import runs_ring
 from megapipe.training.families import family_of
 from megapipe.training.offload_plan import ActivationPlan, plan_activations
 from megapipe.training.scheduling import build_schedule, num_stages
@@ -74,7 +73,7 @@ class Replica:
             recompute_parts(self.stages.values(), config.recompute.parts)
         use_fp8(self.stages, self.layout, config, mesh.group("tensor"))
         if config.training.compile:
-            compile_blocks(self.stages.values(), whole=not runs_ring(config))
+            compile_blocks(list(self.stages.values()))
         groups = mesh.group("tensor"), mesh.shard_group(count) if count > 1 else None
         self.optimizer = make_optimizer(config.optimizer, self.kernels, config.training.seed, *groups)
         lag = 0 if self.schedule.flushes else 1
