@@ -32,10 +32,12 @@ from megapipe.costs.weight_halves import weight_half_bytes
 
 @dataclass(frozen=True)
 class LayoutCosts:
-    """Sizes of one rank's layers. Ranks of one pipeline coordinate are alike, but for what the data decides.
+    """Sizes of one rank's layers. Ranks of one pipeline coordinate are alike, but for what the data decides and
+    Muon's shards.
 
     config: of the run; its parallel.data may be open. layers: the model's, in order. data: data-parallel replicas.
     attention: the path that attention takes. alignment: rows of a padded vocabulary shard come in its multiples.
+    shard: as in `UnitCosts`.
     """
 
     config: PretrainConfig
@@ -43,6 +45,7 @@ class LayoutCosts:
     data: int
     attention: AttentionPath
     alignment: int = 1
+    shard: int = 0
 
     @property
     def tensor(self) -> int:
@@ -62,7 +65,7 @@ class LayoutCosts:
     @property
     def of_units(self) -> UnitCosts:
         """What is kept and sent for the parameters of units."""
-        return UnitCosts(self.config, self.replicas, self.alignment)
+        return UnitCosts(self.config, self.replicas, self.alignment, self.shard)
 
     @property
     def precision(self) -> Precision:

@@ -10,6 +10,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.communication import Exchange
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes, num_moments
 from megapipe.costs.parameters import ParameterSpec
+from megapipe.costs.whole_matrices import Placement, place
 from megapipe.costs.zero import flat_elements
 
 
@@ -27,12 +28,14 @@ class UnitCosts:
     """Sizes of one rank's units.
 
     config: of the run. replicas: ranks that hold the same weights, over data and context. alignment: rows of a padded
-    vocabulary shard come in its multiples.
+    vocabulary shard come in its multiples. shard: which one of the state's the rank has; only under Muon do they
+    differ.
     """
 
     config: PretrainConfig
     replicas: int
     alignment: int = 1
+    shard: int = 0
 
     @property
     def shards(self) -> int:
@@ -51,8 +54,22 @@ class UnitCosts:
 
     def elements(self, unit: Unit) -> int:
         """Of a flat buffer of the unit, whole."""
-        tensor = self.config.parallel.tensor
-        return flat_elements(unit.specs, tensor_size=tensor, alignment=self.alignment, num_shards=self.shards)
+        return flat_elements(
+            unit.specs,
+            tensor_size=self.config.parallel.tensor,
+            alignment=self.alignment,
+            num_shards=self.shards,
+            whole_matrices=self._whole_matrices,
+        )
+
+    @property
+    def _whole_matrices(self) -> bool:
+        """Whether shards are Muon's, which cut as few matrices as they can."""
+        return self.config.optimizer.name == "muon" and self.shards > 1
+
+    def _placement(self, unit: Unit) -> Placement:
+        """Where Muon's shards have a unit's parameters."""
+        return place(unit.specs, self.shards, tensor_size=self.config.parallel.tensor, alignment=self.alignment)
 
     def sharded(self, unit: Unit, stage: int) -> bool:
         """Whether what ZeRO shards from `stage` on is sharded of this unit: of tied weights stage 1 alone."""
@@ -64,32 +81,32 @@ class UnitCosts:
 
     def state(self, unit: Unit, *, num_versions: int = 1, gradient_buffers: int = 1) -> StateBytes:
         """What a rank keeps of a unit between steps, wherever: weights and gradients that are whole for a while not
-        counted. num_versions, gradient_buffers: as in `schedules.Header`.
-
-        Raises ValueError for muon beside sharded state, whose matrices have shards of their own.
-        """
+        counted. num_versions, gradient_buffers: as in `schedules.Header`."""
         training, optimizer = self.config.training, self.config.optimizer
         part = self.own_elements(unit, 1)
-        if optimizer.name == "muon" and self.shards > 1:
-            raise ValueError(
-                f"optimizer.name muon with {self.shards} ranks that share the state: its bytes are not predicted; "
-                "set zero.stage 0, or predict for adamw"
-            )
-        matrices = flat_elements(
-            [spec for spec in unit.specs if spec.matrix],
-            tensor_size=self.config.parallel.tensor,
-            alignment=self.alignment,
-        )
-        kept = part * num_moments(optimizer)
-        if optimizer.name == "muon":
-            kept += matrices * (num_moments(optimizer, matrix=True) - num_moments(optimizer))
         master = self._weight_bytes != FULL_BYTES and training.master_weights
         return StateBytes(
             weights=num_versions * self.own_elements(unit, 3) * self._weight_bytes,
             master=part * FULL_BYTES if master else 0,
             gradients=gradient_buffers * unit.uses * self.own_elements(unit, 2) * FULL_BYTES,
-            moments=kept * (2 if optimizer.moment_dtype == "bf16" else FULL_BYTES),
+            moments=self._moments(unit, part) * (2 if optimizer.moment_dtype == "bf16" else FULL_BYTES),
         )
+
+    def _moments(self, unit: Unit, part: int) -> int:
+        """Numbers that the optimizer keeps of a unit, of which this rank has `part` elements."""
+        optimizer = self.config.optimizer
+        if optimizer.name != "muon":
+            return part * num_moments(optimizer)
+        if self._whole_matrices:
+            matrices = part - self._placement(unit).elementwise_in(self.shard)
+        else:
+            matrices = flat_elements(
+                [spec for spec in unit.specs if spec.matrix],
+                tensor_size=self.config.parallel.tensor,
+                alignment=self.alignment,
+            )
+        others = part - matrices
+        return matrices * num_moments(optimizer, matrix=True) + others * num_moments(optimizer)
 
     def reduction(self, unit: Unit) -> dict[str, list[Exchange]]:
         """One sum of a unit's gradient over its replicas, by group; further copies of shards are summed behind the
@@ -125,8 +142,18 @@ class UnitCosts:
         return {self.shard_group: [Exchange("all_gather", elements, self._weight_bytes)]}
 
     def update(self, unit: Unit) -> dict[str, list[Exchange]]:
-        """What the tensor ranks exchange for one update: muon brings the momentum of each matrix together."""
-        if self.config.optimizer.name != "muon" or self.config.parallel.tensor == 1:
-            return {}
-        shared = [spec for spec in unit.specs if spec.matrix and spec.partition_axis is not None]
-        return {"tensor": [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]}
+        """What one update exchanges: Muon brings together the momentum of each matrix that this rank has some of, over
+        the tensor ranks, and before that all of the unit's over the shards where these cut a matrix."""
+        config, found = self.config, dict[str, list[Exchange]]()
+        if config.optimizer.name != "muon":
+            return found
+        matrices = [spec for spec in unit.specs if spec.matrix]
+        if self._whole_matrices:
+            placement = self._placement(unit)
+            matrices = [spec for spec in matrices if placement.has_some(spec.name, self.shard)]
+            if placement.cut:
+                found[self.shard_group] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
+        if config.parallel.tensor > 1:
+            shared = [spec for spec in matrices if spec.partition_axis is not None]
+            found["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]
+        return found

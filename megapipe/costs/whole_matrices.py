@@ -18,14 +18,15 @@ from megapipe.costs.parameters import SEGMENT_ALIGNMENT, ParameterSpec
 class Placement:
     """Elements of a unit's flat buffer, `num_shards` equal shards of `shard_size`.
 
-    starts: parameter -> its first element; all are multiples of 64. decayed, elementwise: where the parameters end
-    that are no matrices and are decayed, and all that are no matrices; matrices lie from there on. cut: names of the
-    matrices that no shard holds whole.
+    starts, stops: parameter -> its first element, a multiple of 64, and the one behind its last. decayed, elementwise:
+    where the parameters end that are no matrices and are decayed, and all that are no matrices; matrices lie from
+    there on. cut: names of the matrices that no shard holds whole.
     """
 
     shard_size: int
     num_shards: int
     starts: dict[str, int]
+    stops: dict[str, int]
     decayed: int
     elementwise: int
     cut: frozenset[str]
@@ -48,11 +49,17 @@ class Placement:
         """Elements of a shard that are no matrix's."""
         return min(max(self.elementwise - shard * self.shard_size, 0), self.shard_size)
 
+    def has_some(self, name: str, shard: int) -> bool:
+        """Whether a shard has elements of a parameter."""
+        start, stop = shard * self.shard_size, (shard + 1) * self.shard_size
+        return self.starts[name] < stop and start < self.stops[name]
+
 
 def place(specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int = 1, alignment: int = 1) -> Placement:
     """Where the parameters of a unit lie. tensor_size, alignment: as in `ParameterSpec.local_shape`."""
     ordered = sorted(specs, key=lambda spec: (spec.matrix, not spec.decay))
-    sizes = {spec.name: _aligned(prod(spec.local_shape(tensor_size, alignment))) for spec in ordered}
+    lengths = {spec.name: prod(spec.local_shape(tensor_size, alignment)) for spec in ordered}
+    sizes = {name: _aligned(length) for name, length in lengths.items()}
     total = sum(sizes.values())
     starts: dict[str, int] = {}
     position = decayed = 0
@@ -83,7 +90,8 @@ def place(specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int =
     cut = frozenset(
         name for name in long if starts[name] // shard_size != (starts[name] + sizes[name] - 1) // shard_size
     )
-    return Placement(shard_size, num_shards, starts, decayed, position, cut)
+    stops = {name: start + lengths[name] for name, start in starts.items()}
+    return Placement(shard_size, num_shards, starts, stops, decayed, position, cut)
 
 
 def _smallest(found: Callable[[int], list[int] | None], share: int, longest: int) -> int:

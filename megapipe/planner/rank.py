@@ -24,7 +24,7 @@ Traffic = dict[tuple[str, str], tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """One rank of a run. Only its pipeline coordinate matters: ranks that differ in others do the same.
+    """One rank of a run. Of its coordinates only the pipeline's matters, and under Muon its shard of the state.
 
     costs: sizes. schedule: lowered, of the run. stages: layers of every stage. recomputed: per stage, runs of units
     that are computed again together. pipeline_rank: the rank's coordinate. predictions: of every micro-batch, how many
@@ -95,8 +95,18 @@ class RankPrediction:
 
     def in_host(self) -> int:
         """Of `state` the bytes in host memory."""
-        state = self.state()
-        return state.master + state.moments if self.costs.config.offload.optimizer else 0
+        return sum(self.in_host_of(place) for place in self.units)
+
+    def in_host_of(self, place: tuple[int, int]) -> int:
+        """What an update of a unit brings in from host memory, and takes there: of tied weights not the weights."""
+        offload, state = self.costs.config.offload, self.state_of(place)
+        if not offload.optimizer:
+            return 0
+        return state.master + state.moments + (state.weights if self.weights_in_host(place) else 0)
+
+    def weights_in_host(self, place: tuple[int, int]) -> bool:
+        """Whether a unit's weights lie there between their uses."""
+        return self.costs.config.offload.weights and not self.units[place].tied
 
     def peak(self) -> Held:
         """Of each part of what a step holds beside `state` the most behind any action (not all at one time)."""

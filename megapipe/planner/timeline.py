@@ -17,7 +17,8 @@ Place = tuple[int, int]
 class Held(NamedTuple):
     """Bytes on the device beside what lives between steps.
 
-    weights, gradients: whole ones of units whose state replicas share out. summands: what sums of such gradients need
+    weights: whole ones of units that replicas share out or whose home is host memory. gradients: whole ones of units
+    whose state is shared out. summands: what sums of such gradients need
     besides, over gloo other ranks' parts. reloaded: optimizer state that has come from host memory for an update.
     activations: of all micro-batches; messages on their way are not counted.
     """
@@ -45,7 +46,7 @@ def timeline(rank: "RankPrediction") -> Iterator[Held]:
 
 
 class _WholeWeights:
-    """Gathered weights, from the start of their gather to their release."""
+    """Weights that were gathered, or brought in from host memory, from the start of that to their release."""
 
     def __init__(self, rank: "RankPrediction") -> None:
         self._rank = rank
@@ -145,7 +146,7 @@ class _Moved:
 
 
 class _ReloadedStates:
-    """Moments and master weights that an update works on, from their reload until they have left again."""
+    """State with a home in host memory that an update works on, from its reload until it has left again."""
 
     def __init__(self, rank: "RankPrediction", moved: _Moved) -> None:
         self._rank = rank
@@ -160,8 +161,7 @@ class _ReloadedStates:
             self._moved.leave(self._held, place)
             return
         self._moved.settle()
-        state = self._rank.state_of(place)
-        self._held[place] = state.master + state.moments
+        self._held[place] = self._rank.in_host_of(place)
 
     @property
     def bytes(self) -> int:

@@ -28,14 +28,7 @@ def predict_rank(
     ranks' devices, on which attention's path and sums of gradients depend. predictions: as in `RankPrediction`.
     recomputed: what runs again, by default as the configuration says; under offload.activations auto the plan's that
     the run has made.
-
-    Raises ValueError for weights in host memory, whose copies are not part of it.
     """
-    if config.offload.weights:
-        raise ValueError(
-            "offload.weights is true: where weights are at what time is not predicted; set it false, or see "
-            "costs.host_weights for their bytes"
-        )
     shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
     family, model, length = family_of(config), config.model, config.data.sequence_length
     layout = lay_out(
@@ -48,8 +41,14 @@ def predict_rank(
         config.recompute.logits,
     )
     unfused = runs_unfused(model, DTYPES[config.training.precision], device, length)
+    replicas = next(part for part in shape.partition("data", "context") if rank in part)
     costs = LayoutCosts(
-        config, family.layers, shape.sizes["data"], "unfused" if unfused else "sdpa", VOCABULARY_ALIGNMENT
+        config,
+        family.layers,
+        shape.sizes["data"],
+        "unfused" if unfused else "sdpa",
+        VOCABULARY_ALIGNMENT,
+        shard=replicas.index(rank) % config.zero.num_shards(len(replicas)),
     )
     place = shape.coordinates(rank)["pipeline"]
     again = layout.recomputed(config.recompute) if recomputed is None else recomputed

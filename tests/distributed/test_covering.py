@@ -58,6 +58,14 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"batch": PAIRS_OF_SAMPLES, "offload": {"activations": "blocks", "prefetch": 2, "num_blocks": 1}},
     ),
     (
+        {"schedule": "1f1b", "model": "llama", "data": "2", "context": "2 ring", "zero": "1"},
+        {"optimizer": {"name": "muon"}},
+    ),
+    (
+        {"schedule": "modular", "model": "llama", "data": "2", "tensor": "2", "zero": "3"},
+        {"optimizer": {"name": "muon"}, "batch": PAIRS_OF_SAMPLES},
+    ),
+    (
         {"schedule": "gpipe", "tensor": "2", "recompute": "full", "precision": "bf16"},
         {"training": {"fp8": "tensorwise", "fp8_first_kept": 1}, "recompute": {"every": 2}},
     ),

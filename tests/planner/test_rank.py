@@ -85,8 +85,3 @@ def test_hybrid_shards_are_summed_over_their_copies_once() -> None:
     elements = sum(flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in LAYERS)
     assert traffic["shards", "reduce_scatter"] == (UNITS, elements, 4 * elements)
     assert traffic["shard copies", "all_reduce"] == (UNITS, elements // 2, 2 * elements)
-
-
-def test_muon_over_shards_is_not_predicted() -> None:
-    with pytest.raises(ValueError, match=r"optimizer\.name muon with 4 ranks that share the state"):
-        layered(1, optimizer={"name": "muon"}).state()

@@ -75,6 +75,7 @@ FEATURES: dict[str, dict[str, Change]] = {
         "nothing": {},
         "activations": {"offload": {"activations": "blocks"}},
         "optimizer": {"offload": {"optimizer": True}},
+        "weights": {"offload": {"optimizer": True, "weights": True}},
     },
 }
 
@@ -106,6 +107,12 @@ RULES = (
     Rule({"recompute": ("selective",), "offload": ("activations",)}, "recompute.method selective with offload"),
     Rule(
         {"recompute": ("full",), "offload": ("activations",)}, "recompute.method full with offload.activations blocks"
+    ),
+    Rule({"offload": ("weights",), "zero": ("1", "2", "3")}, "offload.weights with zero.stage"),
+    Rule({"offload": ("weights",), "schedule": ("2bw", "pipedream")}, "offload.weights: .* never flushes"),
+    Rule(
+        {"schedule": HALVES, "recompute": ("selective",), "offload": ("weights",)},
+        "offload.weights with recompute.method selective: this schedule runs the two",
     ),
     Rule({"precision": ("fp16",), "schedule": ("pipedream",)}, "training.precision fp16 skips steps"),
 )
