@@ -224,11 +224,6 @@ class PretrainConfig:
                 ]
             return []
         found = []
-        if self.parallel.sequence:
-            found.append(
-                f"training.fp8 {training.fp8} does not go with parallel.sequence, whose products take their tokens as "
-                "they arrive from other ranks; set parallel.sequence to false, or training.fp8 none"
-            )
         if training.precision == "fp16":
             found.append(
                 f"training.fp8 {training.fp8} scales every operand by itself and needs no fp16 with its loss scale; "

@@ -91,13 +91,14 @@ def tensor_exchanges(
     ]
 
 
-def fp8_exchange(forwards: int = 1) -> Exchange:
+def fp8_exchange(forwards: int = 1, chunks: int = 1) -> Exchange:
     """What the tensor ranks exchange for one micro-batch through one block in fp8 with a scale for each operand: the
     largest magnitudes of both operands of its four products, forward and for the gradients of input and weight.
 
-    forwards: as in `tensor_exchanges`.
+    forwards: as in `tensor_exchanges`. chunks: parts of the tokens, under sequence parallelism, that the products of
+    the forward and of the input's gradient take one after the other.
     """
-    return Exchange("all_reduce", 2, FULL_BYTES, 4 * (forwards + 2))
+    return Exchange("all_reduce", 2, FULL_BYTES, 4 * ((forwards + 1) * chunks + 1))
 
 
 def pipeline_exchange(

@@ -206,7 +206,8 @@ class LayoutCosts:
                 forwards=forwards,
             )
         if self.tensor > 1 and self._scales_operands(layer):
-            found["tensor"].append(fp8_exchange(forwards))
+            chunks = config.parallel.sequence_chunks if config.parallel.sequence else 1
+            found["tensor"].append(fp8_exchange(forwards, chunks))
         if self.context > 1:
             kind, length = config.parallel.context_attention, config.data.sequence_length
             sizes = {"tensor_size": self.tensor, "forwards": forwards}

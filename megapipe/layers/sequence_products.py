@@ -2,18 +2,19 @@
 
 Column-parallel products gather the tokens and scatter the sum of their gradients, row-parallel ones the reverse. Of a
 gathered input the rank's own shard alone is kept, and gathered again beside the product that gives the input's
-gradient. With several chunks each is gathered while the one before is multiplied, and scattered while the next one is.
+gradient. With several chunks each is gathered while the one before is multiplied, and scattered while the next one is;
+in fp8 it has scales of its own.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from megapipe.layers.linear import Linear, as_matrix, bias_gradient, weight_gradient
+from megapipe.layers.linear import Linear, Products, bias_gradient
 from megapipe.layers.remade import Remade
 from megapipe.layers.sequence_shard import SequenceShards
 from megapipe.layers.split import SplitTape
@@ -32,21 +33,21 @@ class SequenceProducts(SequenceShards):
     ) -> Tensor:
         """x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in `local_product`."""
         if tape is None:
-            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, again, self)
+            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, again, self, linear.products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] * self.group.size, width), x)
         record.saved, record.again = _kept(x, again)
         bias = linear.bias.detach() if linear.bias is not None and add_bias else None
-        return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, self)
+        return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, self, linear.products)
 
     def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, again: Remade | None) -> Tensor:
         """This rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
         if tape is None:
-            return _RowFused.apply(x, linear.weight, linear.bias, again, self)
+            return _RowFused.apply(x, linear.weight, linear.bias, again, self, linear.products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] // self.group.size, width), x)
         record.saved, record.again = _kept(x, again)
-        return _RowProbed.apply(x, record.probe, linear.weight.detach(), self)
+        return _RowProbed.apply(x, record.probe, linear.weight.detach(), self, linear.products)
 
     def column_weight_half(
         self, linear: Linear, shard: Tensor, gradient: Tensor
@@ -55,14 +56,14 @@ class SequenceProducts(SequenceShards):
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(gradient)
-        yield linear.weight, weight_gradient(joined(gathered()), gradient)
+        yield linear.weight, linear.products.weight_gradient(joined(gathered()), gradient)
 
     def row_weight_half(self, linear: Linear, x: Tensor, shard: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """As `SplitModule.weight_half`. x: the input, of all tokens. shard: of the output's gradient."""
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(shard)
-        yield linear.weight, weight_gradient(x, joined(gathered()))
+        yield linear.weight, linear.products.weight_gradient(x, joined(gathered()))
 
     def gathered(self, x: Tensor, multiply: Multiply, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(product [b, s, out] of all ranks' tokens x [b, s / t, in], the tokens [b, s, in] themselves if `keep`)."""
@@ -99,15 +100,6 @@ def _kept(x: Tensor, again: Remade | None) -> tuple[tuple[Tensor, ...], Remade |
     return ((x.detach(),), None) if again is None else (again.sources, again)
 
 
-def _forward(weight: Tensor, bias: Tensor | None = None) -> Multiply:
-    flat = None if bias is None else bias.view(-1)
-    return lambda x: functional.linear(x, as_matrix(weight), flat)
-
-
-def _backward(weight: Tensor) -> Multiply:
-    return lambda dy: dy @ as_matrix(weight)
-
-
 class _ColumnFused(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -117,12 +109,14 @@ class _ColumnFused(torch.autograd.Function):
         bias: Tensor | None,
         add_bias: bool,
         again: Remade | None,
-        products: SequenceProducts,
+        sequence: SequenceProducts,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.again, ctx.products = again, products
+        ctx.again, ctx.sequence, ctx.products = again, sequence, products
         ctx.bias_shape = None if bias is None else bias.shape
-        return products.gathered(x, _forward(weight, bias if add_bias else None), keep=False)[0]
+        multiply = partial(products.output, weight=weight, bias=bias if add_bias else None)
+        return sequence.gathered(x, multiply, keep=False)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,15 +125,15 @@ class _ColumnFused(torch.autograd.Function):
         dx = dweight = gathered = scattered = None
         dy = dy.contiguous()
         if needs_weight:
-            gathered = start_gather(kept[0] if ctx.again is None else ctx.again(), ctx.products.group)
+            gathered = start_gather(kept[0] if ctx.again is None else ctx.again(), ctx.sequence.group)
         if needs_x:
-            scattered = ctx.products.start_scattered(dy, _backward(weight))
+            scattered = ctx.sequence.start_scattered(dy, partial(ctx.products.input_gradient, weight=weight))
         if gathered is not None:
-            dweight = weight_gradient(joined(gathered()), dy).view(weight.shape)
+            dweight = ctx.products.weight_gradient(joined(gathered()), dy).view(weight.shape)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         if scattered is not None:
             dx = scattered()
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
 
 
 class _ColumnProbed(torch.autograd.Function):
@@ -147,18 +141,25 @@ class _ColumnProbed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, products: SequenceProducts
+        ctx: Any,
+        x: Tensor,
+        probe: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence: SequenceProducts,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.products = products
-        return products.gathered(x, _forward(weight, bias), keep=False)[0]
+        ctx.sequence, ctx.products = sequence, products
+        return sequence.gathered(x, partial(products.output, weight=weight, bias=bias), keep=False)[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None, None]:
         (weight,) = ctx.saved_tensors
         dy = dy.contiguous()
-        dx = ctx.products.start_scattered(dy, _backward(weight))() if ctx.needs_input_grad[0] else None
-        return dx, dy, None, None, None
+        multiply = partial(ctx.products.input_gradient, weight=weight)
+        dx = ctx.sequence.start_scattered(dy, multiply)() if ctx.needs_input_grad[0] else None
+        return dx, dy, None, None, None, None
 
 
 class _RowFused(torch.autograd.Function):
@@ -166,36 +167,46 @@ class _RowFused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: Remade | None, products: SequenceProducts
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        again: Remade | None,
+        sequence: SequenceProducts,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.again, ctx.products = again, products
+        ctx.again, ctx.sequence, ctx.products = again, sequence, products
         ctx.bias_shape = None if bias is None else bias.shape
-        return products.start_scattered(x, _forward(weight))()
+        return sequence.start_scattered(x, partial(products.output, weight=weight, bias=None))()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx, everything = ctx.products.gathered(dy, _backward(weight), keep=needs_weight)
+        multiply = partial(ctx.products.input_gradient, weight=weight)
+        dx, everything = ctx.sequence.gathered(dy, multiply, keep=needs_weight)
         dweight = None
         if everything is not None:
             x = kept[0] if ctx.again is None else ctx.again()
-            dweight = weight_gradient(x, everything).view(weight.shape)
+            dweight = ctx.products.weight_gradient(x, everything).view(weight.shape)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 class _RowProbed(torch.autograd.Function):
     """The input half: the weight comes detached, the probe receives dy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, products: SequenceProducts) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, sequence: SequenceProducts, products: Products
+    ) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.products = products
-        return products.start_scattered(x, _forward(weight))()
+        ctx.sequence, ctx.products = sequence, products
+        return sequence.start_scattered(x, partial(products.output, weight=weight, bias=None))()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
-        return ctx.products.gathered(dy, _backward(weight), keep=False)[0], dy, None, None
+        multiply = partial(ctx.products.input_gradient, weight=weight)
+        return ctx.sequence.gathered(dy, multiply, keep=False)[0], dy, None, None, None

@@ -107,7 +107,7 @@ def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[st
         "rows of the MLP's matrices on a rank": model.ffn_size // tensor,
         "columns of the attention's output matrix on a rank": model.num_heads * model.head_dim // tensor,
         "rows of its qkv matrix on a rank": (model.num_heads + 2 * model.kv_heads) * model.head_dim // tensor,
-        "tokens of a micro-batch": config.batch.micro_size * config.data.sequence_length,
+        **_tokens_of_products(config),
     }
     found += [
         f"training.fp8 {recipe}: {name} {extent} must be a multiple of {ALIGNMENT} on a GPU; choose another size, or "
@@ -115,6 +115,21 @@ def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[st
         for name, extent in extents.items()
         if extent % ALIGNMENT
     ]
+    return found
+
+
+def _tokens_of_products(config: PretrainConfig) -> dict[str, int]:
+    """How many tokens the products of a block take at once, by what they are."""
+    parallel = config.parallel
+    tokens = config.batch.micro_size * (config.data.sequence_length // parallel.context)
+    found = {"tokens of a micro-batch on a rank": tokens}
+    if parallel.sequence and parallel.sequence_chunks > 1:
+        # Of each rank's tokens of each sample; chunks differ by one where these do not divide.
+        own = tokens // config.batch.micro_size // parallel.tensor
+        sizes = {"smallest": own // parallel.sequence_chunks, "largest": -(-own // parallel.sequence_chunks)}
+        for name, size in sizes.items():
+            among_all = size * parallel.tensor * config.batch.micro_size
+            found[f"tokens of the {name} chunk (parallel.sequence_chunks)"] = among_all
     return found
 
 

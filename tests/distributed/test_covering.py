@@ -51,7 +51,12 @@ OPTIONS: list[tuple[Case, Change]] = [
     ),
     (
         {"schedule": "zb_h1", "model": "llama", "tensor": "2", "pipeline": "2", "sequence": "on"},
-        {"parallel": {"sequence_chunks": 2}, "batch": PAIRS_OF_SAMPLES, "optimizer": {"name": "muon"}},
+        {
+            "parallel": {"sequence_chunks": 2},
+            "training": {"fp8": "tensorwise"},
+            "batch": PAIRS_OF_SAMPLES,
+            "optimizer": {"name": "muon"},
+        },
     ),
     (
         {"model": "bert", "tied": "untied", "pipeline": "2", "context": "2 all-to-all", "offload": "activations"},

@@ -33,7 +33,7 @@ def trained(
     corpus: str, model: str, recipe: str, sizes: dict[str, int], steps: int = STEPS, **groups: dict[str, Any]
 ) -> list[RankRun]:
     training = {"fp8": recipe, **groups.pop("training", {})}
-    layout = {"tensor": sizes.get("tensor", 1), "pipeline": sizes.get("pipeline", 1)}
+    layout = {"tensor": sizes.get("tensor", 1), "pipeline": sizes.get("pipeline", 1), **groups.pop("parallel", {})}
     config = make_config(corpus, MODELS[model], parallel=layout, training=training, **groups)
     return run_mesh(sizes, run_gpt, config, steps)
 
@@ -72,6 +72,28 @@ def test_tensor_ranks_train_the_same_model_with_agreed_scales(corpus: str, model
     found, wanted = assembled([rank.gradients for rank in ranks]), assembled([expected.gradients])
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() <= 0.01 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chunks", "halves", "within"),
+    [
+        ("tensorwise", 1, {}, 1e-5),
+        pytest.param("rowwise", 1, {"schedule": {"name": "zb_h1"}}, 1e-5, marks=pytest.mark.slow),
+        pytest.param("tensorwise", 2, {}, 1e-4, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_of_the_tokens_are_rounded_as_whole_samples_are(
+    corpus: str, recipe: str, chunks: int, halves: dict[str, Any], within: float
+) -> None:
+    """Sums of two ranks' numbers have the same bits scattered, and tokens the same scales gathered; chunks of them
+    have finer ones. Only the gradients of what all ranks hold are added up in another order."""
+    sizes = {"tensor": 2, "pipeline": 2} if halves else {"tensor": 2}
+    plain = trained(corpus, "llama-untied", recipe, sizes, **halves)
+    sequence = {"parallel": {"sequence": True, "sequence_chunks": chunks}}
+    sharded = trained(corpus, "llama-untied", recipe, sizes, **halves, **sequence)
+    losses, wanted = ([result.loss for result in run[0].results] for run in (sharded, plain))
+    assert losses == pytest.approx(wanted, rel=within)
+    assert (losses[0] == wanted[0]) == (chunks == 1)
 
 
 @pytest.mark.slow
@@ -125,6 +147,9 @@ def test_what_a_gpu_cannot_is_told(corpus: str) -> None:
     assert "columns of the attention's output matrix on a rank 4 must be a multiple of 16" in told
     config = make_config(corpus, LLAMA_SHAPE, training={"fp8": "tensorwise"})
     assert fp8_problems(config, (9, 0)) == []
+    in_chunks = {"tensor": 2, "sequence": True, "sequence_chunks": 3}
+    config = make_config(corpus, LLAMA_SHAPE, training={"fp8": "tensorwise"}, parallel=in_chunks)
+    assert "tokens of the smallest chunk (parallel.sequence_chunks)" in "\n".join(fp8_problems(config, (9, 0)))
 
 
 @pytest.mark.slow
