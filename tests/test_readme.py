@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+# Its commands write to the repository and to the environment that they run in: one after the other, in one process.
+pytestmark = pytest.mark.xdist_group("readme")
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [

@@ -24,8 +24,11 @@ def records(folder: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize(
     ("num_processes", "layout"),
-    [(1, []), (2, ["--parallel.pipeline", "2"]), (2, ["--parallel.tensor", "2"])],
-    ids=["plain", "pipeline", "tensor"],
+    [
+        pytest.param(1, [], id="plain"),
+        pytest.param(2, ["--parallel.pipeline", "2"], id="pipeline"),
+        pytest.param(2, ["--parallel.tensor", "2"], id="tensor", marks=pytest.mark.slow),
+    ],
 )
 def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: int, layout: list[str]) -> None:
     finished = launch(num_processes, "--data.prefix", corpus, "--training.steps", "4", *layout, folder=tmp_path)
@@ -44,7 +47,13 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
     assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
 
 
-@pytest.mark.parametrize(("schedule", "number"), [("1f1b", "SIGINT"), ("2bw", "SIGINT"), ("1f1b", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("schedule", "number"),
+    [
+        ("1f1b", "SIGTERM"),
+        *(pytest.param(schedule, "SIGINT", marks=pytest.mark.slow) for schedule in ("1f1b", "2bw")),
+    ],
+)
 def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
     tmp_path: Path, corpus: str, schedule: str, number: str
 ) -> None:

@@ -42,7 +42,8 @@ def test_tensor_ranks_round_replicated_parameters_alike(corpus: str) -> None:
     assert same > 0.97 * sum(each.numel() for each in wanted.values())
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, schedule: str) -> None:
     groups: dict[str, Any] = {
         "training": TRAINING,
@@ -57,7 +58,13 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, s
 
 
 @pytest.mark.parametrize(
-    ("sizes", "stage"), [({"data": 2}, 1), ({"data": 2}, 3), ({"data": 2, "tensor": 2}, 1)], ids=str
+    ("sizes", "stage"),
+    [
+        ({"data": 2}, 3),
+        pytest.param({"data": 2}, 1, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 2}, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_replicas_that_share_weights_out_round_them_as_whole_ones_do(
     corpus: str, sizes: dict[str, int], stage: int

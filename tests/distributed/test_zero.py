@@ -1,5 +1,6 @@
 """State that replicas share out trains the same model, under every schedule, and stage 1 as plain replicas do."""
 
+import itertools
 import re
 from dataclasses import replace
 from functools import cache
@@ -80,7 +81,15 @@ def test_shared_state_trains_what_one_process_trains(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "precision", "model"), each_with_one_model([(DATA, "fp32"), (BOTH, "bf16"), (DATA, "bf16")])
+    ("sizes", "precision", "model"),
+    [
+        (DATA, "bf16", "llama-untied"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product((DATA, BOTH), ("fp32", "bf16"), MODELS)
+            if case != (DATA, "bf16", "llama-untied")
+        ),
+    ],
 )
 def test_two_replicas_get_the_bits_of_plain_ones(
     corpus: str, sizes: dict[str, int], precision: str, model: str
@@ -105,7 +114,10 @@ def test_two_replicas_get_the_bits_of_plain_ones(
 
 @pytest.mark.parametrize(
     "zero",
-    [{"stage": 3}, {"stage": 2, "reduce_dtype": "bf16"}, pytest.param({"stage": 1}, marks=pytest.mark.slow)],
+    [
+        {"stage": 3},
+        *(pytest.param(zero, marks=pytest.mark.slow) for zero in ({"stage": 2, "reduce_dtype": "bf16"}, {"stage": 1})),
+    ],
     ids=str,
 )
 def test_hybrid_shards_train_what_one_process_trains(corpus: str, zero: dict[str, Any]) -> None:
@@ -134,7 +146,10 @@ def test_bert_shares_state_too(tmp_path: Path, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "method"),
-    [("1f1b", "full"), ("zb_h1", "selective"), pytest.param("1f1b", "selective", marks=pytest.mark.slow)],
+    [
+        ("zb_h1", "selective"),
+        *(pytest.param("1f1b", method, marks=pytest.mark.slow) for method in ("full", "selective")),
+    ],
 )
 def test_what_runs_again_finds_its_weights(corpus: str, schedule: str, method: str) -> None:
     """In the weight half of a split backward too, which comes when its unit's weights are released."""

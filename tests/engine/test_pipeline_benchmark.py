@@ -30,6 +30,7 @@ def figures(*flags: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_contestant_runs_every_schedule() -> None:
     found = figures("--ranks", "2", "--milliseconds", "1", "--gpt-ranks", "--no-bubble")
     races: dict[str, dict[str, dict[str, Any]]] = {}

@@ -34,6 +34,7 @@ def train(mesh: Mesh, config: PretrainConfig) -> RankRun:
     return run_gpt(mesh, config, steps=3)
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_bits(tmp_path: Path) -> None:
     config = make_config(write_shard(tmp_path), LLAMA_SHAPE, parallel={"pipeline": 2})
     first, second = (run_mesh({"pipeline": 2}, train, config) for _ in range(2))

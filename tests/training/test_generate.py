@@ -30,11 +30,16 @@ SHAPES = {
     "llama-untied": replace(LLAMA_SHAPE, max_positions=48, init_std=0.3, sliding_window=9),
 }
 LAYOUTS = [
-    ("gpt2-tied", {"pipeline": 2}),
-    ("gpt2-tied", {"tensor": 2}),
     ("gpt2-tied", {"pipeline": 2, "tensor": 2}),
-    ("llama-untied", {"pipeline": 4}),
-    ("llama-untied", {"tensor": 2}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("gpt2-tied", {"pipeline": 2}),
+            ("gpt2-tied", {"tensor": 2}),
+            ("llama-untied", {"pipeline": 4}),
+            ("llama-untied", {"tensor": 2}),
+        )
+    ),
 ]
 
 

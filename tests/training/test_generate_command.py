@@ -99,9 +99,8 @@ def test_an_empty_prompt_begins_a_document(generate: Generate) -> None:
     assert len(output) > 1
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param([], id="pipeline"), pytest.param(["--tensor", "2"], id="tensor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["--tensor", "2"]], ids=["pipeline", "tensor"])
 def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: Path, layout: list[str]) -> None:
     prompts = ["--prompt", "import ", "--prompt", "def", "--seed", "5"]
     program = [str(ROOT / "tools/generate.py"), "--checkpoint", str(run_folder), *ALWAYS, *prompts, *layout]

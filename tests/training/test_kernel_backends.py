@@ -102,7 +102,9 @@ def check_runs(found: RankRun, expected: RankRun) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("gpt2-dropout", marks=pytest.mark.slow), "llama-unfused"])
+@pytest.mark.parametrize(
+    "model", ["llama-unfused", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gpt2-dropout"))]
+)
 def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
     whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
     expected = run_mesh({}, run_gpt, whole, 2)[0]
@@ -115,7 +117,8 @@ def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
 
 
 @emulated.needs_compiler
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama-unfused", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "llama-unfused"])
 def test_a_run_on_an_emulated_gpu_is_the_references(
     corpus: str, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -164,6 +164,7 @@ def test_the_kind_follows_from_the_fields(tmp_path: Path) -> None:
         read_config(None, ["--data.pairs", "next", "--data.isolate", "true"])
 
 
+@pytest.mark.slow
 def test_a_bert_is_measured_by_the_same_command(tmp_path: Path) -> None:
     data = write_corpus(tmp_path)
     config = tmp_path / "bert.yaml"

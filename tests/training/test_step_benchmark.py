@@ -23,6 +23,7 @@ def benchmark(*flags: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_contestant_and_the_pipeline_run() -> None:
     found = benchmark()
     (model,) = found["models"]
