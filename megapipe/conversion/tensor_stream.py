@@ -20,7 +20,7 @@ from torch import Tensor
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.storage import DISK, StorageWriter, explained
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
-from megapipe.conversion.limits import check_header
+from megapipe.checkpoint.untrusted import check_safetensors
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -130,6 +130,7 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._header_bytes = check_safetensors(path)
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -141,9 +142,7 @@ class TensorReader:
             raise
 
     def _judged(self) -> dict[str, Entry]:
-        prefix = os.pread(self._descriptor, _LENGTH.size, 0)
-        length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else 0
-        check_header(self.path, length, os.fstat(self._descriptor).st_size)
+        length = self._header_bytes
         try:
             # Holes, overlaps, sizes that overflow, and keys that stand twice are for the library to find.
             with safe_open(str(self.path), framework="pt"):
@@ -163,16 +162,24 @@ class TensorReader:
             found[key] = Entry(key, described["dtype"], described["shape"], base + described["data_offsets"][0])
         return found
 
+    def entry(self, key: str) -> Entry:
+        """Where a tensor lies. Raises DamagedCheckpointError when the file holds no such tensor of a known type."""
+        if key not in self.entries:
+            raise DamagedCheckpointError(
+                f"{self.path} holds no tensor {key!r} of {', '.join(DTYPES)}; others are not weights", "unreadable"
+            )
+        return self.entries[key]
+
     def whole(self, key: str) -> Tensor:
         """A tensor, in memory of its own."""
-        entry = self.entries[key]
+        entry = self.entry(key)
         flat = torch.empty(entry.num_elements, dtype=DTYPES[entry.dtype])
         self.into(key, flat, range(entry.num_bytes))
         return flat.reshape(entry.shape)
 
     def into(self, key: str, flat: Tensor, span: range) -> None:
         """Read bytes `span` of a tensor to the same bytes of `flat`, all of its elements in one dimension."""
-        content, start = bytes_of(flat)[span.start : span.stop], self.entries[key].start + span.start
+        content, start = bytes_of(flat)[span.start : span.stop], self.entry(key).start + span.start
         while content:
             part = content[: 1 << 30]  # the system reads no more than 2 GiB at once
             try:

@@ -4,31 +4,43 @@ The rules are those of docs/conversion.md; each has a hostile fixture in tests/c
 """
 
 import json
+import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 
+_LENGTH = struct.Struct("<Q")
+
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file: the format's own bound."""
-MAX_JSON_BYTES = 1 << 27
+MAX_JSON_BYTES = 1 << 28
 """Of config.json and an index."""
-MAX_JSON_DEPTH = 64
 MAX_SHARDS = 10_000
 """Files that one index may name."""
 MAX_TENSORS = 1_000_000
 """Tensors that one index may name."""
 
 
-def check_header(path: Path, length: int, size: int) -> None:
-    """Raise DamagedCheckpointError where a safetensors header of `length` bytes cannot be in a file of `size`."""
-    if length > MAX_HEADER_BYTES or length + 8 > size:
+def check_safetensors(path: Path) -> int:
+    """Bytes of a safetensors file's header. Raises DamagedCheckpointError where it cannot be in such a file."""
+    try:
+        with path.open("rb") as file:
+            prefix, size = file.read(_LENGTH.size), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; every rank must see all files of a checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
         raise DamagedCheckpointError(
             f"{path} is not a readable safetensors file: it tells of a header of {length:,} bytes in a file of "
             f"{size:,}; at most {MAX_HEADER_BYTES:,} are read",
             "unreadable",
         )
+    return length
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -39,9 +51,10 @@ def inside(folder: Path, name: str) -> Path:
     if not name or "\0" in name or name != Path(name).name or name in (".", ".."):
         raise CheckpointError(f"{folder} names the file {name!r}, which is not in its folder; it is not read")
     path = folder / name
-    # Downloaded folders are often links into a store beside them; that store is theirs, the rest of the disk is not.
+    # What the hub's client downloads are links from snapshots/<revision> to blobs beside it.
     real, home = path.resolve(), folder.resolve()
-    if path.is_symlink() and home not in real.parents and home.parent.parent not in real.parents:
+    store = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if path.is_symlink() and not any(place in real.parents for place in (home, *store)):
         raise CheckpointError(f"{path} is a link that leads out of its folder, to {real}; copy the file itself here")
     return path
 
@@ -58,14 +71,13 @@ def read_json(path: Path) -> Mapping[str, Any]:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    depth = _depth(text)
-    if depth > MAX_JSON_DEPTH:
-        raise CheckpointError(f"{path} nests {depth} levels deep; at most {MAX_JSON_DEPTH} are read")
     try:
         found = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested deeper than is read") from None
+    except CheckpointError:
+        raise
     except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
@@ -87,25 +99,3 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise CheckpointError(f"{path} has the key {key!r} twice; which of the two holds cannot be told")
         found[key] = value
     return found
-
-
-def _depth(text: str) -> int:
-    """Brackets that are open at once, strings left aside."""
-    deepest = depth = 0
-    quoted = escaped = False
-    for character in text:
-        if quoted:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == '"':
-                quoted = False
-        elif character == '"':
-            quoted = True
-        elif character in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "]}":
-            depth -= 1
-    return deepest
