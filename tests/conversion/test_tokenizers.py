@@ -5,6 +5,7 @@ import string
 from pathlib import Path
 
 import pytest
+import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,38 @@ def test_special_tokens_are_named(pair: tuple[Tokenizer, transformers.PreTrained
         ]
     else:
         assert theirs.eos_token_id == ours.end_of_document
+
+
+@pytest.mark.parametrize("kind", ["byte-level-bpe", "wordpiece-uncased"])
+def test_files_of_older_kinds(kind: str, tmp_path: Path) -> None:
+    """GPT-2's vocab.json with merges.txt, and BERT's vocab.txt."""
+    _, train = TRAINERS[kind]
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if kind == "wordpiece-uncased" else ()
+    model = tokenizers.Tokenizer.from_str(train(CORPUS, SIZES[kind], special).decode()).model
+    model.save(str(tmp_path))
+    spec = f"bert-uncased:{tmp_path / 'vocab.txt'}" if special else str(tmp_path / "vocab.json")
+    config = BertModelConfig(vocabulary_size=512) if special else ModelConfig(vocabulary_size=512)
+    found = exported_tokenizer(spec, config)
+    assert not found.note
+    for name, content in found.files.items():
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_bytes(content)
+    ours, theirs = open_tokenizer(spec), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in CORPUS[:3]:
+        assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
+
+
+def test_a_folder_of_hugging_face_is_copied_file_by_file(tmp_path: Path) -> None:
+    _, train = TRAINERS["byte-level-bpe"]
+    content = train(CORPUS, 300, ())
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 77}')
+    (tmp_path / "config.json").write_text('{"bos_token_id": 5, "eos_token_id": 4000, "pad_token_id": "x"}')
+    found = exported_tokenizer(str(tmp_path), ModelConfig(vocabulary_size=300))
+    assert found.files == {"tokenizer.json": content, "tokenizer_config.json": b'{"model_max_length": 77}'}
+    assert found.ids["bos_token_id"] == 5
+    assert found.ids["eos_token_id"] != 4000  # the model has no such row
+    assert found.ids["pad_token_id"] is None
 
 
 def test_more_ids_than_the_model_has_rows_is_refused() -> None:
