@@ -157,7 +157,9 @@ def _step_of(path: Path) -> Path:
 
 
 def _tokenizer_of(data: Mapping[str, Any]) -> str | None:
-    """What the manifest of the training shard names as its tokenizer, where the shard is still there."""
+    """What a BERT's run, or the manifest of the training shard, names; None where the shard is no longer there."""
+    if data.get("tokenizer"):
+        return str(data["tokenizer"])
     prefix = data.get("prefix") or next(iter(data.get("blend") or {}), None)
     try:
         manifest = read_shard_manifest(prefix) if prefix else None
