@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapipe.checkpoint import RunState
 from megapipe.config.model import ModelConfig
+from megapipe.conversion import averaging
 from megapipe.conversion.command import main
 from megapipe.conversion.comparison import difference
 from megapipe.conversion.contents import Contents, StoredTensor
@@ -169,8 +170,10 @@ def test_differences(one: list[float], other: list[float], absolute: float, rela
     assert difference(torch.tensor(one), torch.tensor(other)) == (absolute, relative)
 
 
-def test_average_is_the_mean_in_float64(tmp_path: Path) -> None:
-    """Of values whose sum in float32 would lose the small ones."""
+@pytest.mark.parametrize("elements", [1, 1000, 1 << 24])
+def test_average_is_the_mean_in_float64(tmp_path: Path, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of values whose sum in float32 would lose the small ones, however many rows are summed at once."""
+    monkeypatch.setattr(averaging, "_ELEMENTS", elements)
     several = [tensors(seed) for seed in range(3)]
     several[0][QKV] += 3e7
     several[1][QKV] -= 3e7
