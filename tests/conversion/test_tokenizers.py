@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megapipe.checkpoint import CheckpointError
@@ -53,6 +53,7 @@ def pair(
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="▁\0"), max_size=60))
 def test_the_same_ids_for_any_text(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase], text: str) -> None:
     ours, theirs = pair
+    assume(not any(name in text for name in theirs.all_special_tokens))
     assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
 
 
@@ -118,6 +119,7 @@ def tiktoken_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[T
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.sampled_from("aesSLVTd' 1234\n\r\t.,!é東ſ\u00a0") | st.characters(codec="utf-8"), max_size=40))
 def test_tiktoken_files(tiktoken_pair: dict[str, tuple[Tokenizer, tokenizers.Tokenizer]], text: str) -> None:
+    assume("<|" not in text)  # names of special tokens, which are text to ours
     for encoding, (ours, theirs) in tiktoken_pair.items():
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert ids == ours.encode(text), encoding
