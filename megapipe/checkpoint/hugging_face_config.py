@@ -72,6 +72,7 @@ def _gpt2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": config["n_embd"],
         "num_heads": config["n_head"],
         "num_kv_heads": config["n_head"],
+        "head_size": config["n_embd"] // config["n_head"],
         "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
         "max_positions": config["n_positions"],
         "normalization": "layer_norm",
@@ -80,6 +81,7 @@ def _gpt2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "positions": "learned",
         "bias": "all",
         "qk_norm": False,
+        "sliding_window": None,
     }
 
 

@@ -1,0 +1,129 @@
+"""What a Hugging Face folder holds, judged before a tensor is read: which files, which tensors, of which model.
+
+The folder may come from anywhere, so nothing in it is run and no name in it leaves it.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.checkpoint import hugging_face_bert
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face_config import family_of, field_differences, model_fields
+from megapipe.checkpoint.untrusted import check_counts, inside, read_json
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.models import bert_hugging_face
+from megapipe.models.gpt_hugging_face import Correspondence, correspondences, is_redundant
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+_BODIES = ("transformer.", "model.")
+"""What names begin with unless the folder holds the model without its language-modelling head."""
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder is meant to be read by this module."""
+    return (folder / CONFIG).is_file()
+
+
+def stored_tensors(folder: Path, keys: Callable[[Path], Collection[str]]) -> dict[str, Path]:
+    """Tensor -> the file that holds it. keys: the tensors of a safetensors file.
+
+    Raises CheckpointError for a folder without weights that can be read, and for an index that leads out of it.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        places = read_json(inside(folder, INDEX)).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise CheckpointError(f"{index} has no weight_map from tensors to files")
+        check_counts(index, len(set(places.values())), len(places))
+        paths = {file: inside(folder, file) for file in set(places.values())}
+        return {name: paths[file] for name, file in places.items()}
+    if (folder / SINGLE).is_file():
+        path = inside(folder, SINGLE)
+        return dict.fromkeys(keys(path), path)
+    others = [path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern)]
+    told = f"; {others[0]} is a pickle, which can run code: have transformers save it as safetensors" if others else ""
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{told}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How folders of a kind of model are read.
+
+    names: stored names -> the canonical name of each. fields: config.json and canonical names -> what
+    `field_differences` takes. pairs: config.json -> where every parameter lives. redundant: whether a canonical name
+    may be left over.
+    """
+
+    names: Callable[[Collection[str]], Mapping[str, str]]
+    fields: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
+    pairs: Callable[[Mapping[str, Any]], Sequence[Correspondence]]
+    redundant: Callable[[str], bool]
+
+
+def kind_of(model: ModelConfig) -> Kind:
+    if isinstance(model, BertModelConfig):
+        return Kind(
+            hugging_face_bert.canonical_names,
+            lambda config, names: hugging_face_bert.model_fields(config, names, model),
+            lambda config: bert_hugging_face.correspondences(model),
+            lambda name: hugging_face_bert.is_redundant(name, model),
+        )
+    return Kind(
+        _gpt_names,
+        model_fields,
+        lambda config: correspondences(model, family_of(config)),
+        lambda name: is_redundant(name, model),
+    )
+
+
+def _gpt_names(stored: Collection[str]) -> Mapping[str, str]:
+    bare = not any(name.startswith(_BODIES) for name in stored)
+    body = "transformer." if any(name.startswith("h.") for name in stored) else "model."
+    return {name: body + name if bare and name != "lm_head.weight" else name for name in stored}
+
+
+def fitting(
+    folder: Path, config: Mapping[str, Any], model: ModelConfig, names: Collection[str]
+) -> dict[str, Correspondence]:
+    """Parameter -> the folder's tensors that it comes from. names: the canonical ones.
+
+    Raises CheckpointError unless the folder holds the weights of `model` and no others.
+    """
+    kind = kind_of(model)
+    differences = field_differences(model, told_fields(folder, kind, config, names))
+    if differences:
+        raise CheckpointError(f"the model of {folder} is another one: {'; '.join(differences)}")
+    pairs = kind.pairs(config)
+    used = {name for pair in pairs for name in pair.theirs}
+    missing = sorted(name for name in used if name not in names)
+    unused = sorted(name for name in set(names) - used if not kind.redundant(name))
+    if missing or unused:
+        told = [f"no tensor {name!r}" for name in missing[:3]] + [f"an unknown tensor {name!r}" for name in unused[:3]]
+        raise CheckpointError(f"{folder} does not hold the model of its {CONFIG}: {', '.join(told)}")
+    return {pair.spec.name: pair for pair in pairs}
+
+
+def told_fields(folder: Path, kind: Kind, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """`kind.fields`, with the folder in what is raised."""
+    try:
+        return kind.fields(config, names)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG} lacks what its model_type needs: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+
+
+def joined(parts: Sequence[Tensor], pair: Correspondence) -> Tensor:
+    """A parameter from its tensors. Raises CheckpointError where that is not of the parameter's shape."""
+    whole = pair.join(parts)
+    if tuple(whole.shape) != pair.spec.shape:
+        raise CheckpointError(
+            f"{', '.join(pair.theirs)} give {pair.spec.name} the shape {tuple(whole.shape)} and not {pair.spec.shape}"
+        )
+    return whole

@@ -1,0 +1,101 @@
+"""What a folder from anywhere may contain: names that stay inside it, and sizes that are seen before memory is taken.
+
+The rules are those of docs/conversion.md; each has a hostile fixture in tests/conversion.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+
+_LENGTH = struct.Struct("<Q")
+
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file: the format's own bound."""
+MAX_JSON_BYTES = 1 << 28
+"""Of config.json and an index."""
+MAX_SHARDS = 10_000
+"""Files that one index may name."""
+MAX_TENSORS = 1_000_000
+"""Tensors that one index may name."""
+
+
+def check_safetensors(path: Path) -> int:
+    """Bytes of a safetensors file's header. Raises DamagedCheckpointError where it cannot be in such a file."""
+    try:
+        with path.open("rb") as file:
+            prefix, size = file.read(_LENGTH.size), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; every rank must see all files of a checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
+        raise DamagedCheckpointError(
+            f"{path} is not a readable safetensors file: it tells of a header of {length:,} bytes in a file of "
+            f"{size:,}; at most {MAX_HEADER_BYTES:,} are read",
+            "unreadable",
+        )
+    return length
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file called `name` in a folder.
+
+    Raises CheckpointError for a name with a path in it, and for a link that leads out of the folder.
+    """
+    if not name or "\0" in name or name != Path(name).name or name in (".", ".."):
+        raise CheckpointError(f"{folder} names the file {name!r}, which is not in its folder; it is not read")
+    path = folder / name
+    # What the hub's client downloads are links from snapshots/<revision> to blobs beside it.
+    real, home = path.resolve(), folder.resolve()
+    store = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if path.is_symlink() and not any(place in real.parents for place in (home, *store)):
+        raise CheckpointError(f"{path} is a link that leads out of its folder, to {real}; copy the file itself here")
+    return path
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises CheckpointError where it is too large or too deep, has a key twice, or is no object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    try:
+        found = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested deeper than is read") from None
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found
+
+
+def check_counts(path: Path, files: int, tensors: int) -> None:
+    """Raise CheckpointError for an index that names more than is read."""
+    if files > MAX_SHARDS:
+        raise CheckpointError(f"{path} names {files:,} files; at most {MAX_SHARDS:,} are read")
+    if tensors > MAX_TENSORS:
+        raise CheckpointError(f"{path} names {tensors:,} tensors; at most {MAX_TENSORS:,} are read")
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise CheckpointError(f"{path} has the key {key!r} twice; which of the two holds cannot be told")
+        found[key] = value
+    return found
