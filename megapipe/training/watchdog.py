@@ -5,6 +5,7 @@ interpreter lock. So the watcher is another process, and what the rank does for 
 the stacks of all threads (faulthandler), the other is `_exit` itself.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -107,6 +108,8 @@ class Watchdog:
             self._stacks.close()
             if self._file.stat().st_size == 0:
                 self._file.unlink()
+                with contextlib.suppress(OSError):  # another rank's stacks are there
+                    self._file.parent.rmdir()
 
     def _start(self) -> subprocess.Popen[bytes]:
         config, descriptor = self._config, self.heartbeat.descriptor
