@@ -24,7 +24,7 @@ from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.training import watchdog_process
 from megapipe.training.exit_codes import ExitCode
-from megapipe.training.watchdog_process import BEATS, OUTSIDE, PLACE, SIZE, STEP, Settings
+from megapipe.training.watchdog_process import BEATS, BEGUN, OUTSIDE, PLACE, SIZE, STEP, Settings
 
 STACKS = "stacks"
 """Folder of what ranks wrote when they hung, within the run's."""
@@ -44,6 +44,7 @@ class Heartbeat:
             os.ftruncate(self.descriptor, SIZE)
         self.memory = mmap.mmap(self.descriptor, SIZE)
         self._beats = 0
+        self._begun = 0
         self.outside("start-up")
 
     def step(self, number: int, words: str) -> None:
@@ -51,6 +52,8 @@ class Heartbeat:
         self._beat()
         self.memory[PLACE] = _padded(words)
         self.memory[STEP] = number.to_bytes(8, "little")
+        self._begun += 1
+        self.memory[BEGUN] = self._begun.to_bytes(8, "little")
 
     def outside(self, words: str) -> None:
         """Something that is not a step begins: `evaluation`, `saving`."""

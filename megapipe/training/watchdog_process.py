@@ -22,9 +22,11 @@ BEATS = slice(0, 8)
 """Changes whenever something happens."""
 STEP = slice(8, 16)
 """Number of the step, from 0; all ones outside of steps."""
-PLACE = slice(16, 216)
+BEGUN = slice(16, 24)
+"""Steps begun since the process started."""
+PLACE = slice(24, 224)
 """What the rank is about, UTF-8, behind it zeros."""
-SIZE = 216
+SIZE = 224
 OUTSIDE = b"\xff" * 8
 
 _STEPS_KEPT = 50
@@ -72,9 +74,11 @@ class Pace:
     @property
     def limit(self) -> float:
         """Silence that is a hang, where the rank is now."""
-        if not self._durations or self._seen[STEP] == OUTSIDE:
+        first = int.from_bytes(self._seen[BEGUN], "little") < 2
+        if first or self._seen[STEP] == OUTSIDE:
             return max(self._pause, self._floor)
-        return max(self._floor, self._factor * statistics.median(self._durations))
+        median = statistics.median(self._durations) if self._durations else 0.0
+        return max(self._floor, self._factor * median)
 
 
 def place(memory: bytes) -> str:

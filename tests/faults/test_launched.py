@@ -1,5 +1,6 @@
-"""Faults of whole processes under torchrun: who is named, what the job ends with, that nothing is left, that it goes on."""
+"""Faults of whole processes under torchrun: who is named, the exit status, that nothing is left, that it goes on."""
 
+import itertools
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ STEPS = 12
 
 @contextmanager
 def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
-    """A job of two ranks after its first step, and its workers by rank. Its errors go to `errors` in `folder`."""
+    """A job of two ranks after ten steps, and its workers by rank. Its errors go to `errors` in `folder`."""
     with (folder / "errors").open("w") as errors:
         process = subprocess.Popen(
             command(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments),
@@ -44,7 +45,8 @@ def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
     assert process.stdout is not None
     output = process.stdout
     try:
-        assert any(line.startswith("step ") for line in output), (folder / "errors").read_text()
+        told = itertools.islice((line for line in output if line.startswith("step ")), 2)
+        assert len(list(told)) == 2, (folder / "errors").read_text()
         threading.Thread(target=output.read, daemon=True).start()
         yield process, children(process.pid)
     finally:
