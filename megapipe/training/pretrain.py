@@ -130,6 +130,7 @@ def _run(
         guards = Guards(config, mesh, heartbeat, listeners.say)
         loop = TrainingLoop(config, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards)
         status = loop.run(position)
+        heartbeat.outside("the end of the run")
         listeners.event("end", status=status, step=position.step)
     if references is not None:
         _sum_up(config, position, references, checkpointer.path, status)

@@ -85,12 +85,13 @@ def hang(rank: int, directory: Path, how: str) -> None:
             dist.barrier(dist.new_group([0, 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "ranks", "status", "word"),
     [
         ("holds the interpreter lock", 1, ExitCode.STALLED, "in hang"),
-        pytest.param("is stopped", 1, -signal.SIGKILL, "", marks=pytest.mark.slow),
-        pytest.param("waits in another collective", 2, ExitCode.STALLED, "in hang", marks=pytest.mark.slow),
+        ("is stopped", 1, -signal.SIGKILL, ""),
+        ("waits in another collective", 2, ExitCode.STALLED, "in hang"),
     ],
 )
 def test_a_rank_that_cannot_run_python_is_dumped_and_ended(
