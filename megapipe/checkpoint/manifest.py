@@ -47,6 +47,7 @@ class RunState:
     loss) pairs.
     config: the whole configuration as plain values; `config["model"]` is always there.
     loss_scale: of an fp16 run, numbers by name; empty where the loss is not scaled.
+    skipped: ranges (first, behind the last) of samples that the run leaves out because its loss jumped up there.
     """
 
     step: int
@@ -56,6 +57,7 @@ class RunState:
     losses: tuple[tuple[int, float], ...]
     config: Mapping[str, Any]
     loss_scale: Mapping[str, float] = field(default_factory=dict)
+    skipped: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ def encoded(manifest: Manifest) -> bytes:
         "applied_updates": dict(manifest.applied_updates),
         "config": run.config,
         "loss_scale": dict(run.loss_scale),
+        "skipped": run.skipped,
         "checksums": f"xxh3_64 of every {PIECE_BYTES} bytes of a tensor",
         "files": dict(manifest.files),
         "chunks": [_encoded_chunk(chunk) for chunk in manifest.chunks],
@@ -134,6 +135,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         losses=tuple((int(step), math.nan if loss is None else float(loss)) for step, loss in document["losses"]),
         config=dict(document["config"]),
         loss_scale={str(name): float(value) for name, value in document.get("loss_scale", {}).items()},
+        skipped=tuple((int(first), int(stop)) for first, stop in document.get("skipped", [])),
     )
     files = {_plain_name(name): int(size) for name, size in document["files"].items()}
     chunks = tuple(_decoded_chunk(entry, files) for entry in document["chunks"])

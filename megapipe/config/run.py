@@ -11,6 +11,7 @@ from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.reliability import ReliabilityConfig, SpikesConfig, WatchdogConfig
 from megapipe.config.schedule import ScheduleConfig
 from megapipe.config.zero import ZeroConfig
 
@@ -118,6 +119,9 @@ class PretrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     init_from: str = ""
     """Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."""
 
@@ -210,8 +214,29 @@ class PretrainConfig:
                 f"offload.weights with zero.stage {self.zero.stage}: replicas that share their state fetch weights "
                 "from each other, and not from host memory; set zero.stage 0, or offload.weights false"
             )
+        found += self._skipping_problems()
         parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload)
-        return found + [problem for part in parts for problem in part.problems()]
+        faults = (self.watchdog, self.spikes, self.reliability)
+        return found + [problem for part in (*parts, *faults) for problem in part.problems()]
+
+    def _skipping_problems(self) -> list[str]:
+        found = []
+        if self.training.precision == "fp16" and not self.reliability.skip_non_finite:
+            found.append(
+                "training.precision fp16 finds its loss scale by skipping steps, and reliability.skip_non_finite is "
+                "false; set it to true, or training.precision bf16"
+            )
+        if self.data.order == "megatron" and (self.spikes.watched or self.reliability.skip_samples):
+            found.append(
+                "data.order megatron lays out as many samples as the run's steps take, so that none can be left out; "
+                "set data.order keyed, or leave spikes and reliability.skip_samples out"
+            )
+        if self.spikes.watched and self.checkpoint.every is None:
+            found.append(
+                "spikes are watched for, and checkpoint.every is null: there is nothing to go back to; set "
+                "checkpoint.every, or leave spikes out"
+            )
+        return found
 
     def _fp8_problems(self) -> list[str]:
         training, blocks = self.training, self.model.num_layers

@@ -5,7 +5,7 @@ them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and 
 does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays full from step to step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megapipe.engine.compute import WHOLE
 from megapipe.engine.errors import EngineError, UnitError
@@ -25,7 +25,8 @@ class Engine:
     schedule: lowered, mode "train" or "forward". rank: pipeline rank. stages: stage id -> Stage, exactly the stages
     that the schedule places on this rank.
 
-    swaps: what moves tensors to host memory and back, for schedules that do.
+    swaps: what moves tensors to host memory and back, for schedules that do. tell: what makes of each instruction one
+    that says where the rank is.
 
     A schedule that flushes runs a step at each `feed`. One that never flushes has a step under way between calls:
     `feed` runs the rest of it and the beginning of the one that is given, `drain` ends it. Where the run is drained
@@ -42,6 +43,7 @@ class Engine:
         transfers: Transfers,
         reductions: Reductions,
         swaps: Swaps | None = None,
+        tell: Callable[[Instruction], Instruction] | None = None,
     ) -> None:
         """Compile the schedule. Raises EngineError when stages and schedule do not belong together."""
         expected = set(schedule.header.stages_on(rank))
@@ -58,8 +60,9 @@ class Engine:
         self._reductions = reductions
         self.schedule = schedule
         self._swaps = swaps
+        self._tell = tell
         program = Program(schedule, rank, stages, transfers, reductions, swaps)
-        self._compiled = {name: list(program.compile(name)) for name in SECTIONS}
+        self._compiled = {name: list(self._told(program.compile(name))) for name in SECTIONS}
         self._sections = self._compiled
         self._under_way: StepState | None = None
         self._unread: list[StepState] = []
@@ -77,7 +80,10 @@ class Engine:
             return
         transfers, reductions = recorder.transfers(self._transfers), self._reductions.through(recorder.group)
         program = Program(self.schedule, self._rank, self._stages, transfers, reductions, self._swaps)
-        self._sections = {name: recorder.instructions(name, program.compile(name)) for name in SECTIONS}
+        self._sections = {name: recorder.instructions(name, self._told(program.compile(name))) for name in SECTIONS}
+
+    def _told(self, instructions: Iterable[Instruction]) -> Iterable[Instruction]:
+        return instructions if self._tell is None else map(self._tell, instructions)
 
     def run(self, step_input: StepInput) -> StepResult:
         """Run one whole step (train mode: through the optimizer update), the pipeline empty before and after.

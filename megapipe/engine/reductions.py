@@ -12,7 +12,7 @@ from megapipe.engine.background import Turns, run_now
 from megapipe.engine.shared_state import GradientBuffers, GradientReduction
 from megapipe.engine.step import Scalars, StepState
 from megapipe.parallel.groups import Group
-from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms
+from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms, uncounted_flaw
 from megapipe.parallel.partial_gradients import sum_partial_gradients
 from megapipe.parallel.unit_state import UnitState
 
@@ -225,6 +225,9 @@ class Reductions:
         if self._communicators.counts_norm:
             for name, square in squared_norms(self._counted_states, update, self._squared_norm).items():
                 found.append(square)
+                places.append(self._positions[name])
+            for name, flaw in uncounted_flaw(self._counted_states, update).items():
+                found.append(flaw)
                 places.append(self._positions[name])
         if self._communicators.counts_loss and step.loss_sums:
             found += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()

@@ -51,7 +51,7 @@ class StepResult:
     step: its number. loss: sum over the global batch's loss tokens divided by their number; where the loss has several
         terms, the sum of these means. loss_terms: each mean. token_count: loss tokens, those of the first term.
     gradient_norm: before clipping; that of the last update in a step of several.
-    skipped: the gradients were not finite, weights stayed. stop: some rank asked to stop.
+    skipped: the loss or the gradients were not finite, weights stayed. stop: some rank asked to stop.
     outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
     """
 
@@ -78,7 +78,8 @@ class Scalars:
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.gradient_norm)
+        """Whether the step may change weights: a loss that is not finite can have gradients that are."""
+        return math.isfinite(self.gradient_norm) and all(map(math.isfinite, self.loss_terms))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup, Group
 from megapipe.parallel.links.exchange import SharedMemoryExchange
 from megapipe.parallel.mesh import DIMENSIONS, WORLD, Mesh, MeshShape, Partition
+from megapipe.parallel.rendezvous import fresh_store, shares_store_with_earlier_starts
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -78,10 +79,15 @@ def initialize(sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout:
         )
     place = _device(device, environment.local_rank)
     if environment.world_size > 1:
+        limit = timedelta(seconds=timeout)
+        fresh = shares_store_with_earlier_starts(os.environ)
         dist.init_process_group(
             "nccl" if place.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout),
+            timeout=limit,
             device_id=place if place.type == "cuda" else None,
+            store=fresh_store(os.environ, limit) if fresh else None,
+            rank=environment.rank if fresh else -1,
+            world_size=environment.world_size if fresh else -1,
         )
     return connected_mesh(shape, place, timeout)
 

@@ -46,6 +46,26 @@ def squared_norms(
     return found
 
 
+def uncounted_flaw(states: Iterable[UnitState], update: int = 0) -> dict[str, Tensor]:
+    """Zero where all gradients that another tensor rank counts are finite here too, else not a number: a float64
+    scalar, under the name of one of them. Empty where there are none.
+
+    Tensor ranks find the gradients of parameters that they do not share each for itself: a fault of one rank would
+    else change its copy alone.
+    """
+    found = {}
+    for state in states:
+        gradient = state.reduced_gradient(update)
+        counted = {segment.spec.name for segment in state.table.counted()}
+        for segment in state.table:
+            if segment.spec.name not in counted and state.held(segment):
+                found[segment.spec.name] = state.in_shard(gradient, segment)
+    if not found:
+        return {}
+    norms = torch.stack(torch._foreach_norm(list(found.values())))
+    return {next(iter(found)): norms.sum().double() * 0.0}
+
+
 def name_positions(names: Sequence[str]) -> dict[str, int]:
     """Position of every parameter of the whole model in the vector of squared norms: global name order.
 

@@ -11,6 +11,7 @@ from megapipe.engine.step import Counts
 from megapipe.layers.context import MicrobatchContext
 from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.families import ModelFamily
+from megapipe.training.skipping import SkippingPlan
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,12 @@ class Loader(ABC):
         return map(self.load, self._plan.cursors(consumed))
 
     @contextmanager
-    def steps(self, consumed: int) -> Iterator[Iterator[StepBatch]]:
-        """Endless steps from `consumed` samples on, prefetched by a thread that ends with the block."""
-        with Prefetcher(self.load, self._plan.cursors(consumed)) as loaded:
+    def steps(self, consumed: int, plan: SkippingPlan | None = None) -> Iterator[Iterator[StepBatch]]:
+        """Endless steps from `consumed` samples on, prefetched by a thread that ends with the block.
+
+        plan: which samples are left out, by default none.
+        """
+        with Prefetcher(self.load, (self._plan if plan is None else plan).cursors(consumed)) as loaded:
             yield loaded
 
     @abstractmethod

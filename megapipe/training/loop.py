@@ -1,5 +1,6 @@
 """The loop: step, tell, evaluate, save, stop."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,10 @@ from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
+from megapipe.training import skipping
 from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.evaluation import Evaluation
+from megapipe.training.guards import Guards
 from megapipe.training.loader import Loader, StepBatch
 from megapipe.training.memory_report import out_of_memory_told
 from megapipe.training.profile import Profiler
@@ -19,6 +22,8 @@ from megapipe.training.records import Listener, StepRecord
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from megapipe.training.signals import StopRequest
+from megapipe.training.skipping import Range, SkippingPlan
+from megapipe.training.spikes import Spike, spike_limit
 from megapipe.training.throughput import UtilisationMeter
 
 LOSSES_KEPT = 100
@@ -27,25 +32,28 @@ LOSSES_KEPT = 100
 
 @dataclass
 class Position:
-    """Where a run stands: steps done, samples they took, their last losses as (step, loss)."""
+    """Where a run stands: steps done, samples they took, their last losses as (step, loss), samples left out because
+    of the loss."""
 
     step: int = 0
     consumed: int = 0
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
+    skipped: tuple[Range, ...] = ()
 
     @classmethod
     def of(cls, run: RunState | None) -> "Position":
         """Where a checkpoint was made; the beginning without one."""
         if run is None:
             return cls()
-        return cls(run.step, run.consumed_samples, deque(run.losses, maxlen=LOSSES_KEPT))
+        return cls(run.step, run.consumed_samples, deque(run.losses, maxlen=LOSSES_KEPT), run.skipped)
 
 
 @dataclass(frozen=True)
 class _FedStep:
-    """A step that the engine was given and has not ended."""
+    """A step that the engine was given and has not ended. consumed: samples behind it, those left out included."""
 
     samples: int
+    consumed: int
     learning_rate: float
     loss_scale: float | None
 
@@ -63,6 +71,7 @@ class TrainingLoop:
         meter: UtilisationMeter,
         listener: Listener,
         profiler: Profiler,
+        guards: Guards,
     ) -> None:
         self._config = config
         self._replica = replica
@@ -72,9 +81,11 @@ class TrainingLoop:
         self._meter = meter
         self._listener = listener
         self._profiler = profiler
+        self._guards = guards
         self._engine = replica.engine
         self._engine_samples = config.batch.global_size
-        self._plan = BatchPlan.of(config.batch)
+        self._plan = SkippingPlan(BatchPlan.of(config.batch))
+        self._spike: Spike | None = None
         self._fed: deque[_FedStep] = deque()
         self._clock = 0.0
 
@@ -84,30 +95,66 @@ class TrainingLoop:
         A schedule that never flushes has a step under way while the loop turns; it is drained where something has to
         happen between two steps.
         """
-        steps = self._config.training.last_step
-        told = out_of_memory_told(self._replica.stages)
-        with told, StopRequest() as stop, self._loader.steps(position.consumed) as batches:
-            while position.step < steps:
+        with out_of_memory_told(self._replica.stages), StopRequest() as stop:
+            while True:
+                status = self._run_until_spike(position, stop)
+                if self._spike is None:
+                    return status
+                self._rewind(position, self._spike)
+
+    def _run_until_spike(self, position: Position, stop: StopRequest) -> int:
+        by_hand = [(first, last) for first, last in self._config.reliability.skip_samples]
+        self._plan = SkippingPlan(BatchPlan.of(self._config.batch), (*by_hand, *position.skipped))
+        with self._loader.steps(position.consumed, self._plan) as batches:
+            while position.step < self._config.training.last_step:
                 stopped = self._feed(position, batches, stop.requested)
-                if stopped or self._pauses_behind(position):
+                if stopped or self._pauses_behind(position) or self._spike is not None:
                     stopped |= self._tell(position, self._engine.drain())
+                if self._spike is not None:
+                    return 0
                 if not self._fed:
                     self._pause(position, stopped)
                 if stopped:
                     return stop.status
         return 0
 
+    def _rewind(self, position: Position, spike: Spike) -> None:
+        """Go back to the last checkpoint, to come past the samples at which the loss jumped up without them."""
+        self._spike = None
+        path = self._checkpointer.path
+        assert path is not None  # else nothing is a spike
+        self._guards.heartbeat.outside("going back to a checkpoint")
+        before = Position.of(self._checkpointer.restore(self._replica))
+        self._guards.rewinds.count(before.step, spike.step, spike.loss)
+        first, stop = self._plan.last_batches(before.consumed, spike.consumed, self._config.spikes.skip_batches)
+        position.step, position.consumed, position.losses = before.step, before.consumed, before.losses
+        position.skipped = tuple(sorted({*position.skipped, *before.skipped, (first, stop)}))
+        self._listener.event(
+            "rewind", step=before.step, spiked=spike.step, loss=spike.loss, limit=spike.limit, first=first, stop=stop
+        )
+        self._listener.say(
+            f"the loss jumped up to {spike.loss:.4f} at step {spike.step} (limit {spike.limit:.4f}): back to {path} "
+            f"after step {before.step}, without samples {first} to {stop - 1}"
+        )
+
     def _pauses_behind(self, position: Position) -> bool:
         """Whether something happens between the step that was fed last and the one after it."""
-        step, consumed = position.step + len(self._fed), position.consumed + sum(fed.samples for fed in self._fed)
+        step, consumed = position.step + len(self._fed), self._consumed(position)
         last = step == self._config.training.last_step
         resized = self._plan.size(consumed) != self._engine_samples
-        return last or resized or self._evaluates(step, last) or self._checkpointer.is_due(step, last)
+        pauses = self._evaluates(step, last) or self._guards.compares(step) or self._checkpointer.is_due(step, last)
+        return last or resized or pauses
+
+    def _consumed(self, position: Position) -> int:
+        """Samples behind the step that was fed last."""
+        return self._fed[-1].consumed if self._fed else position.consumed
 
     def _pause(self, position: Position, stopped: bool) -> None:
         """What is due between two steps."""
         last = stopped or position.step == self._config.training.last_step
+        self._guards.compare(self._replica, position.step)
         if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
+            self._guards.heartbeat.outside("evaluation")
             self._listener.evaluation(self._evaluation.run(position.step))
         if self._checkpointer.is_due(position.step, last):
             self._save(position, last)
@@ -118,8 +165,10 @@ class TrainingLoop:
 
     def _save(self, position: Position, last: bool) -> None:
         """Save. When that fails on the way, a full disk say, the run goes on: the next save may succeed."""
+        self._guards.heartbeat.outside("saving")
+        losses, skipped = tuple(position.losses), position.skipped
         try:
-            path = self._checkpointer.save(self._replica, position.step, position.consumed, tuple(position.losses))
+            path = self._checkpointer.save(self._replica, position.step, position.consumed, losses, skipped)
         except CheckpointError as error:
             if last:
                 raise
@@ -132,29 +181,48 @@ class TrainingLoop:
         if not self._fed:
             self._clock = time.perf_counter()
         step = position.step + len(self._fed)
+        self._guards.heartbeat.step(step, "loading its samples")
         batch = next(batches)
         rate = learning_rate(self._config.optimizer, step + 1, self._config.training.steps)
         self._use_engine_for(batch.num_samples)
         self._profiler.before(step, self._engine)
+        self._guards.stragglers.before(step, self._engine, busy=self._profiler.recording)
         scaler = self._replica.loss_scaler
         scale = None if scaler is None else scaler.scale(step)
-        self._fed.append(_FedStep(batch.num_samples, rate, scale))
+        self._fed.append(_FedStep(batch.num_samples, self._next_consumed(position, step), rate, scale))
         given = StepInput(step, batch.contexts, batch.token_counts, rate, stop, 1.0 if scale is None else scale)
         return self._tell(position, self._engine.feed(given))
+
+    def _next_consumed(self, position: Position, step: int) -> int:
+        """Samples behind the next step to be fed, number `step` from 0; tells of those that it leaves out."""
+        consumed = self._consumed(position)
+        begin = self._plan.begin(consumed)
+        if begin > consumed:
+            self._listener.event(skipping.EVENT, step=step + 1, first=consumed, stop=begin)
+        return self._plan.end(consumed)
 
     def _tell(self, position: Position, results: Sequence[StepResult]) -> bool:
         """Advance `position` over steps that ended; whether some rank wanted to stop in one of them."""
         for result in results:
             fed = self._fed.popleft()
             position.step += 1
-            position.consumed += fed.samples
+            position.consumed = fed.consumed
+            self._judge(position, result.loss)
             position.losses.append((position.step, result.loss))
             now = time.perf_counter()
             self._listener.step(self._record(position, result, fed, now - self._clock))
             self._clock = now
             if self._replica.loss_scaler is not None:
                 self._replica.loss_scaler.observe(result.step, result.skipped)
+            self._guards.non_finite.observe(result)
         return any(result.stop for result in results)
+
+    def _judge(self, position: Position, loss: float) -> None:
+        """Note a jump of the loss, of a step that `position` already counts, where there is a checkpoint to go to."""
+        if self._spike is None and self._config.spikes.watched and self._checkpointer.path is not None:
+            limit = spike_limit(self._config.spikes, [each for _, each in position.losses])
+            if limit < loss < math.inf:
+                self._spike = Spike(position.step, position.consumed, loss, limit)
 
     def _use_engine_for(self, num_samples: int) -> None:
         """Take the engine for a batch of that size. A ramp never goes back, so the last one is all that is kept."""

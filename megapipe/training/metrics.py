@@ -20,7 +20,8 @@ class MetricsFile(Listener):
     """Writes `metrics.jsonl` in the run's folder.
 
     A step's line has the fields of StepRecord; others have `event`: start (with `step`, where the run goes on from),
-    evaluation (with the fields of EvaluationRecord), checkpoint, end. What is not finite becomes null: JSON has no
+    evaluation (with the fields of EvaluationRecord), checkpoint, rewind (with `step`, where a spike made the run go on
+    from), skipped_samples, end. What is not finite becomes null: JSON has no
     word for it.
     """
 
@@ -75,7 +76,7 @@ def read_losses(path: Path) -> LossHistory:
             except json.JSONDecodeError:  # the end of a line was lost with a killed process
                 continue
             event, step, loss = record.get("event"), record.get("step"), record.get("loss")
-            if event == "start":
+            if event in ("start", "rewind"):
                 history.drop_after(step)
             elif event == "evaluation" and loss is not None:
                 history.evaluation[step] = loss

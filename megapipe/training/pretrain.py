@@ -18,6 +18,7 @@ from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
 from megapipe.training.folders import make_folders
+from megapipe.training.guards import Guards
 from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.muon_shards import muon_shards
@@ -28,10 +29,12 @@ from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from megapipe.training.scheduling import eager_cost
+from megapipe.training.skipping import SkippedSamplesFile
 from megapipe.training.sources import Samples, open_loader, open_samples
 from megapipe.training.throughput import UtilisationMeter, device_peak
 from megapipe.training.trackers import open_trackers
 from megapipe.training.validate import data_parallel_size, validate
+from megapipe.training.watchdog import Heartbeat, Watchdog
 
 Say = Callable[[str], None]
 
@@ -47,6 +50,17 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment) -> int:
     make_folders(config, environment)
     if config.training.deterministic:
         require_determinism()
+    with Watchdog(config.watchdog, environment.rank, Path(config.training.directory)) as heartbeat:
+        return _connected(config, environment, samples, validation, heartbeat)
+
+
+def _connected(
+    config: PretrainConfig,
+    environment: LaunchEnvironment,
+    samples: Samples,
+    validation: Samples | None,
+    heartbeat: Heartbeat,
+) -> int:
     parallel = config.parallel
     data = data_parallel_size(config, environment.world_size)
     mesh = initialize(
@@ -55,16 +69,18 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment) -> int:
         timeout=parallel.timeout_seconds,
     )
     try:
-        return _train(config, mesh, samples, validation)
+        return _train(config, mesh, samples, validation, heartbeat)
     finally:
         shutdown()
 
 
-def _train(config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Samples | None) -> int:
+def _train(
+    config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Samples | None, heartbeat: Heartbeat
+) -> int:
     say = _print if mesh.rank == 0 else _say_nothing
     with Checkpointer(config, mesh, say) as checkpointer:
         config = with_precision(config, mesh, checkpointer.precision, say)
-        replica = Replica(config, mesh, family_of(config).layers)
+        replica = Replica(config, mesh, family_of(config).layers, heartbeat=heartbeat)
         choices = kernel_choices(config, mesh.device, replica.kernels)
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:
@@ -78,7 +94,7 @@ def _train(config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Sam
         for told_of in (*remarks, *replica.plan.remarks, muon_shards(replica.states())):
             if told_of is not None:
                 say(told_of)
-        return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say)
+        return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say, heartbeat)
 
 
 def _run(
@@ -90,6 +106,7 @@ def _run(
     checkpointer: Checkpointer,
     position: Position,
     say: Say,
+    heartbeat: Heartbeat,
 ) -> int:
     """Run the loop from `position` on, and on rank 0 tell of it."""
     meter = _meter(config, mesh, say)
@@ -110,8 +127,10 @@ def _run(
         _listeners(config, mesh, position) as listeners,
         Profiler(config, mesh, listeners.say, position.step) as profiler,
     ):
-        loop = TrainingLoop(config, replica, loader, evaluation, checkpointer, meter, listeners, profiler)
+        guards = Guards(config, mesh, heartbeat, listeners.say)
+        loop = TrainingLoop(config, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards)
         status = loop.run(position)
+        heartbeat.outside("the end of the run")
         listeners.event("end", status=status, step=position.step)
     if references is not None:
         _sum_up(config, position, references, checkpointer.path, status)
@@ -153,7 +172,8 @@ def _listeners(config: PretrainConfig, mesh: Mesh, position: Position) -> Listen
     trackers = open_trackers(config, position.step > 0, _print)
     file = metrics.MetricsFile(Path(training.directory))
     file.event("start", step=position.step, config=asdict(config), layout=dict(mesh.shape.sizes))
-    return Listeners([file, *trackers, open_display(training.steps, training.log_every, total)])
+    skipped = SkippedSamplesFile(Path(training.directory))
+    return Listeners([file, skipped, *trackers, open_display(training.steps, training.log_every, total)])
 
 
 def _sum_up(

@@ -59,6 +59,11 @@ class Profiler:
             self._recording = engine, recorder
             engine.record(recorder)
 
+    @property
+    def recording(self) -> bool:
+        """Whether steps are being traced."""
+        return self._recording is not None and self._directory is not None
+
     def close(self) -> None:
         """Write what was recorded, once. A folder that cannot be written costs the trace and not the run."""
         if self._directory is None:

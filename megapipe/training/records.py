@@ -18,7 +18,7 @@ class StepRecord:
     gradient_norm: float
     """Before clipping."""
     skipped: bool
-    """The gradients were not finite and the weights stayed."""
+    """The loss or the gradients were not finite and the weights stayed."""
     samples: int
     consumed_samples: int
     """Samples since the beginning of the run, this step's included."""

@@ -1,5 +1,6 @@
 """One rank's share of the model, wired to its neighbours: schedule, stages, links, engine, optimizer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.parameters import LayerSpec
 from megapipe.engine.engine import Engine
 from megapipe.engine.groups import communicators, counted_states, unit_states
+from megapipe.engine.program import Instruction
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.swaps import Swaps
@@ -23,6 +25,7 @@ from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
+from megapipe.training.action_places import ActionPlaces
 from megapipe.training.assemble import (
     Assembly,
     compile_blocks,
@@ -36,15 +39,25 @@ from megapipe.training.offload_plan import ActivationPlan, plan_activations
 from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.sequence import shard_sequences
 from megapipe.training.validate import num_microbatches
+from megapipe.training.watchdog import Heartbeat
 
 
 class Replica:
     """This rank's part of one model replica, ready to run steps with `engine`."""
 
     def __init__(
-        self, config: PretrainConfig, mesh: Mesh, layers: tuple[LayerSpec, ...], swaps: Swaps | None = None
+        self,
+        config: PretrainConfig,
+        mesh: Mesh,
+        layers: tuple[LayerSpec, ...],
+        swaps: Swaps | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
-        """swaps: what moves tensors to host memory and back; by default of this rank's device."""
+        """swaps: what moves tensors to host memory and back; by default of this rank's device.
+
+        heartbeat: told of every action.
+        """
+        self._heartbeat = heartbeat
         self._config = config
         self._mesh = mesh
         self._layers = layers
@@ -119,7 +132,14 @@ class Replica:
 
     def _engine(self, schedule: Schedule) -> Engine:
         transfers = connect(schedule, self._mesh, self.stages, self._links)
-        return Engine(schedule, self.rank, self.stages, transfers, self._reductions(schedule), self._swaps)
+        reductions = self._reductions(schedule)
+        return Engine(schedule, self.rank, self.stages, transfers, reductions, self._swaps, self._teller(schedule))
+
+    def _teller(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
+        heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
+        if heartbeat is None:
+            return None
+        return lambda instruction: heartbeat.told(instruction, places.words(instruction))
 
     def _reductions(self, schedule: Schedule) -> Reductions:
         names = [spec.name for layer in self._layers for spec in layer.parameters.values()]

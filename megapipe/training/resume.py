@@ -97,10 +97,17 @@ class Checkpointer:
         every = self._config.checkpoint.every
         return every is not None and (last or step % every == 0)
 
-    def save(self, replica: Replica, step: int, consumed: int, losses: Sequence[tuple[int, float]]) -> Path:
+    def save(
+        self,
+        replica: Replica,
+        step: int,
+        consumed: int,
+        losses: Sequence[tuple[int, float]],
+        skipped: Sequence[tuple[int, int]] = (),
+    ) -> Path:
         """Save the state after `step`, durably, then delete what is older than the last few.
 
-        A step that is saved already is not saved again. losses: the last (step, loss) pairs.
+        A step that is saved already is not saved again. losses: the last (step, loss) pairs. skipped: as in RunState.
 
         Raises:
             CheckpointError: it could not be written; older checkpoints are untouched, and the run may go on.
@@ -116,6 +123,7 @@ class Checkpointer:
             losses=tuple(losses),
             config=asdict(self._config),
             loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
+            skipped=tuple(skipped),
         )
         self.path = save(self.directory, states, replica.optimizer.applied, run, self._mesh)
         self._saved_step = step

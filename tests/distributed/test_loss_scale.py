@@ -16,6 +16,7 @@ from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.batches import batch_loader, split_samples
+from megapipe.training.exit_codes import ExitCode
 from megapipe.training.replica import Replica
 from megapipe.training.validate import validate
 from tests.checkpoint.runs import assert_same_bits, config_in, run
@@ -177,7 +178,7 @@ def test_a_run_tells_its_scale_and_ends_where_none_helps(tmp_path: Path, corpus:
     assert "loss scale 1024" in done.stdout
     constant = ["--loss_scale.kind=constant", "--loss_scale.initial=1e30", "--loss_scale.patience=2"]
     done = launch(1, *arguments, *constant, "--training.directory=other", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.NOT_FINITE
     assert "2 steps in a row, up to step 2, were not finite at loss scale 1e+30" in done.stderr
 
 

@@ -1,0 +1,64 @@
+"""What a run that failed says, and the status it exits with."""
+
+import os
+import sys
+import time
+import traceback
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.config.errors import ConfigError
+from megapipe.data.errors import DataError
+from megapipe.engine.errors import EngineError
+from megapipe.optim.loss_scale import LossScaleError
+from megapipe.parallel.errors import CommunicationError, LaunchError
+from megapipe.training.consistency import ReplicasDifferError
+from megapipe.training.exit_codes import ExitCode
+from megapipe.training.guards import NonFiniteError
+from megapipe.training.memory_report import OutOfMemory
+from megapipe.training.spikes import SpikeError
+
+_ALIKE: dict[type[Exception], ExitCode] = {
+    LossScaleError: ExitCode.NOT_FINITE,
+    NonFiniteError: ExitCode.NOT_FINITE,
+    SpikeError: ExitCode.SPIKES,
+    ReplicasDifferError: ExitCode.REPLICAS_DIFFER,
+}
+"""Errors that every rank raises at the same step."""
+
+
+def status_of(error: Exception) -> ExitCode | None:
+    """Tell of an error on stderr, and return the exit status; None for a defect, whose traceback is to be seen."""
+    if isinstance(error, ConfigError | DataError | LaunchError | CheckpointError):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # The ranks of a host make the same mistake: one tells of it, before torchrun ends it for another's exit.
+            time.sleep(3)
+        else:
+            _tell(error)
+        return ExitCode.WRONG_INPUT
+    alike = next((code for kind, code in _ALIKE.items() if isinstance(error, kind)), None)
+    if alike is not None:
+        if os.environ.get("RANK", "0") == "0":
+            _tell(error)
+        else:
+            time.sleep(1)  # torchrun ends all ranks as soon as one is gone: not before rank 0 has told
+        return alike
+    if isinstance(error, OutOfMemory):
+        _tell(error)
+        return ExitCode.FAILED
+    if _lost_a_peer(error):
+        traceback.print_exception(error)
+        return ExitCode.PEER_LOST
+    return None
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, CommunicationError):
+            return True
+        error = error.__cause__ if isinstance(error, EngineError) else None
+    return False
+
+
+def _tell(error: Exception) -> None:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)

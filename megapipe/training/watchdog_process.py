@@ -1,0 +1,164 @@
+"""The process beside a rank that watches its heartbeat. Run by its path in an isolated interpreter: stdlib alone.
+
+It needs nothing of the rank but a page of shared memory: it works while the rank is stopped, waits in C++ or never
+lets the interpreter lock go. See `watchdog.Watchdog`, which starts it.
+"""
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+BEATS = slice(0, 8)
+"""Changes whenever something happens."""
+STEP = slice(8, 16)
+"""Number of the step, from 0; all ones outside of steps."""
+BEGUN = slice(16, 24)
+"""Steps begun since the process started."""
+PLACE = slice(24, 224)
+"""What the rank is about, UTF-8, behind it zeros."""
+SIZE = 224
+OUTSIDE = b"\xff" * 8
+
+_STEPS_KEPT = 50
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the rank hands over, as JSON. stacks: file that the rank's handler of `dump_signal` writes to."""
+
+    rank: int
+    pid: int
+    floor_seconds: float
+    factor: float
+    pause_seconds: float
+    stacks: str
+    dump_signal: int
+    end_signal: int
+
+
+class Pace:
+    """Decides when silence has lasted too long. Times in seconds, on any clock."""
+
+    def __init__(self, floor: float, factor: float, pause: float) -> None:
+        self._floor, self._factor, self._pause = floor, factor, pause
+        self._seen = b""
+        self._changed = 0.0
+        self._step_began: float | None = None
+        self._looked = 0.0
+        self._durations: deque[float] = deque(maxlen=_STEPS_KEPT)
+
+    def silence(self, memory: bytes, now: float) -> float:
+        """Take a look; seconds since anything changed."""
+        if memory[STEP] != self._seen[STEP]:
+            inside = memory[STEP] != OUTSIDE and self._seen[STEP] not in (OUTSIDE, b"")
+            if inside and self._step_began is not None:
+                self._durations.append(now - self._step_began)
+            self._step_began = now
+        # A watcher that was stopped itself, with the whole job say, has seen nothing meanwhile.
+        if memory != self._seen or now - self._looked > self._floor / 2:
+            self._seen, self._changed = memory, now
+        self._looked = now
+        return now - self._changed
+
+    @property
+    def limit(self) -> float:
+        """Silence that is a hang, where the rank is now."""
+        first = int.from_bytes(self._seen[BEGUN], "little") < 2
+        if first or self._seen[STEP] == OUTSIDE:
+            return max(self._pause, self._floor)
+        median = statistics.median(self._durations) if self._durations else 0.0
+        return max(self._floor, self._factor * median)
+
+
+def place(memory: bytes) -> str:
+    """What the rank is about, in words."""
+    step = memory[STEP]
+    words = memory[PLACE].rstrip(b"\0").decode(errors="replace")
+    return words if step == OUTSIDE else f"step {int.from_bytes(step, 'little')}: {words}"
+
+
+def watch(settings: Settings, memory: Callable[[], bytes]) -> None:
+    """Look until the rank is gone or hangs; end it where it hangs."""
+    pace = Pace(settings.floor_seconds, settings.factor, settings.pause_seconds)
+    pace.silence(memory(), time.monotonic())
+    interval = min(1.0, settings.floor_seconds / 10)
+    while True:
+        time.sleep(interval)
+        if os.getppid() != settings.pid:
+            return
+        silence = pace.silence(memory(), time.monotonic())
+        if silence > pace.limit:
+            end(settings, memory(), silence)
+            return
+
+
+def end(settings: Settings, memory: bytes, silence: float) -> None:
+    """Tell where the rank hangs, have it write its stacks, and end it."""
+    state = _state(settings.pid)
+    _send(settings.pid, settings.dump_signal)
+    file = Path(settings.stacks)
+    time.sleep(1.0)  # the handler writes at once, or the process is stopped and never will
+    stacks = file.read_text(errors="replace") if file.exists() else ""
+    print(
+        f"watchdog: rank {settings.rank} made no progress for {silence:.1f} s in {place(memory)}; process "
+        f"{settings.pid} is {state}; the job ends with exit status {settings.end_signal}\n"
+        + (f"stacks of rank {settings.rank}, also in {file}:\n{stacks}" if stacks else "it wrote no stacks\n"),
+        file=sys.stderr,
+        flush=True,
+    )
+    time.sleep(1.0)  # for the other ranks' watchers: the first rank to end takes the others with it
+    _send(settings.pid, settings.end_signal)
+    for _ in range(20):
+        if _state(settings.pid) in ("gone", "dead"):
+            return
+        time.sleep(0.1)
+    _send(settings.pid, signal.SIGKILL)
+
+
+_STATES = {
+    "R": "computing",
+    "S": "waiting",
+    "D": "waiting for a device or a disk",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "dead",
+}
+
+
+def _state(pid: int) -> str:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "gone"
+    return _STATES.get(letter, letter)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def main() -> None:
+    """Arguments: descriptor of the shared memory, settings as JSON."""
+    settings = Settings(**json.loads(sys.argv[2]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The signals of a terminal or a launcher are the rank's to answer; it takes this process with it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    with mmap.mmap(int(sys.argv[1]), SIZE, prot=mmap.PROT_READ) as shared:
+        watch(settings, lambda: shared[:SIZE])
+
+
+if __name__ == "__main__":
+    main()

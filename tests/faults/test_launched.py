@@ -1,0 +1,167 @@
+"""Faults of whole processes under torchrun: who is named, the exit status, that nothing is left, that it goes on."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megapipe.training.exit_codes import ExitCode
+from tests.faults.test_killed_rank import LIMIT_SECONDS, children
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import command, environment, launch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc"),
+]
+
+STEPS = 12
+
+
+@contextmanager
+def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
+    """A job of two ranks after ten steps, and its workers by rank. Its errors go to `errors` in `folder`."""
+    with (folder / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            command(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments),
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    output = process.stdout
+    try:
+        told = itertools.islice((line for line in output if line.startswith("step ")), 2)
+        assert len(list(told)) == 2, (folder / "errors").read_text()
+        threading.Thread(target=output.read, daemon=True).start()
+        yield process, children(process.pid)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for_the_end(workers: dict[int, int]) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while left := [pid for pid in workers.values() if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"processes {left} are left"
+        time.sleep(0.05)
+
+
+def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    with endless_job(tmp_path, "--parallel.pipeline=2") as (process, workers):
+        watchers = [pid for worker in workers.values() for pid in children_of(worker)]
+        assert len(workers) == len(watchers) == 2
+        os.kill(process.pid, signal.SIGKILL)
+        wait_for_the_end(workers | dict(enumerate(watchers, start=2)))
+
+
+def children_of(parent: int) -> list[int]:
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in listed.split()]
+
+
+def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Path) -> None:
+    watchdog = ["--watchdog.floor_seconds=3", "--watchdog.factor=20"]
+    with endless_job(tmp_path, "--parallel.pipeline=2", *watchdog) as (process, workers):
+        os.kill(workers[1], signal.SIGSTOP)
+        assert process.wait(timeout=LIMIT_SECONDS) != 0
+        wait_for_the_end(workers)
+    errors = (tmp_path / "errors").read_text()
+    told = {line.split(" made")[0]: line for line in errors.splitlines() if line.startswith("watchdog: ")}
+    assert "is stopped by a signal" in told["watchdog: rank 1"]
+    assert "(may wait for rank 1)" in told["watchdog: rank 0"]
+    assert f"exitcode  : {ExitCode.STALLED:d}" in errors
+    assert "in _execute" in (tmp_path / "runs/default/stacks/rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize("whom", ["one rank", "torchrun"])
+def test_a_signal_saves_and_ends_all(tmp_path: Path, whom: str) -> None:
+    with endless_job(tmp_path, "--parallel.data=2", "--checkpoint.every=1000000") as (process, workers):
+        os.kill(workers[1] if whom == "one rank" else process.pid, signal.SIGTERM)
+        process.wait(timeout=LIMIT_SECONDS)
+        wait_for_the_end(workers)
+    assert len(list((tmp_path / "runs/default/checkpoints").glob("step-*"))) == 1
+    if whom == "one rank":  # torchrun tells of the first to end: the one that was asked, or the one that heard of it
+        errors = (tmp_path / "errors").read_text()
+        assert f"exitcode  : {ExitCode.TERMINATED:d}" in errors or f"exitcode  : {ExitCode.INTERRUPTED:d}" in errors
+
+
+def test_numbers_that_stay_infinite_end_the_job_with_their_own_status(tmp_path: Path) -> None:
+    arguments = ["--optimizer.learning_rate=1e30", "--optimizer.warmup_steps=0", "--reliability.non_finite_patience=2"]
+    done = launch(2, f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2", *arguments, folder=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("error: 2 steps in a row, up to step ") == 1
+    assert f"exitcode  : {ExitCode.NOT_FINITE:d}" in done.stderr
+
+
+def test_a_killed_rank_costs_nothing_where_torchrun_starts_the_job_again(tmp_path: Path) -> None:
+    """Twice: each time the ranks that torchrun starts go on from the newest checkpoint by themselves."""
+    corpus = write_shard(tmp_path)
+    arguments = [f"--data.prefix={corpus}", f"--training.steps={STEPS}", "--training.log_every=1"]
+    arguments += ["--parallel.data=2", "--checkpoint.every=3", "--checkpoint.keep_last=1"]
+    disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
+    for folder in (disturbed, whole):
+        folder.mkdir()
+    line = command(2, *arguments)
+    line[line.index("--standalone") + 1 : line.index("--standalone") + 1] = ["--max-restarts", "2"]
+    process = subprocess.Popen(
+        line,
+        cwd=disturbed,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=(disturbed / "errors").open("w"),
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    kills, resumed = {4: 1, 8: 0}, []
+    try:
+        for told in process.stdout:
+            resumed += [told] if told.startswith("resumed from") else []
+            step = int(told.split("/")[0].removeprefix("step ")) if told.startswith("step ") else 0
+            if step in kills:
+                os.kill(children(process.pid)[kills.pop(step)], signal.SIGKILL)
+        assert process.wait(timeout=LIMIT_SECONDS) == 0, (disturbed / "errors").read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert len(resumed) == 2
+    undisturbed = launch(2, *arguments, folder=whole)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert told_steps(disturbed) == told_steps(whole)
+    ours, theirs = (tensors(folder) for folder in (disturbed, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def told_steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """What metrics.jsonl tells last of every step, without times."""
+    lines = map(json.loads, (folder / "runs/default/metrics.jsonl").read_text().splitlines())
+    steps = {line["step"]: line for line in lines if "event" not in line}
+    return {n: {k: v for k, v in line.items() if k not in ("seconds", "mfu")} for n, line in steps.items()}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything in the last checkpoint, by file and key."""
+    (last,) = (folder / "runs/default/checkpoints").glob(f"step-*{STEPS}")
+    return {
+        f"{file.name}: {name}": tensor
+        for file in last.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }

@@ -1,0 +1,227 @@
+"""Faults of numbers and of pace within ranks: what is not finite, spikes of the loss, a slow rank.
+
+Ranks are threads. What one of them sees has to be decided alike by all.
+"""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.reductions import Reductions
+from megapipe.engine.step import StepInput, StepResult, StepState
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.batches import BatchLoader
+from megapipe.training.families import family_of
+from megapipe.training.guards import NonFiniteCount, NonFiniteError
+from megapipe.training.loader import StepBatch
+from megapipe.training.metrics import FILE_NAME
+from megapipe.training.pretrain import pretrain
+from megapipe.training.replica import Replica
+from megapipe.training.skipping import FILE_NAME as SKIPPED
+from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.spikes import SpikeError
+from megapipe.training.stragglers import StragglerWatch
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, shards, write_shard
+from tests.support.meshes import run_threads
+
+POISONED = 1
+UNSHARED = "blocks.0.attention_norm.weight"
+"""Every tensor rank has it whole, and finds its gradient by itself."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
+
+
+def poison_gradient(replica: Replica, reductions: Reductions) -> None:
+    """One rank's own gradient of a parameter that it does not share will be infinite in a step, once it is summed."""
+    local_scalars = reductions._local_scalars
+
+    def poisoned(step: StepState, update: int) -> torch.Tensor:
+        reductions._await_gradients(step)
+        for state in replica.states() if step.input.step == POISONED else ():
+            for segment in state.table:
+                if segment.spec.name == UNSHARED:
+                    state.in_shard(state.reduced_gradient(update), segment)[0] = torch.inf
+        return local_scalars(step, update)
+
+    reductions._local_scalars = poisoned  # type: ignore[method-assign]
+
+
+def poisoned_run(mesh: Mesh, config: PretrainConfig, where: str) -> tuple[list[StepResult], list[list[torch.Tensor]]]:
+    """Three steps, of which rank 1 spoils the second; results, and the weights after each."""
+    replica = Replica(config, mesh, family_of(config).layers)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    spoils = mesh.rank == 1
+    if spoils and where == "gradient":
+        poison_gradient(replica, replica.engine._reductions)
+    results, weights = [], []
+    for step in range(3):
+        batch = loader.load(step * config.batch.global_size)
+        if spoils and where == "loss" and step == POISONED:
+            mask = batch.contexts[0].loss_mask
+            assert mask is not None
+            mask.fill_(torch.nan)
+        if spoils and where == "moment" and step == POISONED:
+            replica.states()[0].moments["first_moment"].fill_(torch.nan)
+        results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-2)))
+        states = replica.states()
+        weights.append([each.values for each in shards(states, [state.master for state in states])])
+    return results, weights
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "precision"),
+    [
+        ({"data": 2}, "loss", "fp32"),
+        ({"data": 2}, "loss", "bf16"),
+        ({"tensor": 2}, "gradient", "fp32"),
+        ({"data": 2, "tensor": 2}, "gradient", "fp32"),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
+    corpus: str, sizes: dict[str, int], where: str, precision: str
+) -> None:
+    config = make_config(corpus, GPT2_SHAPE, parallel={"data": None, **sizes}, training={"precision": precision})
+    for results, weights in run_threads(sizes, poisoned_run, config, where):
+        assert [result.skipped for result in results] == [False, True, False]
+        before, after, later = weights
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        assert not all(torch.equal(one, other) for one, other in zip(after, later, strict=True))
+        assert all(bool(each.isfinite().all()) for each in later)
+
+
+def test_optimizer_state_gone_bad_on_one_replica_stops_all_updates(corpus: str) -> None:
+    """Its next update spoils that replica's weights; from then on no rank updates, until the run is ended."""
+    config = make_config(corpus, GPT2_SHAPE, parallel={"data": None})
+    for results, weights in run_threads({"data": 2}, poisoned_run, config, "moment"):
+        assert [result.skipped for result in results] == [False, False, True]
+        assert all(
+            torch.equal(one, other) for one, other in zip(weights[1], weights[2], strict=True) if one.isfinite().all()
+        )
+
+
+def test_steps_that_stay_not_finite_end_the_run() -> None:
+    def outcomes(config: PretrainConfig, skipped: str) -> None:
+        count = NonFiniteCount(config)
+        for step, letter in enumerate(skipped):
+            count.observe(StepResult(step, float("nan"), 1.0, skipped=letter == "x"))
+
+    config = PretrainConfig()
+    config.reliability = replace(config.reliability, non_finite_patience=3)
+    outcomes(config, "xx.xx.xx.")
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row, up to step 4, were not finite \(loss nan"):
+        outcomes(config, ".xxx.x")
+    outcomes(replace(config, training=replace(config.training, precision="fp16")), "xxxxxx")
+    config.reliability = replace(config.reliability, skip_non_finite=False)
+    with pytest.raises(NonFiniteError, match=r"step 2 is not finite .* reliability.skip_non_finite is false"):
+        outcomes(config, ".x")
+
+
+def spiking(monkeypatch: pytest.MonkeyPatch, first: int, stop: int) -> None:
+    """Batches that begin from sample `first` and before `stop` hold the rarest token alone: their loss jumps up."""
+    load = BatchLoader.load
+
+    def loaded(self: BatchLoader, consumed: int) -> StepBatch:
+        batch = load(self, consumed)
+        if first <= consumed < stop:
+            for context in batch.contexts:
+                assert context.labels is not None
+                context.labels.fill_(60)
+        return batch
+
+    monkeypatch.setattr(BatchLoader, "load", loaded)
+
+
+def spike_config(corpus: str, directory: Path, **groups: dict[str, Any]) -> PretrainConfig:
+    return make_config(
+        corpus,
+        GPT2_SHAPE,
+        **{
+            "training": {"steps": 9, "directory": str(directory)},
+            "parallel": {"device": "cpu"},
+            "checkpoint": {"every": 4},
+            "spikes": {"deviations": 10.0, "window": 4, "skip_batches": 2},
+            **groups,
+        },
+    )
+
+
+def told_steps(directory: Path) -> dict[int, dict[str, Any]]:
+    """What metrics.jsonl tells last of every step, without times."""
+    lines = map(json.loads, (directory / FILE_NAME).read_text().splitlines())
+    steps = {line["step"]: line for line in lines if "event" not in line}
+    return {n: {k: v for k, v in line.items() if k not in ("seconds", "mfu")} for n, line in steps.items()}
+
+
+@pytest.mark.slow
+def test_a_spike_is_gone_round_as_if_its_samples_had_been_left_out_by_hand(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spiking(monkeypatch, 48, 56)  # the batch of step 7
+    assert pretrain(spike_config(corpus, tmp_path / "rewound"), LaunchEnvironment()) == 0
+    by_hand = spike_config(
+        corpus, tmp_path / "by hand", spikes={"deviations": None}, reliability={"skip_samples": [[40, 56]]}
+    )
+    assert pretrain(by_hand, LaunchEnvironment()) == 0
+    rewound = told_steps(tmp_path / "rewound")
+    assert rewound == told_steps(tmp_path / "by hand")
+    assert [rewound[step]["consumed_samples"] for step in (5, 6, 9)] == [40, 64, 88]
+    for folder, step in (("rewound", 6), ("by hand", 6)):
+        lines = (tmp_path / folder / SKIPPED).read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [{"step": step, "first": 40, "stop": 56}]
+    events = [json.loads(line) for line in (tmp_path / "rewound" / FILE_NAME).read_text().splitlines()]
+    (rewind,) = [event for event in events if event.get("event") == "rewind"]
+    assert (rewind["step"], rewind["spiked"], rewind["first"], rewind["stop"]) == (4, 7, 40, 56)
+    # What was left out is part of the next checkpoint: a run that goes on from it replays nothing and skips the same.
+    once_more = spike_config(corpus, tmp_path / "in parts")
+    assert pretrain(replace(once_more, training=replace(once_more.training, stop_at=8)), LaunchEnvironment()) == 0
+    assert pretrain(once_more, LaunchEnvironment()) == 0
+    assert told_steps(tmp_path / "in parts") == rewound
+
+
+def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spiking(monkeypatch, 48, 1000)
+    config = spike_config(corpus, tmp_path, spikes={"deviations": 10.0, "window": 4, "patience": 2})
+    with pytest.raises(SpikeError, match=r"after 2 returns to the checkpoint after step 4"):
+        pretrain(config, LaunchEnvironment())
+    assert len((tmp_path / SKIPPED).read_text().splitlines()) == 2
+
+
+def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int) -> list[str]:
+    replica = Replica(config, mesh, family_of(config).layers)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    said: list[str] = []
+    watch = StragglerWatch(config.reliability, mesh, said.append)
+    if mesh.rank == slow:
+        module = replica.stages[0].units[-1][0]
+        assert isinstance(module, torch.nn.Module)
+        module.register_forward_hook(lambda *_: time.sleep(0.05))
+    for step in range(8):
+        batch = loader.load(step * config.batch.global_size)
+        watch.before(step, replica.engine, busy=False)
+        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
+    return said
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named(corpus: str) -> None:
+    """Half a second of sleep in each step beside a few milliseconds of work."""
+    config = make_config(
+        corpus,
+        GPT2_SHAPE,
+        batch={"global_size": 30},
+        reliability={"stragglers_every": 2, "straggler_reports": 3, "straggler_factor": 2.0},
+    )
+    for said in run_threads({"data": 3}, run_with_a_slow_rank, config, 1):
+        assert len(said) == 1
+        assert said[0].startswith("warning: rank 1 is slow: busy for ")

@@ -1,0 +1,77 @@
+"""Spikes of the loss and samples left out: the rules, against plain words for them."""
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.reliability import SpikesConfig
+from megapipe.training.batch_plan import BatchPlan
+from megapipe.training.skipping import SkippingPlan
+from megapipe.training.spikes import Rewinds, SpikeError, spike_limit
+
+
+def test_a_limit_lies_so_many_deviations_above_the_median() -> None:
+    chosen = random.Random(0)
+    losses = [chosen.gauss(3.0, 0.1) for _ in range(50)]
+    limit = spike_limit(SpikesConfig(deviations=10.0), losses)
+    # The median absolute deviation tells the standard deviation of normal numbers, and outliers move it little.
+    assert limit == pytest.approx(3.0 + 10.0 * statistics.stdev(losses), rel=0.1)
+    assert spike_limit(SpikesConfig(deviations=10.0), [*losses[:-3], 50.0, math.nan, 60.0]) < 5.0
+    assert max(losses) < limit
+
+
+def test_nothing_is_judged_too_early_and_a_threshold_always() -> None:
+    assert spike_limit(SpikesConfig(deviations=10.0, window=8), [3.0, 3.1, 2.9]) == math.inf
+    assert spike_limit(SpikesConfig(deviations=10.0, window=8), [3.0, 3.1, 2.9, 3.0]) < 4.0
+    assert spike_limit(SpikesConfig(threshold=7.0), []) == 7.0
+    assert spike_limit(SpikesConfig(), [1.0] * 100) == math.inf
+    assert spike_limit(SpikesConfig(deviations=10.0), [3.0] * 50) == pytest.approx(3.03)
+
+
+@given(
+    full=st.integers(1, 9),
+    ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 25)), max_size=4),
+    steps=st.integers(1, 12),
+)
+def test_steps_take_no_sample_of_a_range_and_every_other_batch(
+    full: int, ranges: list[tuple[int, int]], steps: int
+) -> None:
+    skipped = tuple((first, first + length) for first, length in ranges)
+    plan = SkippingPlan(BatchPlan(full, full, 0), skipped)
+    consumed, taken = 0, []
+    cursors = plan.cursors(0)
+    for _ in range(steps):
+        begin = next(cursors)
+        assert begin == plan.begin(consumed)
+        if begin > consumed:  # what is passed over ends where a range ends, and some batch there would have hit one
+            assert begin in {stop for _, stop in skipped}
+        taken += range(begin, begin + full)
+        consumed = plan.end(consumed)
+        assert consumed == begin + full
+    assert not any(first <= sample < stop for sample in taken for first, stop in skipped)
+    assert len(set(taken)) == len(taken) == steps * full
+    assert not skipped or plan.ranges == tuple(sorted(set(skipped)))
+    # The cursor alone says where a run goes on.
+    assert next(plan.cursors(consumed)) == next(cursors)
+
+
+def test_the_last_batches_before_a_spike() -> None:
+    plan = SkippingPlan(BatchPlan(8, 2, 16))
+    begins = [0, 2, 4, 6, 10, 14, 20, 28]
+    cursors = plan.cursors(0)
+    assert [next(cursors) for _ in begins] == begins
+    assert plan.last_batches(0, 20, 1) == (14, 20)
+    assert plan.last_batches(0, 20, 3) == (6, 20)
+    assert plan.last_batches(10, 20, 99) == (10, 20)
+
+
+def test_too_many_returns_to_one_checkpoint_are_an_error() -> None:
+    rewinds = Rewinds(patience=2)
+    for step in (4, 4, 8, 8):
+        rewinds.count(step, step + 3, 9.0)
+    with pytest.raises(SpikeError, match=r"to 9 at step 11, after 2 returns to the checkpoint after step 8"):
+        rewinds.count(8, 11, 9.0)

@@ -1,0 +1,33 @@
+"""Slow ranks are named, clean ones never."""
+
+import random
+
+from megapipe.config.reliability import ReliabilityConfig
+from megapipe.training.stragglers import StragglerReport
+
+PLACES = [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_thousand_clean_noisy_steps_name_nobody() -> None:
+    chosen = random.Random(0)
+    report = StragglerReport(PLACES, ReliabilityConfig.straggler_factor, ReliabilityConfig.straggler_reports)
+    for _ in range(1000):  # 10 % of noise, a hiccup of one rank now and then, and stages of unequal work
+        seconds = [chosen.gauss(1.0 + place, 0.1) for place in PLACES]
+        if chosen.random() < 0.05:
+            seconds[chosen.randrange(len(seconds))] *= 3.0
+        assert report.take(seconds) == []
+
+
+def test_a_slow_rank_is_named_at_its_third_report_and_every_third_again() -> None:
+    report = StragglerReport(PLACES, 1.3, 3)
+    slow = [1.0] * 4 + [2.0, 2.0, 3.2, 2.0]
+    told = [report.take(slow) for _ in range(6)]
+    assert told == [[], [], [(6, 1.6)], [], [], [(6, 1.6)]]
+    assert report.take([1.0] * 8) == []
+    assert report.take(slow) == []
+
+
+def test_ranks_without_their_like_are_compared_with_all_others() -> None:
+    report = StragglerReport([0, 1, 2], 1.3, 1)
+    assert report.take([1.0, 1.0, 1.5]) == [(2, 1.5)]
+    assert StragglerReport([0], 1.3, 1).take([5.0]) == []

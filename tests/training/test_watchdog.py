@@ -1,0 +1,111 @@
+"""The watchdog: when silence is a hang, and that a rank that cannot run Python is named, dumped and ended."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapipe.config.reliability import WatchdogConfig
+from megapipe.engine.program import Instruction
+from megapipe.schedules.actions import Action, Kind
+from megapipe.training.exit_codes import ExitCode
+from megapipe.training.watchdog import Heartbeat, Watchdog
+from megapipe.training.watchdog_process import SIZE, Pace, place
+from tests.support.ranks import RankError, run_ranks
+
+SECONDS = 0.3
+
+
+def seen(heartbeat: Heartbeat) -> bytes:
+    return heartbeat.memory[:SIZE]
+
+
+def test_words_reach_the_watcher() -> None:
+    heartbeat = Heartbeat()
+    assert place(seen(heartbeat)) == "start-up"
+    ran: list[object] = []
+    instruction = heartbeat.told(Instruction(ran.append, Action(Kind.FORWARD, 1), 0), "FORWARD stage 1")
+    heartbeat.step(7, "loading")
+    assert place(seen(heartbeat)) == "step 7: loading"
+    instruction.run("a state")  # type: ignore[arg-type]
+    assert ran == ["a state"]
+    assert place(seen(heartbeat)) == "step 7: FORWARD stage 1"
+    heartbeat.outside("é" * SIZE)
+    assert place(seen(heartbeat)).startswith("é" * 50)
+
+
+def test_silence_is_measured_from_the_last_change_and_judged_by_the_pace_of_steps() -> None:
+    heartbeat, pace = Heartbeat(), Pace(floor=10.0, factor=4.0, pause=100.0)
+    now = 0.0
+    assert pace.silence(seen(heartbeat), now) == 0.0
+    assert pace.limit == 100.0
+    for step in range(6):
+        heartbeat.step(step, "")
+        for _ in range(5):  # five looks a step, a second apart
+            pace.silence(seen(heartbeat), now)
+            now += 1.0
+    assert pace.limit == pytest.approx(4.0 * 5.0)
+    assert pace.silence(seen(heartbeat), now) == pytest.approx(5.0)
+    assert pace.silence(seen(heartbeat), now + 4.0) == pytest.approx(9.0)
+    heartbeat.outside("saving")
+    assert pace.silence(seen(heartbeat), now + 5.0) == 0.0
+    assert pace.limit == 100.0
+
+
+def test_fast_steps_are_judged_by_the_floor_and_a_stopped_watcher_by_nothing() -> None:
+    heartbeat, pace = Heartbeat(), Pace(floor=10.0, factor=4.0, pause=20.0)
+    for step in range(3):
+        heartbeat.step(step, "")
+        pace.silence(seen(heartbeat), 0.1 * step)
+    assert pace.limit == 10.0
+    assert pace.silence(seen(heartbeat), 4.0) > 3.0
+    assert pace.silence(seen(heartbeat), 1000.0) == 0.0, "it looked the other way for that long, stopped with the job"
+
+
+def hang(rank: int, directory: Path, how: str) -> None:
+    """Two quick steps, and then a third one that never ends."""
+    config = WatchdogConfig(floor_seconds=SECONDS, factor=1.0, pause_seconds=20.0)
+    with Watchdog(config, rank, directory) as heartbeat:
+        for step in range(3):
+            heartbeat.step(step, "BACKWARD stage 1")
+            time.sleep(0.1)
+        if how == "holds the interpreter lock":
+            while True:  # a signal ends a sleep
+                ctypes.PyDLL(None).sleep(30)
+        elif how == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif rank == 0:
+            dist.all_reduce(torch.zeros(1))
+        else:
+            dist.barrier(dist.new_group([0, 1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "ranks", "status", "word"),
+    [
+        ("holds the interpreter lock", 1, ExitCode.STALLED, "in hang"),
+        ("is stopped", 1, -signal.SIGKILL, ""),
+        ("waits in another collective", 2, ExitCode.STALLED, "in hang"),
+    ],
+)
+def test_a_rank_that_cannot_run_python_is_dumped_and_ended(
+    tmp_path: Path, how: str, ranks: int, status: int, word: str
+) -> None:
+    with pytest.raises(RankError, match=f"rank 0 died with exit code {status}"):
+        run_ranks(ranks, hang, tmp_path, how)
+    assert word in (tmp_path / "stacks/rank-0.txt").read_text()
+
+
+def test_a_rank_that_goes_on_is_left_alone_and_leaves_nothing(tmp_path: Path) -> None:
+    config = WatchdogConfig(floor_seconds=SECONDS, factor=1.0)
+    with Watchdog(config, 0, tmp_path) as heartbeat:
+        for step in range(10):
+            heartbeat.step(step, "FORWARD")
+            time.sleep(SECONDS / 6)
+    assert list(tmp_path.iterdir()) == []
