@@ -143,8 +143,6 @@ class PretrainConfig:
             "training.log_every": self.training.log_every,
             "evaluation.every": self.evaluation.every,
             "evaluation.samples": self.evaluation.samples,
-            "checkpoint.every": self.checkpoint.every,
-            "checkpoint.keep_last": self.checkpoint.keep_last,
             "profile.first_step": self.profile.first_step,
             "profile.steps": self.profile.steps,
         }
@@ -210,7 +208,10 @@ class PretrainConfig:
                 f"offload.weights with zero.stage {self.zero.stage}: replicas that share their state fetch weights "
                 "from each other, and not from host memory; set zero.stage 0, or offload.weights false"
             )
-        parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload)
+        parts = (
+            self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload,
+            self.checkpoint,
+        )  # fmt: skip
         return found + [problem for part in parts for problem in part.problems()]
 
     def _fp8_problems(self) -> list[str]:

@@ -77,6 +77,7 @@ class TrainingLoop:
         self._plan = BatchPlan.of(config.batch)
         self._fed: deque[_FedStep] = deque()
         self._clock = 0.0
+        self._save_asked = False
 
     def run(self, position: Position) -> int:
         """Advance `position` to the last step, or to where a signal stopped the run; returns the exit status.
@@ -89,7 +90,8 @@ class TrainingLoop:
         with told, StopRequest() as stop, self._loader.steps(position.consumed) as batches:
             while position.step < steps:
                 stopped = self._feed(position, batches, stop.requested)
-                if stopped or self._pauses_behind(position):
+                self._tell_saves()
+                if stopped or self._save_asked or self._pauses_behind(position):
                     stopped |= self._tell(position, self._engine.drain())
                 if not self._fed:
                     self._pause(position, stopped)
@@ -109,23 +111,35 @@ class TrainingLoop:
         last = stopped or position.step == self._config.training.last_step
         if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
             self._listener.evaluation(self._evaluation.run(position.step))
-        if self._checkpointer.is_due(position.step, last):
-            self._save(position, last)
+        if self._save_asked or self._checkpointer.is_due(position.step, last):
+            self._save(position, last, stopped)
 
     def _evaluates(self, step: int, last: bool) -> bool:
         every = self._config.evaluation.every
         return every is not None and (last or step % every == 0)
 
-    def _save(self, position: Position, last: bool) -> None:
+    def _save(self, position: Position, last: bool, stopped: bool) -> None:
         """Save. When that fails on the way, a full disk say, the run goes on: the next save may succeed."""
+        self._save_asked = False
+        state = position.step, position.consumed, tuple(position.losses)
         try:
-            path = self._checkpointer.save(self._replica, position.step, position.consumed, tuple(position.losses))
+            deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
+            self._checkpointer.save(self._replica, *state, within=deadline)
+            if last:
+                self._checkpointer.finish()
         except CheckpointError as error:
             if last:
                 raise
             self._listener.say(f"warning: no checkpoint after step {position.step}: {error}")
-        else:
-            self._listener.event("checkpoint", step=position.step, path=str(path))
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        """Tell of saves that have ended, which those beside training do at any time."""
+        for save in self._checkpointer.ended():
+            if save.error is None:
+                self._listener.event("checkpoint", step=save.step, path=str(save.path))
+            else:
+                self._listener.say(f"warning: no checkpoint after step {save.step}: {save.error}")
 
     def _feed(self, position: Position, batches: Iterator[StepBatch], stop: bool) -> bool:
         """Give the engine its next step and tell of those that ended; whether some rank wants to stop."""
@@ -139,7 +153,15 @@ class TrainingLoop:
         scaler = self._replica.loss_scaler
         scale = None if scaler is None else scaler.scale(step)
         self._fed.append(_FedStep(batch.num_samples, rate, scale))
-        given = StepInput(step, batch.contexts, batch.token_counts, rate, stop, 1.0 if scale is None else scale)
+        given = StepInput(
+            step=step,
+            contexts=batch.contexts,
+            token_counts=batch.token_counts,
+            learning_rate=rate,
+            stop=stop,
+            loss_scale=1.0 if scale is None else scale,
+            save=self._checkpointer.saves.wishes(),
+        )
         return self._tell(position, self._engine.feed(given))
 
     def _tell(self, position: Position, results: Sequence[StepResult]) -> bool:
@@ -151,9 +173,11 @@ class TrainingLoop:
             position.losses.append((position.step, result.loss))
             now = time.perf_counter()
             self._listener.step(self._record(position, result, fed, now - self._clock))
+            self._checkpointer.saves.step_ended(now - self._clock)
             self._clock = now
             if self._replica.loss_scaler is not None:
                 self._replica.loss_scaler.observe(result.step, result.skipped)
+        self._save_asked |= any(result.save for result in results)
         return any(result.stop for result in results)
 
     def _use_engine_for(self, num_samples: int) -> None:
