@@ -19,6 +19,7 @@ from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk, RefusingDis
 from tests.checkpoint.test_crash import check_whole, fresh
 from tests.checkpoint.toy import ALONE, Layout, alone, fill, load_step, make_states, run_state, save_step
 from tests.support.meshes import run_threads
+from tests.support.ranks import run_ranks
 
 PAIR = Layout({"pipeline": 2}, [["table", "one"], ["two", "table"]])
 QUAD = Layout({"data": 2, "tensor": 2}, [["table", "one", "two"]])
@@ -104,6 +105,20 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert [ended.step for ended in saver.poll()] == [1, 2]
     for step in (1, 2):
         load_step(alone(), ALONE, tmp_path / f"step-{step:08d}", step)
+
+
+def leave_while_the_disk_stands_still(rank: int, directory: Path) -> bool:
+    disk = HeldDisk()
+    saver = BackgroundSaver(directory, alone(), storage=disk)
+    start(saver, alone(), ALONE, 2)
+    return disk.writing.wait(30) and saver.under_way
+
+
+def test_a_process_that_ends_meanwhile_leaves_the_one_before(tmp_path: Path) -> None:
+    save_step(alone(), ALONE, tmp_path, 1)
+    assert run_ranks(1, leave_while_the_disk_stands_still, tmp_path) == [True]
+    assert list(tmp_path.glob(".step-00000002.partial/*"))
+    assert check_whole(tmp_path) == 1
 
 
 def test_killed_at_every_operation_of_two_saves_in_a_row(tmp_path: Path) -> None:

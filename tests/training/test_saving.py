@@ -19,6 +19,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training import saving
 from megapipe.training.pretrain import pretrain
+from megapipe.training.saving import Saves
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 
 
@@ -127,6 +128,19 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeyp
     with pytest.raises(CheckpointError, match=r"cannot complete .*step-00000006: Input/output error"):
         run(configuration(corpus, tmp_path, every=3))
     assert saved(tmp_path) == [3]
+
+
+def test_sigusr1_saves_and_ends_the_run(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[float] = []
+
+    def stopping(self: Saves, seconds: float) -> None:
+        ended.append(seconds)
+        if len(ended) == 3:
+            signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(Saves, "step_ended", stopping)
+    assert run(configuration(corpus, tmp_path, every=1000)) == 128 + signal.SIGUSR1
+    assert saved(tmp_path) == [4], "after the step during which it was noticed"
 
 
 def test_a_signals_save_is_given_up_after_its_deadline(
