@@ -12,7 +12,7 @@ import torch
 
 from megapipe.checkpoint import CheckpointError, newest_valid
 from megapipe.checkpoint.background import BackgroundSaver
-from megapipe.checkpoint.directory import set_aside
+from megapipe.checkpoint.directory import keep_last, set_aside
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.parallel.mesh import Mesh
 from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk, RefusingDisk
@@ -49,8 +49,11 @@ def start(saver: BackgroundSaver, mesh: Mesh, layout: Layout, step: int) -> None
 
 
 def saved(mesh: Mesh, layout: Layout, directory: Path, *wanted: int, storage: StorageWriter = DISK) -> list[int]:
-    """Save steps without waiting between them, and wait for the last; the steps that rank saw end well."""
-    saver = BackgroundSaver(directory, mesh, storage=storage, patience=5.0)
+    """Save steps without waiting between them, deleting what is older than the last two, and wait for the last; the
+    steps that have ended."""
+    saver = BackgroundSaver(
+        directory, mesh, storage=storage, after=lambda: keep_last(directory, 2, storage, keep_every=3)
+    )
     for step in wanted:
         start(saver, mesh, layout, step)
     saver.finish()
@@ -134,6 +137,7 @@ def test_killed_at_every_operation_of_two_saves_in_a_row(tmp_path: Path) -> None
         assert not set_aside(directory)
     assert found == sorted(found)
     assert set(found) == {1, 2, 4}
+    assert counted.operations.count("rename") == 3, "two saves and a deletion"
 
 
 def newest_step(directory: Path) -> int:
