@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from megapipe.checkpoint.agreement import gathered, on_first_rank
 from megapipe.checkpoint.directory import partial_folder, step_folder
 from megapipe.checkpoint.errors import CheckpointError
@@ -123,6 +125,9 @@ class BackgroundSaver:
             self._plan = shards_to_write(states, self._mesh.world)
             self._planned = [id(state) for state in states]
         on_first_rank(self._mesh.world, lambda: begin(self._storage, self._directory, run.step))
+        if self._mesh.device.type == "cuda":
+            # The thread reads on a stream of its own, which waits for nothing.
+            torch.cuda.synchronize(self._mesh.device)
         contents = contents_of(self._plan)
         if copied:
             contents = self._snapshot.take(contents)
