@@ -90,12 +90,15 @@ def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
         remove_tree(storage, path)
 
 
-def keep_last(directory: Path, count: int, storage: StorageWriter = DISK) -> None:
+def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, keep_every: int | None = None) -> None:
     """Delete all but the `count` newest checkpoints; the newest is durable already. For the owner of the directory.
 
-    A checkpoint loses its name first, so that a deletion that is killed leaves no half of one to be found.
+    keep_every: checkpoints whose step is a multiple of it stay for ever. A checkpoint loses its name first, so that a
+    deletion that is killed leaves no half of one to be found.
     """
-    for path in list(steps(directory).values())[:-count]:
+    for step, path in list(steps(directory).items())[:-count]:
+        if keep_every is not None and step % keep_every == 0:
+            continue
         hidden = path.with_name(f".{path.name}.deleted")
         storage.rename(path, hidden)
         storage.flush_folder(directory)

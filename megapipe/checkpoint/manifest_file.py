@@ -31,13 +31,20 @@ def read_manifest(path: Path) -> Manifest:
     Raises DamagedCheckpointError when there is none or it is not what was written, CheckpointError when it is of
     another format version or may not be read.
     """
-    file = path / MANIFEST
+    try:
+        return read_manifest_file(path / MANIFEST)
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is no checkpoint: it holds no {MANIFEST}", "manifest") from None
+
+
+def read_manifest_file(file: Path) -> Manifest:
+    """A manifest under any name. Raises FileNotFoundError when there is none, otherwise as `read_manifest`."""
     try:
         if file.stat().st_size > _LARGEST_BYTES:
             raise DamagedCheckpointError(f"{file} has more than {_LARGEST_BYTES:,} bytes", "manifest")
         document = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedCheckpointError(f"{path} is no checkpoint: it holds no {MANIFEST}", "manifest") from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(str(file)) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

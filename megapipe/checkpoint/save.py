@@ -12,18 +12,32 @@ import megapipe
 from megapipe.checkpoint.agreement import gathered, on_first_rank
 from megapipe.checkpoint.directory import partial_folder, remove_leftovers, step_folder
 from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.extents import Extent
 from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, check_files, encoded
 from megapipe.checkpoint.shards import Shard, parts_of, shards_to_write
 from megapipe.checkpoint.storage import DISK, StorageWriter, explained, remove_tree, write_file
 from megapipe.checkpoint.tensor_file import FileTensor, write_tensors
-from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 
 
 @dataclass(frozen=True)
-class _Written:
+class Content:
+    """A part of a parameter's tensors that one rank writes, and what the manifest tells of it.
+
+    name, kind, shape, extent: as in `Chunk`. tensor: its elements.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    extent: Extent
+    tensor: FileTensor
+
+
+@dataclass(frozen=True)
+class Written:
     """One rank's share: its file (none where it had nothing to write), what is in it, and its units' update counts."""
 
     files: Mapping[str, int]
@@ -50,20 +64,26 @@ def save(
     Raises:
         CheckpointError: the same on every rank; what was written is removed and older checkpoints are untouched.
     """
-    partial, whole = partial_folder(directory, run.step), step_folder(directory, run.step)
+    partial = partial_folder(directory, run.step)
     shards = shards_to_write(states, mesh.world)
+    contents, counts = contents_of(shards), counts_of(shards, applied)
     try:
-        on_first_rank(mesh.world, lambda: _begin(storage, directory, partial, whole))
-        written = gathered(mesh.world, lambda: _write_share(storage, partial, shards, applied, mesh.world))
-        on_first_rank(mesh.world, lambda: _finish(storage, partial, whole, run, written))
+        on_first_rank(mesh.world, lambda: begin(storage, directory, run.step))
+        written = gathered(mesh.world, lambda: write_share(storage, partial, mesh.rank, contents, counts))
+        on_first_rank(mesh.world, lambda: finish(storage, directory, run, written))
     except CheckpointError:
         if mesh.rank == 0:
-            _discard(storage, partial)
+            discard(storage, partial)
         raise
-    return whole
+    return step_folder(directory, run.step)
 
 
-def _begin(storage: StorageWriter, directory: Path, partial: Path, whole: Path) -> None:
+def begin(storage: StorageWriter, directory: Path, step: int) -> None:
+    """Make the folder that a step's checkpoint is written into. For rank 0 alone.
+
+    Raises CheckpointError when the checkpoint exists already or the directory cannot be written.
+    """
+    partial, whole = partial_folder(directory, step), step_folder(directory, step)
     if whole.exists():
         raise CheckpointError(f"{whole} exists already; a checkpoint is never written over: move it away")
     try:
@@ -74,44 +94,65 @@ def _begin(storage: StorageWriter, directory: Path, partial: Path, whole: Path) 
         raise CheckpointError(f"cannot write {partial}: {explained(error, directory)}") from error
 
 
-def _write_share(
-    storage: StorageWriter, partial: Path, shards: Sequence[Shard], applied: Mapping[str, int], world: Group
-) -> _Written:
-    file = f"rank-{world.rank:05d}.safetensors"
-    contents = [
-        (shard, kind, FileTensor(f"{kind}/{shard.name}", shard.shape, part))
+def contents_of(shards: Sequence[Shard]) -> list[Content]:
+    """What a checkpoint keeps of shards: views of the states' buffers, not copies."""
+    return [
+        Content(
+            shard.name,
+            kind,
+            shard.segment.spec.shape,
+            shard.extent,
+            FileTensor(f"{kind}/{shard.name}", shard.shape, part),
+        )
         for shard in shards
         for kind, part in parts_of(shard).items()
     ]
+
+
+def counts_of(shards: Sequence[Shard], applied: Mapping[str, int]) -> dict[str, int]:
+    """Parameter -> updates applied. applied: unit -> updates applied."""
+    return {shard.name: applied.get(shard.state.name, 0) for shard in shards}
+
+
+def write_share(
+    storage: StorageWriter, partial: Path, rank: int, contents: Sequence[Content], counts: Mapping[str, int]
+) -> Written:
+    """Write a rank's file, durably. counts: parameter -> updates applied."""
+    file = f"rank-{rank:05d}.safetensors"
     if not contents:
-        return _Written({}, (), {})
-    size, checksums = write_tensors(storage, partial / file, [tensor for _, _, tensor in contents])
+        return Written({}, (), {})
+    size, checksums = write_tensors(storage, partial / file, [content.tensor for content in contents])
     chunks = tuple(
         Chunk(
-            name=shard.name,
-            kind=kind,
-            shape=shard.segment.spec.shape,
-            extent=shard.extent,
+            name=content.name,
+            kind=content.kind,
+            shape=content.shape,
+            extent=content.extent,
             file=file,
-            key=tensor.key,
-            dtype=tensor.dtype,
-            checksums=checksums[tensor.key],
+            key=content.tensor.key,
+            dtype=content.tensor.dtype,
+            checksums=checksums[content.tensor.key],
         )
-        for shard, kind, tensor in contents
+        for content in contents
     )
-    counts = {shard.name: applied.get(shard.state.name, 0) for shard in shards}
-    return _Written({file: size}, chunks, counts)
+    return Written({file: size}, chunks, counts)
 
 
-def _finish(storage: StorageWriter, partial: Path, whole: Path, run: RunState, written: Sequence[_Written]) -> None:
-    """The manifest, and the name that makes the checkpoint exist."""
-    manifest = Manifest(
+def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
+    """The manifest of what ranks have written."""
+    return Manifest(
         code_version=megapipe.__version__,
         run=run,
         applied_updates={name: count for share in written for name, count in share.applied.items()},
         files={name: size for share in written for name, size in share.files.items()},
         chunks=tuple(chunk for share in written for chunk in share.chunks),
     )
+
+
+def finish(storage: StorageWriter, directory: Path, run: RunState, written: Sequence[Written]) -> None:
+    """Write the manifest and give the folder the name that makes the checkpoint exist. For rank 0 alone."""
+    partial, whole = partial_folder(directory, run.step), step_folder(directory, run.step)
+    manifest = manifest_of(run, written)
     # Fails where ranks wrote to folders of the same name on different disks.
     check_files(partial, manifest)
     write_file(storage, partial / MANIFEST, [memoryview(encoded(manifest))])
@@ -122,7 +163,7 @@ def _finish(storage: StorageWriter, partial: Path, whole: Path, run: RunState, w
         raise CheckpointError(f"cannot complete {whole}: {explained(error, whole.parent)}") from error
 
 
-def _discard(storage: StorageWriter, partial: Path) -> None:
+def discard(storage: StorageWriter, partial: Path) -> None:
     """Give back the space of a save that failed; where even that fails, the next save tries again."""
     try:
         if partial.exists():

@@ -147,8 +147,6 @@ class PretrainConfig:
             "training.log_every": self.training.log_every,
             "evaluation.every": self.evaluation.every,
             "evaluation.samples": self.evaluation.samples,
-            "checkpoint.every": self.checkpoint.every,
-            "checkpoint.keep_last": self.checkpoint.keep_last,
             "profile.first_step": self.profile.first_step,
             "profile.steps": self.profile.steps,
         }
@@ -216,7 +214,7 @@ class PretrainConfig:
             )
         found += self._skipping_problems()
         parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload)
-        faults = (self.watchdog, self.spikes, self.reliability)
+        faults = (self.checkpoint, self.watchdog, self.spikes, self.reliability)
         return found + [problem for part in (*parts, *faults) for problem in part.problems()]
 
     def _skipping_problems(self) -> list[str]:
@@ -231,9 +229,9 @@ class PretrainConfig:
                 "data.order megatron lays out as many samples as the run's steps take, so that none can be left out; "
                 "set data.order keyed, or leave spikes and reliability.skip_samples out"
             )
-        if self.spikes.watched and self.checkpoint.every is None:
+        if self.spikes.watched and not self.checkpoint.saves:
             found.append(
-                "spikes are watched for, and checkpoint.every is null: there is nothing to go back to; set "
+                "spikes are watched for, and nothing is saved: there is no checkpoint to go back to; set "
                 "checkpoint.every, or leave spikes out"
             )
         return found

@@ -122,8 +122,9 @@ class Reductions:
         return other
 
     def start_counts(self, step: StepState) -> None:
-        """Start the sum of (loss tokens of each update, wishes to stop) over all ranks."""
-        counts = [0.0] * step.updates * self._loss_terms + [float(step.input.stop)]
+        """Start the sum of (loss tokens of each update, wishes to stop, wishes to save) over all ranks."""
+        wishes = [float(step.input.stop), float(step.input.save)]
+        counts = [0.0] * step.updates * self._loss_terms + wishes
         if self._communicators.counts_loss:
             for microbatch, found in enumerate(step.input.token_counts):
                 first = step.update_of(microbatch) * self._loss_terms

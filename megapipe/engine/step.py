@@ -21,6 +21,9 @@ UnitKey = tuple[int, int, int]
 """(stage, micro-batch, unit); unit is WHOLE for the stage's whole chain."""
 
 
+NUM_WISHES = 2
+"""What ranks ask for and all learn of along with a step's token counts: to stop, to save."""
+
 Counts = float | Sequence[float]
 """What a micro-batch's loss is a sum over: a number, or one for each term of a loss."""
 
@@ -33,7 +36,7 @@ class StepInput:
     token_counts: loss tokens of each micro-batch, read where this rank's loss counts (last stage, tensor rank 0).
         A loss of several terms has a count for each, in order.
     learning_rate: for this step. stop: this rank asks everyone to stop after the step. loss_scale: multiplies the
-        loss, and with it all gradients until the optimizer.
+        loss, and with it all gradients until the optimizer. save: this rank asks everyone to save after the step.
     """
 
     step: int
@@ -42,6 +45,7 @@ class StepInput:
     learning_rate: float = 0.0
     stop: bool = False
     loss_scale: float = 1.0
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class StepResult:
     step: its number. loss: sum over the global batch's loss tokens divided by their number; where the loss has several
         terms, the sum of these means. loss_terms: each mean. token_count: loss tokens, those of the first term.
     gradient_norm: before clipping; that of the last update in a step of several.
-    skipped: the loss or the gradients were not finite, weights stayed. stop: some rank asked to stop.
+    skipped: the loss or the gradients were not finite, weights stayed. stop, save: some rank asked to stop, or to save.
     outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
     """
 
@@ -63,6 +67,7 @@ class StepResult:
     stop: bool = False
     outputs: tuple[tuple[Tensor, ...], ...] = ()
     loss_terms: tuple[float, ...] = ()
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class StepState:
     tapes: from an input half to the weight half.
     saved: what forwards keep that goes to host memory meanwhile, from the forward to the backward or input half.
     activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
-    counts: loss tokens of each update, by term, then how many ranks want to stop; float64.
+    counts: loss tokens of each update, by term, then how many ranks want to stop, and to save; float64.
     reductions: sums of gradients that were started and not awaited.
     scalars: the step's sums, once they were asked for.
     """
@@ -128,7 +133,7 @@ class StepState:
 
     def term_counts(self) -> list[float]:
         """Loss tokens of the step over the global batch, for each term of the loss."""
-        counts = self.global_counts().tolist()[:-1]
+        counts = self.global_counts().tolist()[:-NUM_WISHES]
         terms = len(counts) // self.updates
         return [sum(counts[term::terms]) for term in range(terms)]
 
@@ -138,7 +143,7 @@ class StepState:
         """
         if self._loss_gradients is None:
             like = self.loss_sums[0]
-            counts = self.global_counts()[:-1]
+            counts = self.global_counts()[:-NUM_WISHES]
             divisors = torch.where(counts == 0, 1.0, counts)  # where nothing counts, nothing is to be divided
             by_update = (self.input.loss_scale / divisors).view(self.updates, *like.shape)
             self._loss_gradients = by_update.to(device=like.device, dtype=like.dtype)
@@ -152,7 +157,7 @@ def finished(state: StepState) -> StepResult:
         return StepResult(state.input.step, loss=0.0, token_count=0.0, outputs=outputs)
     scalars = state.scalars.result()
     # Only now: what finds the scalars may still await the counts, beside this thread.
-    stop = state.global_counts().tolist()[-1] > 0
+    stop, save = (count > 0 for count in state.global_counts().tolist()[-NUM_WISHES:])
     return StepResult(
         step=state.input.step,
         loss=sum(scalars.loss_terms),
@@ -161,4 +166,5 @@ def finished(state: StepState) -> StepResult:
         skipped=not scalars.finite,
         stop=stop,
         loss_terms=scalars.loss_terms,
+        save=save,
     )

@@ -88,6 +88,7 @@ class TrainingLoop:
         self._spike: Spike | None = None
         self._fed: deque[_FedStep] = deque()
         self._clock = 0.0
+        self._save_asked = False
 
     def run(self, position: Position) -> int:
         """Advance `position` to the last step, or to where a signal stopped the run; returns the exit status.
@@ -108,7 +109,8 @@ class TrainingLoop:
         with self._loader.steps(position.consumed, self._plan) as batches:
             while position.step < self._config.training.last_step:
                 stopped = self._feed(position, batches, stop.requested)
-                if stopped or self._pauses_behind(position) or self._spike is not None:
+                self._tell_saves()
+                if stopped or self._save_asked or self._pauses_behind(position) or self._spike is not None:
                     stopped |= self._tell(position, self._engine.drain())
                 if self._spike is not None:
                     return 0
@@ -120,10 +122,16 @@ class TrainingLoop:
 
     def _rewind(self, position: Position, spike: Spike) -> None:
         """Go back to the last checkpoint, to come past the samples at which the loss jumped up without them."""
-        self._spike = None
-        path = self._checkpointer.path
-        assert path is not None  # else nothing is a spike
+        self._spike, self._save_asked = None, False
         self._guards.heartbeat.outside("going back to a checkpoint")
+        path = self._checkpointer.settle()
+        self._tell_saves()
+        if path is None:
+            self._listener.say(
+                f"warning: the loss jumped up to {spike.loss:.4f} at step {spike.step}, and no save of this run has "
+                "succeeded yet: nothing to go back to"
+            )
+            return
         before = Position.of(self._checkpointer.restore(self._replica))
         self._guards.rewinds.count(before.step, spike.step, spike.loss)
         first, stop = self._plan.last_batches(before.consumed, spike.consumed, self._config.spikes.skip_batches)
@@ -156,25 +164,36 @@ class TrainingLoop:
         if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
             self._guards.heartbeat.outside("evaluation")
             self._listener.evaluation(self._evaluation.run(position.step))
-        if self._checkpointer.is_due(position.step, last):
-            self._save(position, last)
+        if self._save_asked or self._checkpointer.is_due(position.step, last):
+            self._save(position, last, stopped)
 
     def _evaluates(self, step: int, last: bool) -> bool:
         every = self._config.evaluation.every
         return every is not None and (last or step % every == 0)
 
-    def _save(self, position: Position, last: bool) -> None:
+    def _save(self, position: Position, last: bool, stopped: bool) -> None:
         """Save. When that fails on the way, a full disk say, the run goes on: the next save may succeed."""
         self._guards.heartbeat.outside("saving")
-        losses, skipped = tuple(position.losses), position.skipped
+        self._save_asked = False
+        state = position.step, position.consumed, tuple(position.losses), position.skipped
         try:
-            path = self._checkpointer.save(self._replica, position.step, position.consumed, losses, skipped)
+            deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
+            self._checkpointer.save(self._replica, *state, within=deadline)
+            if last:
+                self._checkpointer.finish()
         except CheckpointError as error:
             if last:
                 raise
             self._listener.say(f"warning: no checkpoint after step {position.step}: {error}")
-        else:
-            self._listener.event("checkpoint", step=position.step, path=str(path))
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        """Tell of saves that have ended, which those beside training do at any time."""
+        for save in self._checkpointer.ended():
+            if save.error is None:
+                self._listener.event("checkpoint", step=save.step, path=str(save.path))
+            else:
+                self._listener.say(f"warning: no checkpoint after step {save.step}: {save.error}")
 
     def _feed(self, position: Position, batches: Iterator[StepBatch], stop: bool) -> bool:
         """Give the engine its next step and tell of those that ended; whether some rank wants to stop."""
@@ -190,7 +209,15 @@ class TrainingLoop:
         scaler = self._replica.loss_scaler
         scale = None if scaler is None else scaler.scale(step)
         self._fed.append(_FedStep(batch.num_samples, self._next_consumed(position, step), rate, scale))
-        given = StepInput(step, batch.contexts, batch.token_counts, rate, stop, 1.0 if scale is None else scale)
+        given = StepInput(
+            step=step,
+            contexts=batch.contexts,
+            token_counts=batch.token_counts,
+            learning_rate=rate,
+            stop=stop,
+            loss_scale=1.0 if scale is None else scale,
+            save=self._checkpointer.saves.wishes(),
+        )
         return self._tell(position, self._engine.feed(given))
 
     def _next_consumed(self, position: Position, step: int) -> int:
@@ -211,15 +238,17 @@ class TrainingLoop:
             position.losses.append((position.step, result.loss))
             now = time.perf_counter()
             self._listener.step(self._record(position, result, fed, now - self._clock))
+            self._checkpointer.saves.step_ended(now - self._clock)
             self._clock = now
             if self._replica.loss_scaler is not None:
                 self._replica.loss_scaler.observe(result.step, result.skipped)
             self._guards.non_finite.observe(result)
+        self._save_asked |= any(result.save for result in results)
         return any(result.stop for result in results)
 
     def _judge(self, position: Position, loss: float) -> None:
         """Note a jump of the loss, of a step that `position` already counts, where there is a checkpoint to go to."""
-        if self._spike is None and self._config.spikes.watched and self._checkpointer.path is not None:
+        if self._spike is None and self._config.spikes.watched and self._checkpointer.begun:
             limit = spike_limit(self._config.spikes, [each for _, each in position.losses])
             if limit < loss < math.inf:
                 self._spike = Spike(position.step, position.consumed, loss, limit)

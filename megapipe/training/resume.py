@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from megapipe.checkpoint.agreement import agreed, on_first_rank
-from megapipe.checkpoint.directory import keep_last, newest_valid, newest_whole, quarantine, set_aside, steps
+from megapipe.checkpoint.background import EndedSave
+from megapipe.checkpoint.directory import newest_valid, newest_whole, quarantine, set_aside, step_folder, steps
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.fit import check_model, model_differences
 from megapipe.checkpoint.hugging_face import is_hugging_face, load_hugging_face
@@ -20,6 +21,7 @@ from megapipe.config.bert import BertDataConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
+from megapipe.training.saving import Saves
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FIXED = (
@@ -67,6 +69,7 @@ class Checkpointer:
             self.close()
             raise
         self._saved_step: int | None = None
+        self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
 
     @property
     def precision(self) -> str | None:
@@ -94,8 +97,7 @@ class Checkpointer:
 
     def is_due(self, step: int, last: bool = False) -> bool:
         """Whether the configuration asks for a checkpoint after `step`. last: the run ends here."""
-        every = self._config.checkpoint.every
-        return every is not None and (last or step % every == 0)
+        return self.saves.is_due(step, last)
 
     def save(
         self,
@@ -104,16 +106,24 @@ class Checkpointer:
         consumed: int,
         losses: Sequence[tuple[int, float]],
         skipped: Sequence[tuple[int, int]] = (),
+        *,
+        within: float | None = None,
     ) -> Path:
-        """Save the state after `step`, durably, then delete what is older than the last few.
+        """Save the state after `step`, then delete what is older than the last few.
 
-        A step that is saved already is not saved again. losses: the last (step, loss) pairs. skipped: as in RunState.
+        With checkpoint.asynchronous this returns once the state is copied, and `finish` once it is durable. A step
+        that is saved already is not saved again.
+
+        Args:
+            losses: the last (step, loss) pairs.
+            skipped: as in RunState.
+            within: seconds after which `finish`, which has to come next, gives the save up. Nothing is copied.
 
         Raises:
             CheckpointError: it could not be written; older checkpoints are untouched, and the run may go on.
         """
-        if self.path is not None and self._saved_step == step:
-            return self.path
+        if self._saved_step == step:
+            return step_folder(self.directory, step)
         states = replica.states()
         run = RunState(
             step=step,
@@ -125,11 +135,40 @@ class Checkpointer:
             loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
             skipped=tuple(skipped),
         )
-        self.path = save(self.directory, states, replica.optimizer.applied, run, self._mesh)
+        applied = replica.optimizer.applied
+        path = self.saves.begin(
+            states, applied, run, lambda: save(self.directory, states, applied, run, self._mesh), within=within
+        )
         self._saved_step = step
-        if self._mesh.rank == 0 and self._config.checkpoint.keep_last is not None:
-            self._delete_older(self._config.checkpoint.keep_last)
+        return path
+
+    def finish(self) -> None:
+        """Return once the save under way is durable.
+
+        Raises CheckpointError when it failed or was given up; older checkpoints are untouched.
+        """
+        self.saves.finish()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a checkpoint of this run, or one under way. The same on all ranks."""
+        return self._saved_step is not None
+
+    def settle(self) -> Path | None:
+        """Wait for the save under way, which may fail, and return what `restore` would go on from now."""
+        try:
+            self.saves.finish()
+        except CheckpointError:
+            # `ended` tells of it.
+            self._saved_step = None
+        self.path = on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
         return self.path
+
+    def ended(self) -> list[EndedSave]:
+        """What became of saves since the last call, oldest first; rank 0 alone knows of those of all ranks."""
+        ended = self.saves.ended()
+        self.path = next((each.path for each in reversed(ended) if each.error is None), self.path)
+        return ended
 
     def close(self) -> None:
         """Let another job use the directory."""
@@ -140,12 +179,17 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.saves.close(failed=kind is not None)
+        finally:
+            # A thread that still writes keeps others out for as long as this process lives.
+            if not self.saves.under_way:
+                self.close()
 
     def _take_directory(self) -> None:
         """Lock the directory, if this run reads or writes it, and see that it may be used."""
-        saves, exists = self._config.checkpoint.every is not None, self.directory.is_dir()
+        saves, exists = self._config.checkpoint.saves, self.directory.is_dir()
         if not saves and not (self._config.checkpoint.resume and exists):
             return
         self._lock = DirectoryLock(self.directory)
@@ -234,13 +278,6 @@ class Checkpointer:
             load_weights(path, replica.states(), self._mesh)
         if self._mesh.rank == 0:
             self._say(f"initial weights from {path}")
-
-    def _delete_older(self, count: int) -> None:
-        """A deletion that fails costs space alone, so the run goes on."""
-        try:
-            keep_last(self.directory, count)
-        except OSError as error:
-            self._say(f"warning: an old checkpoint in {self.directory} could not be deleted: {error}")
 
 
 def _weights_folder(folder: Path) -> Path:

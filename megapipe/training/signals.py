@@ -1,17 +1,20 @@
-"""Ctrl-C and SIGTERM: end the run after the step in progress, agreed by all ranks; a second one ends it at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1: end the run after the step in progress, agreed by all ranks; a second ends it at once.
+
+SIGUSR1 is what batch systems send ahead of the end of a job's time (Slurm's `--signal=USR1@120`).
+"""
 
 import signal
 import time
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 ECHO_SECONDS = 1.0
 """For so long another signal is taken for the launcher's copy of the first, which reaches the ranks by itself too."""
 
 
 class StopRequest:
-    """Context manager that notes the first SIGINT or SIGTERM and leaves later ones to whoever had them before.
+    """Context manager that notes the first of SIGNALS and leaves later ones to whoever had them before.
 
     A launcher sends SIGTERM also to the ranks that outlive another. They go on until they need the one that is gone,
     and tell of it: after an error SIGTERM stays as it is here, for the process to end by itself.

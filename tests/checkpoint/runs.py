@@ -47,9 +47,9 @@ class Outcome:
 
 
 def config_in(folder: Path, corpus: str, model: ModelConfig, **groups: dict[str, Any]) -> PretrainConfig:
-    """A run of 20 steps that saves every ten steps under `folder`."""
+    """A run of 20 steps that saves every ten steps, between two steps, under `folder`."""
     config = make_config(corpus, model)
-    config.checkpoint = replace(config.checkpoint, every=10)
+    config.checkpoint = replace(config.checkpoint, every=10, asynchronous=False)
     config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
     config.training = replace(config.training, directory=str(folder))
     return config

@@ -95,6 +95,14 @@ def test_the_last_few_are_kept(directory: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000003"]
 
 
+def test_multiples_of_a_step_are_kept_for_ever(directory: Path) -> None:
+    save_step(alone(), ALONE, directory, 6)
+    keep_last(directory, 1, keep_every=2)
+    assert list(steps(directory)) == [2, 6]
+    keep_last(directory, 1, keep_every=4)
+    assert list(steps(directory)) == [6]
+
+
 def test_one_job_at_a_time(tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path)
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*another training.directory"):

@@ -126,10 +126,10 @@ def test_a_save_that_fails_on_the_way_costs_that_checkpoint_alone(
 ) -> None:
     save = Checkpointer.save
 
-    def failing(self: Checkpointer, replica: Any, step: int, *progress: Any) -> Path:
+    def failing(self: Checkpointer, replica: Any, step: int, *state: Any, **options: Any) -> Path:
         if step in (2, 8):
             raise CheckpointError("no space left")
-        return save(self, replica, step, *progress)
+        return save(self, replica, step, *state, **options)
 
     monkeypatch.setattr(Checkpointer, "save", failing)
     with pytest.raises(CheckpointError, match="no space left"):  # the last one has no next one to make up for it

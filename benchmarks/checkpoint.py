@@ -1,0 +1,58 @@
+"""Saving and loading one state by megapipe, torch.save and torch's distributed checkpoints, in one run.
+
+Two ranks over gloo hold halves of fp32 matrices with two moments. Contestants take turns, so that a change of the
+machine's load meets all of them; a time is that of the slower rank, and what is loaded is compared with what was
+saved. Loads come from the page cache. A second part sleeps through steps with `checkpoint.every auto` on disks of
+three speeds. The last line of the output is one JSON object.
+
+    python benchmarks/checkpoint.py --write table.md
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from checkpoint_contest.race import RANKS, race
+from checkpoint_contest.report import overhead_table, table
+from checkpoint_contest.state import num_matrices
+from checkpoint_contest.throttled import SPEEDS, STEP_SECONDS, overhead
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.2, help="of the state, over both ranks")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1500, help="of each disk of the second part; 0 leaves it out")
+    parser.add_argument("--max-overhead", type=float, default=0.035)
+    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is measured")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there too")
+    found = parser.parse_args()
+    for name in ("gigabytes", "rounds", "max_overhead"):
+        if not getattr(found, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(found, name)}; it must be above 0")
+    if 0 < found.steps < 20:
+        parser.error(f"--steps is {found.steps}; the first save is after 10, so give at least 20, or 0")
+    return found
+
+
+def main() -> None:
+    """Measure, print the tables, end with one JSON object."""
+    chosen = arguments()
+    measured = race(num_matrices(chosen.gigabytes), chosen.rounds, chosen.folder)
+    text = f"{measured.bytes / 1e9:.2f} GB on {RANKS} ranks, median of {chosen.rounds}:\n\n{table(measured)}\n"
+    overheads = []
+    if chosen.steps:
+        overheads = [overhead(speed, chosen.steps, chosen.max_overhead, chosen.folder) for speed in SPEEDS]
+        text += f"\ncheckpoint.every auto, {chosen.steps} steps of {STEP_SECONDS} s:\n\n{overhead_table(overheads)}\n"
+    print(text)
+    if chosen.write is not None:
+        chosen.write.write_text(text, encoding="utf-8")
+    facts = {"benchmark": "checkpoint", "torch": torch.__version__, "rounds": chosen.rounds}
+    print(json.dumps({**facts, **asdict(measured), "overheads": [asdict(each) for each in overheads]}))
+
+
+if __name__ == "__main__":
+    main()

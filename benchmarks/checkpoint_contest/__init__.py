@@ -1,0 +1,1 @@
+"""Checkpoints by several means of the same state, in turns."""

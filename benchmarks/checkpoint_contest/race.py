@@ -1,0 +1,148 @@
+"""All contestants in one world of processes, taking turns with the same state."""
+
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, MeshShape
+
+from .contestants import Contestant, contestants
+from .state import expected, fill, make_states, state_bytes, tensors_of
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Seconds of the slower rank, medians over the rounds; the first save of all, which allocates, by itself.
+
+    stall: until training could go on. durable: until all is on the disk. load, resharded: from the page cache; None
+    for who cannot.
+    """
+
+    name: str
+    first_stall: float
+    stall: float
+    durable: float
+    load: float
+    resharded: float | None
+
+
+@dataclass(frozen=True)
+class Race:
+    """bytes: of the state, over all ranks. copy: seconds of one copy of it into memory that has been used before."""
+
+    bytes: int
+    copy: float
+    figures: tuple[Figure, ...]
+
+
+def race(matrices: int, rounds: int, folder: Path) -> Race:
+    """Start the ranks, run, and return what they measured. folder: on the disk that is to be measured."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        ours, theirs = context.Pipe()
+        ranks = [context.Process(target=_rank, args=(rank, place, matrices, rounds, theirs)) for rank in range(RANKS)]
+        for rank in ranks:
+            rank.start()
+        theirs.close()
+        try:
+            found: Race = ours.recv()
+        except EOFError:
+            raise RuntimeError("a rank ended early; its error stands above") from None
+        finally:
+            for rank in ranks:
+                rank.join(timeout=60.0)
+                rank.kill()
+    return found
+
+
+def _rank(rank: int, place: str, matrices: int, rounds: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    files = dist.FileStore(str(Path(place) / "store"), RANKS)
+    dist.init_process_group("cpu:gloo", store=files, rank=rank, world_size=RANKS, timeout=timedelta(seconds=600))
+    mesh = connected_mesh(MeshShape({"tensor": RANKS}), torch.device("cpu"))
+    found = measure(mesh, contestants(mesh), matrices, rounds, Path(place))
+    if rank == 0:
+        pipe.send(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: int, place: Path) -> Race:
+    """Rounds of all, the order turning, after one of warm-up that is only seen in `first_stall`."""
+    rows, columns = make_states(mesh, matrices, 0), make_states(mesh, matrices, 1)
+    copies = [torch.empty_like(tensor) for tensor in tensors_of(rows).values()]
+    times: dict[str, list[dict[str, float]]] = {each.name: [] for each in entered}
+    copied = []
+    for number in range(1 + rounds):
+        turn = number % len(entered)
+        for each in [*entered[turn:], *entered[:turn]]:
+            fill(rows, 0, mesh.rank, RANKS)
+            times[each.name].append(_saved_and_loaded(mesh, each, rows, columns, place, number))
+        fill(rows, 0, mesh.rank, RANKS)
+        pairs = list(zip(copies, tensors_of(rows).values(), strict=True))
+        copied.append(_slower(mesh, lambda pairs=pairs: [to.copy_(of) for to, of in pairs]))
+    return Race(
+        state_bytes(matrices),
+        statistics.median(copied[1:]),
+        tuple(_figure(each, times[each.name]) for each in entered),
+    )
+
+
+def _saved_and_loaded(
+    mesh: Mesh, each: Contestant, rows: Sequence, columns: Sequence, place: Path, number: int
+) -> dict[str, float]:
+    parent = place / each.name.replace(", ", "-").replace(" ", "-")
+    if mesh.rank == 0:
+        parent.mkdir(exist_ok=True)
+    folder = parent / str(number)
+    found = {}
+    waits = []
+    found["stall"] = _slower(mesh, lambda: waits.append(each.save(folder, rows)))
+    found["durable"] = found["stall"] + _slower(mesh, waits[0])
+    for name, states, axis in (("load", rows, 0), ("resharded", columns, 1)):
+        if axis and not each.reshards:
+            continue
+        for tensor in tensors_of(states).values():
+            tensor.zero_()
+        found[name] = _slower(mesh, lambda states=states, axis=axis: each.load(folder, states, axis))
+        for key, tensor in tensors_of(states).items():
+            if not torch.equal(tensor, expected(key, axis, mesh.rank, RANKS)):
+                raise RuntimeError(f"{each.name}: {key} is not what was saved")
+    mesh.world.barrier()
+    if mesh.rank == 0:
+        shutil.rmtree(parent)
+    mesh.world.barrier()
+    return found
+
+
+def _slower(mesh: Mesh, work: Callable[[], object]) -> float:
+    """Seconds that `work` took on the slower rank."""
+    mesh.world.barrier()
+    start = time.perf_counter()
+    work()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    mesh.world.all_reduce(seconds, "max")
+    return float(seconds)
+
+
+def _figure(each: Contestant, times: list[dict[str, float]]) -> Figure:
+    first, *measured = times
+
+    def middle(name: str) -> float:
+        return statistics.median(found[name] for found in measured)
+
+    resharded = middle("resharded") if each.reshards else None
+    return Figure(each.name, first["stall"], middle("stall"), middle("durable"), middle("load"), resharded)

@@ -1,0 +1,79 @@
+"""What `checkpoint.every auto` costs on disks of three speeds: steps that sleep, and a disk that sleeps too."""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megapipe.checkpoint import RunState
+from megapipe.checkpoint.background import BackgroundSaver
+from megapipe.checkpoint.frequency import SaveTimer
+from megapipe.checkpoint.storage import StorageWriter
+from megapipe.parallel.mesh import Mesh, MeshShape
+
+from .state import make_states
+
+SPEEDS = (1000.0, 200.0, 40.0)
+"""Megabytes a second."""
+MATRICES = 2
+STEP_SECONDS = 0.05
+
+
+class ThrottledDisk(StorageWriter):
+    """A disk that writes no faster than `megabytes` a second."""
+
+    def __init__(self, megabytes: float) -> None:
+        self._rate = megabytes * 1e6
+
+    def write(self, descriptor: int, content: memoryview) -> int:
+        """As the disk does, and then as late as the slower disk would be."""
+        start = time.perf_counter()
+        written = super().write(descriptor, content)
+        time.sleep(max(0.0, written / self._rate - (time.perf_counter() - start)))
+        return written
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Of one speed. overhead: training time that saves added, over the steps after the first save; interval: steps
+    between the last two saves."""
+
+    megabytes_a_second: float
+    saves: int
+    interval: int
+    overhead: float
+    bound: float
+
+
+def overhead(megabytes: float, steps: int, bound: float, folder: Path) -> Overhead:
+    """Train `steps` steps of sleep, saving as the timer says."""
+    mesh = Mesh(MeshShape({}), 0, torch.device("cpu"), lambda name, partition: None)
+    states = make_states(mesh, MATRICES, 0)
+    timer = SaveTimer(bound)
+    saved: list[int] = []
+    lost = taken = 0.0
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        saver = BackgroundSaver(Path(place), mesh, storage=ThrottledDisk(megabytes))
+        for step in range(1, steps + 1):
+            for ended in saver.poll():
+                timer.ended(ended.seconds if ended.error is None else None)
+            wish = timer.is_due
+            start = time.perf_counter()
+            time.sleep(STEP_SECONDS)
+            seconds = time.perf_counter() - start
+            timer.step(seconds)
+            if saved:
+                taken += STEP_SECONDS
+                lost += seconds - STEP_SECONDS
+            if wish:
+                start = time.perf_counter()
+                saver.start(states, {}, RunState(step, 0, {}, "fp32", (), {"model": {}}))
+                stall = time.perf_counter() - start
+                timer.begun(stall)
+                lost += stall if saved else 0.0
+                saved.append(step)
+        saver.finish()
+    interval = saved[-1] - saved[-2] if len(saved) > 1 else steps - saved[0]
+    return Overhead(megabytes, len(saved), interval, lost / taken, bound)

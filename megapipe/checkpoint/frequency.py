@@ -1,0 +1,133 @@
+"""How often to save so that saving costs at most a chosen share of the training time.
+
+The rule is CheckFreq's (Mohan et al., FAST 2021, section 4.3): the next save begins when the one before it is durable,
+and the stall of a save is spread over enough steps. All of it is measured in the run and measured again with every
+save. Nothing here reads a clock.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+WARM_UP_STEPS = 5
+"""Steps that are not measured at a run's start: they compile, allocate and fill caches."""
+
+FIRST_SAVE_STEPS = 10
+"""Steps before the first save, which is made to measure what one costs."""
+
+
+def interval(step_seconds: float, stall_seconds: float, durable_seconds: float, max_overhead: float) -> int:
+    """Steps from one save to the next, at least 1.
+
+    Args:
+        step_seconds: one step without a save, T.
+        stall_seconds: what a save adds to the training time, o.
+        durable_seconds: from the beginning of a save to its end on disk, stall included, t_f.
+        max_overhead: largest share of the training time that saves may add, p.
+
+    Raises:
+        ValueError: step_seconds or max_overhead is not above 0, or another time is below 0.
+    """
+    if step_seconds <= 0 or max_overhead <= 0 or min(stall_seconds, durable_seconds) < 0:
+        raise ValueError(
+            f"a step of {step_seconds} s, a stall of {stall_seconds} s, {durable_seconds} s until durable and an "
+            f"overhead of {max_overhead}: the first and the last must be above 0, the others at least 0"
+        )
+    whole = math.ceil((durable_seconds - stall_seconds) / step_seconds)
+    return max(1, whole, math.ceil(stall_seconds / (max_overhead * step_seconds)))
+
+
+@dataclass
+class _Steps:
+    """Steps of one kind since the last save."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.count
+
+
+@dataclass
+class SaveTimer:
+    """Decides on one rank when to save, out of what it is told of steps and saves.
+
+    Steps that run while a save is written may be slower than others. What they lose counts as part of the save's
+    stall.
+
+    max_overhead: share of the training time; None saves by minutes alone. seconds_between: longest time from one save
+    to the next, None for no such limit.
+    """
+
+    max_overhead: float | None
+    seconds_between: float | None = None
+    _warm_up: int = WARM_UP_STEPS
+    _alone: _Steps = field(default_factory=_Steps)
+    _beside: _Steps = field(default_factory=_Steps)
+    _since: int = 0
+    _elapsed: float = 0.0
+    _latest: float = 0.0
+    _saving: bool = False
+    _step_seconds: float | None = None
+    _stall: float | None = None
+    _durable: float | None = None
+
+    @property
+    def steps_between(self) -> int | None:
+        """The interval that the overhead asks for as things stand; None before a save has been measured."""
+        if self.max_overhead is None or self._stall is None or self._durable is None:
+            return None
+        step_seconds = self._undisturbed()
+        if step_seconds is None:
+            return None
+        return interval(step_seconds, self._stall + self._disturbance(step_seconds), self._durable, self.max_overhead)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to save after the step that comes next. Never while a save is on its way to the disk."""
+        if self._saving:
+            return False
+        late = self.seconds_between is not None and self._elapsed + self._latest >= self.seconds_between
+        if self.max_overhead is None:
+            return late
+        between = self.steps_between
+        steps = FIRST_SAVE_STEPS if between is None else between
+        return late or self._since + 1 >= steps
+
+    def step(self, seconds: float) -> None:
+        """A step ended that took so long, saves and evaluations not included."""
+        self._since += 1
+        self._elapsed += seconds
+        self._latest = seconds
+        if self._warm_up:
+            self._warm_up -= 1
+        elif seconds > 0:
+            (self._beside if self._saving else self._alone).add(seconds)
+
+    def begun(self, stall_seconds: float) -> None:
+        """A save is under way and training goes on, after it stood still for so long."""
+        self._step_seconds = self._undisturbed()
+        self._stall = stall_seconds
+        self._alone, self._beside, self._since, self._elapsed = _Steps(), _Steps(), 0, 0.0
+        self._saving = True
+
+    def ended(self, durable_seconds: float | None) -> None:
+        """The save that was under way is durable, so long after its beginning; None: it failed."""
+        self._saving = False
+        if durable_seconds is not None:
+            self._durable = durable_seconds
+
+    def _undisturbed(self) -> float | None:
+        """Seconds of a step beside which nothing is written: of this interval, else of the last that had any."""
+        if self._alone.count:
+            return self._alone.mean
+        if self._step_seconds is not None:
+            return self._step_seconds
+        return self._beside.mean if self._beside.count else None
+
+    def _disturbance(self, step_seconds: float) -> float:
+        return max(0.0, self._beside.seconds - self._beside.count * step_seconds)

@@ -1,0 +1,29 @@
+"""The benchmark of checkpoints runs every contestant at a small size; what they load is checked, no time is judged."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_every_contestant_gives_back_what_it_saved(tmp_path: Path) -> None:
+    written = tmp_path / "table.md"
+    command = [sys.executable, "benchmarks/checkpoint.py", "--gigabytes", "0.1", "--rounds", "1", "--steps", "20"]
+    command += ["--folder", str(tmp_path), "--write", str(written)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    figures = {each["name"]: each for each in found["figures"]}
+    assert found["bytes"] == 2 * 3 * 4 * 2048**2
+    assert [name for name, each in figures.items() if each["resharded"] is None] == ["torch.save"]
+    assert all(0 < each["stall"] <= each["durable"] for each in figures.values())
+    assert [each["megabytes_a_second"] for each in found["overheads"]] == [1000.0, 200.0, 40.0]
+    assert all(f"| {name} |" in written.read_text() for name in figures)
+    assert [path.name for path in tmp_path.iterdir()] == ["table.md"], "nothing is left on the disk"

@@ -1,0 +1,166 @@
+"""How often to save: the formula against its published form, and what a run with a simulated clock really loses."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.checkpoint.frequency import FIRST_SAVE_STEPS, SaveTimer, interval
+
+
+@dataclass
+class Simulated:
+    """What a run did. saved: after which steps. seconds: in all; compute_seconds: as if nothing had been saved."""
+
+    saved: list[int]
+    seconds: float
+    compute_seconds: float
+
+    @property
+    def overhead(self) -> float:
+        return self.seconds / self.compute_seconds - 1
+
+
+def simulate(
+    timer: SaveTimer,
+    steps: int,
+    step_seconds: Callable[[int], float],
+    stall: float,
+    persist: Callable[[int], float],
+    slowdown: float = 1.0,
+    counted_from: int = 0,
+) -> Simulated:
+    """Train on a clock of numbers. persist: seconds after the stall until a save is durable, by step. slowdown: of
+    steps beside a save. The figures are of the steps from `counted_from` on."""
+    clock, durable_at, begun_at = 0.0, math.inf, 0.0
+    run = Simulated([], 0.0, 0.0)
+    for step in range(1, steps + 1):
+        before = clock
+        wish = timer.is_due
+        compute = step_seconds(step)
+        taken = compute * slowdown if durable_at < math.inf else compute
+        clock += taken
+        timer.step(taken)
+        if clock >= durable_at:
+            timer.ended(durable_at - begun_at)
+            durable_at = math.inf
+        if wish:
+            assert durable_at == math.inf, "a save would have to wait for the one before it"
+            begun_at, clock = clock, clock + stall
+            durable_at = clock + persist(step)
+            timer.begun(stall)
+            run.saved.append(step)
+        if step > counted_from:
+            run.seconds += clock - before
+            run.compute_seconds += compute
+    return run
+
+
+@pytest.mark.parametrize(
+    ("step", "stall", "durable", "share", "steps"),
+    [
+        (1.0, 0.5, 5.5, 0.05, 10),  # the stall decides: 0.5 / 0.05
+        (1.0, 0.1, 40.1, 0.05, 40),  # the disk decides
+        (0.25, 0.1, 0.2, 0.5, 1),
+        (2.0, 0.0, 0.0, 0.01, 1),
+        (0.3, 0.21, 0.5, 0.035, 20),  # 0.21 / 0.0105
+    ],
+)
+def test_the_interval_is_the_larger_of_two(
+    step: float, stall: float, durable: float, share: float, steps: int
+) -> None:
+    assert interval(step, stall, durable, share) == steps
+
+
+seconds = st.floats(1e-4, 1e4)
+
+
+@given(seconds, seconds, seconds, st.floats(1e-3, 1.0))
+def test_the_interval_is_the_smallest_that_keeps_both_rules(
+    step: float, stall: float, persist: float, share: float
+) -> None:
+    def keeps(steps: int) -> bool:
+        slack = 1e-9
+        return steps * step >= (stall + persist) - stall - slack * step and stall <= share * steps * step * (1 + slack)
+
+    steps = interval(step, stall, stall + persist, share)
+    assert steps >= 1
+    assert keeps(steps)
+    assert steps == 1 or not keeps(math.floor((steps - 1) * (1 - 1e-6)))
+
+
+@pytest.mark.parametrize("values", [(0.0, 1, 1, 0.1), (1, -1, 1, 0.1), (1, 1, -1, 0.1), (1, 1, 1, 0.0)])
+def test_impossible_times_are_refused(values: tuple[float, float, float, float]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        interval(*values)
+
+
+@pytest.mark.parametrize("persist", [2.0, 20.0, 200.0], ids=["fast", "medium", "slow"])
+def test_three_disks_keep_to_the_overhead(persist: float) -> None:
+    run = simulate(SaveTimer(0.035), 3000, lambda step: 1.0, 0.7, lambda step: persist, 1.01, counted_from=500)
+    assert run.saved[0] == FIRST_SAVE_STEPS
+    assert 0 < run.overhead <= 0.035
+    # As often as the share allows, and no rarer than the disk forces: 0.7 s of stall and 1% of the steps beside it.
+    expected = interval(1.0, 0.7 + 0.01 * persist, 0.7 + persist, 0.035)
+    # Steps beside a save are a little longer, so that 198 of them would do for the slowest disk.
+    assert run.saved[-1] - run.saved[-2] == pytest.approx(expected, abs=2)
+
+
+@given(
+    step=st.floats(0.01, 10),
+    stall=st.floats(0.01, 10),
+    persist=st.floats(0.01, 100),
+    slowdown=st.floats(1.0, 1.5),
+    share=st.floats(0.01, 0.3),
+)
+def test_saves_cost_no_more_than_their_share_and_never_wait(
+    step: float, stall: float, persist: float, slowdown: float, share: float
+) -> None:
+    timer = SaveTimer(share)
+    run = simulate(timer, 400, lambda number: step, stall, lambda number: persist, slowdown)
+    later = [number for number in run.saved if number > run.saved[0]]
+    if len(later) < 2:
+        return
+    # Whole intervals after the first save, which is made to measure.
+    steps = later[-1] - run.saved[0]
+    counted = simulate(
+        SaveTimer(share), later[-1] - 1, lambda number: step, stall, lambda number: persist, slowdown,
+        counted_from=run.saved[0],
+    )  # fmt: skip
+    assert counted.seconds - counted.compute_seconds <= share * steps * step + stall * 1e-6 + (slowdown - 1) * step
+
+
+@pytest.mark.parametrize(("after", "factor"), [(4.0, 1 / 4), (0.25, 4)], ids=["slower", "faster"])
+def test_the_interval_follows_the_steps(after: float, factor: float) -> None:
+    run = simulate(SaveTimer(0.05), 4000, lambda step: 1.0 if step < 1000 else after, 1.0, lambda step: 3.0)
+    assert run.saved[2] - run.saved[1] == 20
+    assert run.saved[-1] - run.saved[-2] == 20 * factor
+
+
+def test_the_interval_follows_the_disk() -> None:
+    run = simulate(SaveTimer(0.05), 4000, lambda step: 1.0, 1.0, lambda step: 3.0 if step < 1000 else 90.0)
+    assert run.saved[2] - run.saved[1] == 20
+    assert run.saved[-1] - run.saved[-2] == pytest.approx(91, abs=1)
+
+
+def test_minutes_alone_and_beside_a_share() -> None:
+    alone = simulate(SaveTimer(None, seconds_between=60.0), 200, lambda step: 7.0, 1.0, lambda step: 2.0)
+    assert alone.saved[:3] == [9, 18, 27]
+    beside = simulate(SaveTimer(0.001, seconds_between=60.0), 200, lambda step: 7.0, 1.0, lambda step: 2.0)
+    assert beside.saved[-1] - beside.saved[-2] <= 9
+
+
+def test_a_save_that_failed_is_tried_again_and_measured_then() -> None:
+    timer = SaveTimer(0.1)
+    for _ in range(FIRST_SAVE_STEPS):
+        timer.step(1.0)
+    timer.begun(0.1)
+    assert not timer.is_due
+    timer.ended(None)
+    assert timer.steps_between is None
+    for _ in range(FIRST_SAVE_STEPS - 1):
+        timer.step(1.0)
+    assert timer.is_due

@@ -1,0 +1,169 @@
+"""Saves of whole runs: beside training or between steps, by steps, minutes or measured cost, and what is kept.
+
+The oracle of a save beside training is the run that saves between its steps: the same files, bit for bit.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.storage import StorageWriter
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training import saving
+from megapipe.training.pretrain import pretrain
+from megapipe.training.saving import Saves
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def configuration(corpus: str, directory: Path, steps: int = 6, **checkpoint: Any) -> PretrainConfig:
+    return make_config(
+        corpus,
+        GPT2_SHAPE,
+        checkpoint={"keep_last": None, **checkpoint},
+        parallel={"device": "cpu"},
+        training={"steps": steps, "directory": str(directory)},
+    )
+
+
+def run(config: PretrainConfig) -> int:
+    return pretrain(config, LaunchEnvironment())
+
+
+def saved(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").glob("step-*"))
+
+
+def tensors(directory: Path, step: int) -> list[bytes]:
+    folder = directory / f"checkpoints/step-{step:08d}"
+    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.slow)])
+def test_what_is_saved_beside_training_is_what_is_saved_between_steps(
+    tmp_path: Path, corpus: str, schedule: str
+) -> None:
+    for name, asynchronous in (("beside", True), ("between", False)):
+        config = configuration(corpus, tmp_path / name, every=1, asynchronous=asynchronous)
+        config.schedule = replace(config.schedule, name=schedule)
+        assert run(config) == 0
+    assert saved(tmp_path / "beside") == saved(tmp_path / "between") == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 7):
+        assert tensors(tmp_path / "beside", step) == tensors(tmp_path / "between", step)
+
+
+def test_the_last_few_and_every_so_many_th_are_kept(tmp_path: Path, corpus: str) -> None:
+    assert run(configuration(corpus, tmp_path, steps=8, every=1, keep_last=2, keep_every=3)) == 0
+    assert saved(tmp_path) == [3, 6, 7, 8]
+
+
+@pytest.mark.slow
+def test_auto_measures_and_then_saves_as_often_as_it_may(tmp_path: Path, corpus: str) -> None:
+    assert run(configuration(corpus, tmp_path, steps=40, every="auto", max_overhead=1e6)) == 0
+    found = saved(tmp_path)
+    assert found[0] == 10
+    assert found[-1] == 40
+    assert len(found) > 3, "a limit that no save reaches leaves the disk's speed alone"
+    assert run(configuration(corpus, tmp_path / "dear", steps=40, every="auto", max_overhead=1e-6)) == 0
+    assert saved(tmp_path / "dear") == [10, 40], "a limit that every save exceeds"
+
+
+def test_minutes(tmp_path: Path, corpus: str) -> None:
+    assert run(configuration(corpus, tmp_path, steps=4, every_minutes=1e-9, asynchronous=False)) == 0
+    assert saved(tmp_path) == [2, 3, 4], "nobody knows how long the first step will take"
+
+
+class Disk(StorageWriter):
+    """Calls `before` ahead of every rename, which is what makes a checkpoint."""
+
+    def __init__(self, before: Callable[[Path], None]) -> None:
+        self._before = before
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._before(target)
+        super().rename(source, target)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
+    """Let runs save on such a disk."""
+    saver = saving.BackgroundSaver
+    monkeypatch.setattr(
+        saving, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=Disk(before))
+    )
+
+
+def test_a_save_that_fails_beside_training_is_told_and_the_next_one_works(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(target: Path) -> None:
+        if target.name == "step-00000002":
+            raise OSError(5, "Input/output error")
+
+    on(monkeypatch, refuse)
+    assert run(configuration(corpus, tmp_path, every=2)) == 0
+    assert saved(tmp_path) == [4, 6]
+    output = capsys.readouterr().out
+    assert output.count("warning: no checkpoint after step 2: cannot complete") == 1
+    assert "checkpoints/step-00000006" in output.splitlines()[-1]
+
+
+def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(target: Path) -> None:
+        if target.name == "step-00000006":
+            raise OSError(5, "Input/output error")
+
+    on(monkeypatch, refuse)
+    with pytest.raises(CheckpointError, match=r"cannot complete .*step-00000006: Input/output error"):
+        run(configuration(corpus, tmp_path, every=3))
+    assert saved(tmp_path) == [3]
+
+
+def test_sigusr1_saves_and_ends_the_run(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[float] = []
+
+    def stopping(self: Saves, seconds: float) -> None:
+        ended.append(seconds)
+        if len(ended) == 3:
+            signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(Saves, "step_ended", stopping)
+    assert run(configuration(corpus, tmp_path, every=1000)) == 128 + signal.SIGUSR1
+    assert saved(tmp_path) == [4], "after the step during which it was noticed"
+
+
+def test_a_signals_save_is_given_up_after_its_deadline(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def hold(target: Path) -> None:
+        if target.name != "step-00000002":
+            released.wait(30)
+
+    on(monkeypatch, hold)
+    clock, sent = time.perf_counter, []
+
+    def stopping() -> float:
+        if saved(tmp_path) == [2] and not sent:
+            sent.append(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+        return clock()
+
+    monkeypatch.setattr("megapipe.training.loop.time.perf_counter", stopping)
+    config = configuration(corpus, tmp_path, steps=1000, every=2, signal_deadline_seconds=0.2)
+    with pytest.raises(CheckpointError, match=r"after step 4 was given up: .*signal_deadline_seconds"):
+        run(config)
+    assert saved(tmp_path) == [2]
+    released.set()
