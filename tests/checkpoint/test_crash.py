@@ -1,7 +1,7 @@
 """A save that dies at any operation leaves the last checkpoint or the next one, never a mix and never nothing.
 
-The same for the deletion of what it replaces. Every operation is enumerated. `Killed` passes all handlers, as SIGKILL does; a disk without power forgets what had not
-been flushed.
+The same for the deletion of what it replaces. Every operation is enumerated. `Killed` passes all handlers, as SIGKILL
+does; a disk without power forgets what had not been flushed.
 """
 
 import itertools
@@ -146,5 +146,5 @@ def test_the_power_failures_above_would_show_a_deletion_whose_new_name_was_not_f
     with pytest.raises(Killed):
         keep_last(one_saved, 1, disk)
     disk.lose("all")
-    with pytest.raises(ValueError, match="missing|holds no"):
+    with pytest.raises(ValueError, match=r"missing|holds no"):
         load_step(alone(), ALONE, one_saved / "step-00000001", 1)

@@ -1,7 +1,7 @@
 """Every kind of damage to every file of a checkpoint, seen by a run that resumes: it goes on from whole bits alone.
 
-The oracle is what the run held when it saved: a resumed run has the weights, moments and losses of the newest step, or,
-where the damage was noticed and told with the file, those of the step before it.
+The oracle is what undamaged checkpoints give: a resumed run has the weights, moments and losses of the newest step,
+or, where the damage was noticed and told with the file, those of the step before it.
 """
 
 import re

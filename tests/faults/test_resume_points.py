@@ -48,7 +48,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def configuration(corpora: list[str], directory: Path) -> PretrainConfig:
-    config = make_config(
+    return make_config(
         "",
         replace(GPT2_SHAPE, hidden_dropout=0.1),
         data={"blend": dict(zip(corpora, WEIGHTS, strict=True)), "split": "100,0,0"},
@@ -57,7 +57,6 @@ def configuration(corpora: list[str], directory: Path) -> PretrainConfig:
         parallel={"device": "cpu"},
         training={"steps": STEPS, "directory": str(directory)},
     )
-    return config
 
 
 def run(config: PretrainConfig) -> None:
@@ -129,7 +128,11 @@ def no_larger_files(limit: int) -> Iterator[None]:
 
 
 def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(
-    corpora: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpora: list[str],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save = Checkpointer.save
     seen = []
