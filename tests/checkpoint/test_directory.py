@@ -11,6 +11,7 @@ import pytest
 from megapipe.checkpoint import CheckpointError, DirectoryLock, newest_valid, newest_whole
 from megapipe.checkpoint.directory import keep_last, set_aside, steps
 from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.checkpoint.storage import StorageWriter
 from tests.checkpoint.toy import ALONE, alone, load_step, save_step
 
 FILE = "rank-00000.safetensors"
@@ -101,6 +102,24 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
         DirectoryLock(tmp_path)
     lock.release()
     DirectoryLock(tmp_path).release()
+
+
+class FlushedFolders(StorageWriter):
+    """Remembers them."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+
+    def flush_folder(self, path: Path) -> None:
+        super().flush_folder(path)
+        self.paths.append(path)
+
+
+def test_a_new_directory_survives_a_power_failure(tmp_path: Path) -> None:
+    disk = FlushedFolders()
+    for _ in range(2):  # the second time nothing is new
+        DirectoryLock(tmp_path / "runs/mine/checkpoints", disk).release()
+    assert sorted(disk.paths) == [tmp_path, tmp_path / "runs", tmp_path / "runs/mine"]
 
 
 def test_a_dead_jobs_lock_is_free(tmp_path: Path) -> None:
