@@ -42,8 +42,13 @@ class DirectoryLock:
             raise CheckpointError(
                 f"{directory} is in use by {holder}; stop that job, or give this one another training.directory"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps({"host": os.uname().nodename, "process": os.getpid()}).encode(), 0)
+        holder = json.dumps({"host": os.uname().nodename, "process": os.getpid()})
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder.encode(), 0)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
 
     def release(self) -> None:
         """Let another job in."""

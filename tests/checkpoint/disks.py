@@ -1,9 +1,11 @@
 """Disks that fail: the process is killed at any operation, the power goes, or the system refuses."""
 
 import os
+import resource
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -198,3 +200,14 @@ class PowerlessDisk(StorageWriter):
         self._left -= 1
         if self._left < 0:
             raise Killed("power failure")
+
+
+@contextmanager
+def no_larger_files(limit: int) -> Iterator[None]:
+    """The system refuses to make a file larger than `limit` bytes, for real."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

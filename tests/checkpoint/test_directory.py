@@ -12,6 +12,7 @@ from megapipe.checkpoint import CheckpointError, DirectoryLock, newest_valid, ne
 from megapipe.checkpoint.directory import keep_last, set_aside, steps
 from megapipe.checkpoint.manifest_file import MANIFEST
 from megapipe.checkpoint.storage import StorageWriter
+from tests.checkpoint.disks import no_larger_files
 from tests.checkpoint.toy import ALONE, alone, load_step, save_step
 
 FILE = "rank-00000.safetensors"
@@ -101,6 +102,12 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*another training.directory"):
         DirectoryLock(tmp_path)
     lock.release()
+    DirectoryLock(tmp_path).release()
+
+
+def test_a_disk_that_cannot_even_take_the_lock_is_named_and_left_unlocked(tmp_path: Path) -> None:
+    with no_larger_files(0), pytest.raises(CheckpointError, match=rf"cannot write {tmp_path}/\.lock: File too large"):
+        DirectoryLock(tmp_path)
     DirectoryLock(tmp_path).release()
 
 

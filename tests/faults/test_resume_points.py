@@ -6,10 +6,7 @@ The run is made so that steps end where things change: the batch ramp, a blend's
 import errno
 import json
 import os
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from megapipe.data.samples import GptSamples
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from megapipe.training.resume import Checkpointer
+from tests.checkpoint.disks import no_larger_files
 from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config
 
 EPOCHS = (8, 4)
@@ -114,17 +112,6 @@ def test_a_finished_run_is_left_as_it_is(corpora: list[str], whole: Path, capsys
     run(configuration(corpora, whole))
     assert "already finished" in capsys.readouterr().out
     assert contents() == before
-
-
-@contextmanager
-def no_larger_files(limit: int) -> Iterator[None]:
-    """The system refuses to make a file larger than `limit` bytes, for real."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(
