@@ -123,3 +123,14 @@ def test_ranks_wait_for_the_slowest_disk_as_long_as_for_any_peer(tmp_path: Path)
     with pytest.raises(CommunicationError, match="rank 1"):
         run_threads(PAIR.sizes, slow_save, tmp_path, 2, 1.5, timeout=0.5)
     assert check_goes_on(tmp_path) == 1
+
+
+def save_apart(mesh: Mesh, directory: Path) -> None:
+    save_step(mesh, PAIR, directory / f"disk-{mesh.rank}", 1)
+
+
+def test_ranks_that_do_not_see_one_disk_save_nothing(tmp_path: Path) -> None:
+    (tmp_path / "disk-1/.step-00000001.partial").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"disk-0.*rank-00001\.safetensors is missing"):
+        run_threads(PAIR.sizes, save_apart, tmp_path)
+    assert not list((tmp_path / "disk-0").iterdir())
