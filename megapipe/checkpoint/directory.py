@@ -8,6 +8,7 @@ step-00000010.bad-checksum/   found damaged and set aside
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -85,9 +86,13 @@ def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], N
 
 
 def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
-    """Remove what saves and deletions that were killed left behind. For the owner of the directory alone."""
+    """Remove what saves and deletions that were killed left behind. For the owner of the directory alone.
+
+    What cannot be removed, on NFS while somebody reads it say, costs space alone: the next save tries again.
+    """
     for path, _ in _matching(directory, _LEFTOVER):
-        remove_tree(storage, path)
+        with suppress(OSError):
+            remove_tree(storage, path)
 
 
 def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, keep_every: int | None = None) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import explained
+from megapipe.checkpoint.storage import DISK, StorageWriter, explained
 
 LOCK = ".lock"
 
@@ -18,14 +18,17 @@ class DirectoryLock:
     The file stays: removing it would let a third job lock a new file while a second one holds the old.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Create the directory where it is missing, and lock it.
+    def __init__(self, directory: Path, storage: StorageWriter = DISK) -> None:
+        """Create the directory where it is missing, durably, and lock it.
 
         Raises CheckpointError naming the holder when another job has it, or when the folder cannot be written.
         """
         path = directory / LOCK
         try:
+            missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
             directory.mkdir(parents=True, exist_ok=True)
+            for folder in missing:
+                storage.flush_folder(folder.parent)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
@@ -39,8 +42,13 @@ class DirectoryLock:
             raise CheckpointError(
                 f"{directory} is in use by {holder}; stop that job, or give this one another training.directory"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps({"host": os.uname().nodename, "process": os.getpid()}).encode(), 0)
+        holder = json.dumps({"host": os.uname().nodename, "process": os.getpid()})
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder.encode(), 0)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
 
     def release(self) -> None:
         """Let another job in."""

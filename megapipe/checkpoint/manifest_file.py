@@ -119,14 +119,15 @@ def _encoded_chunk(chunk: Chunk) -> dict[str, Any]:
 def _decoded(document: Any, file: Path) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedCheckpointError(f"{file} is not the manifest of a {FORMAT}", "manifest")
+    # The checksum is the same in every version, and comes first: a flipped bit in the version is damage.
+    told = document.pop(_SELF, None)
+    if told != _checksum(document):
+        raise DamagedCheckpointError(f"{file} is not what was saved: its checksum differs", "manifest")
     version = document.get("format_version")
     if version != VERSION:
         raise CheckpointError(
             f"{file} has format version {version}, but this megapipe reads {VERSION}; use a newer one"
         )
-    told = document.pop(_SELF, None)
-    if told != _checksum(document):
-        raise DamagedCheckpointError(f"{file} is not what was saved: its checksum differs", "manifest")
     try:
         return _manifest(document)
     except (KeyError, TypeError, ValueError) as error:

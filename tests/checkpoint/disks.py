@@ -1,8 +1,11 @@
 """Disks that fail: the process is killed at any operation, the power goes, or the system refuses."""
 
 import os
+import resource
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -98,7 +101,10 @@ Loss = Literal["content", "files", "all"]
 
 
 class PowerlessDisk(StorageWriter):
-    """A disk that forgets, when the power goes, what had not been flushed.
+    """A disk that forgets, when the power goes, what had not been flushed. The ranks of one machine share it.
+
+    A removal is durable at once and a change of a name is not: of the two orders in which a disk may write them, that
+    is the one which would leave half a checkpoint under its old name.
 
     flushes, flushes_folders: whether the disk obeys; one that does not shows that the test would notice.
     """
@@ -107,6 +113,7 @@ class PowerlessDisk(StorageWriter):
         self._left = at
         self._flushes = flushes
         self._flushes_folders = flushes_folders
+        self._one_at_a_time = threading.Lock()
         self._descriptors: dict[int, Path] = {}
         self._contents: set[Path] = set()
         self._files: set[Path] = set()
@@ -126,50 +133,81 @@ class PowerlessDisk(StorageWriter):
                 path.unlink()
         if loss == "all":
             for source, target in reversed(self._renames):
-                target.rename(source)
+                if target.exists():
+                    target.rename(source)
                 self._folders = {source if path == target else path for path in self._folders}
             for path in self._folders:
                 shutil.rmtree(path)
 
     def make_folder(self, path: Path) -> None:
-        self._spend()
-        super().make_folder(path)
-        self._folders.add(path)
+        with self._one_at_a_time:
+            self._spend()
+            super().make_folder(path)
+            self._folders.add(path)
 
     def create(self, path: Path) -> int:
-        self._spend()
-        descriptor = super().create(path)
-        self._descriptors[descriptor] = path
-        self._files.add(path)
-        return descriptor
+        with self._one_at_a_time:
+            self._spend()
+            descriptor = super().create(path)
+            self._descriptors[descriptor] = path
+            self._files.add(path)
+            return descriptor
 
     def write(self, descriptor: int, content: memoryview) -> int:
-        self._spend()
-        self._contents.add(self._descriptors[descriptor])
-        return super().write(descriptor, content)
+        with self._one_at_a_time:
+            self._spend()
+            self._contents.add(self._descriptors[descriptor])
+            return super().write(descriptor, content)
 
     def flush(self, descriptor: int) -> None:
-        self._spend()
-        if self._flushes:
-            self._contents.discard(self._descriptors[descriptor])
+        with self._one_at_a_time:
+            self._spend()
+            if self._flushes:
+                self._contents.discard(self._descriptors[descriptor])
 
     def flush_folder(self, path: Path) -> None:
-        self._spend()
-        if self._flushes_folders:
-            self._files = {each for each in self._files if each.parent != path}
-            self._folders = {each for each in self._folders if each.parent != path}
-            self._renames = [each for each in self._renames if each[0].parent != path]
+        with self._one_at_a_time:
+            self._spend()
+            if self._flushes_folders:
+                self._files = {each for each in self._files if each.parent != path}
+                self._folders = {each for each in self._folders if each.parent != path}
+                self._renames = [each for each in self._renames if each[0].parent != path]
 
     def rename(self, source: Path, target: Path) -> None:
-        self._spend()
-        super().rename(source, target)
-        self._renames.append((source, target))
-        self._contents, self._files, self._folders = (
-            {target / path.relative_to(source) if path.is_relative_to(source) else path for path in paths}
-            for paths in (self._contents, self._files, self._folders)
-        )
+        with self._one_at_a_time:
+            self._spend()
+            super().rename(source, target)
+            self._renames.append((source, target))
+            self._contents, self._files, self._folders = (
+                {target / path.relative_to(source) if path.is_relative_to(source) else path for path in paths}
+                for paths in (self._contents, self._files, self._folders)
+            )
+
+    def remove(self, path: Path) -> None:
+        with self._one_at_a_time:
+            self._spend()
+            super().remove(path)
+            self._contents.discard(path)
+            self._files.discard(path)
+
+    def remove_folder(self, path: Path) -> None:
+        with self._one_at_a_time:
+            self._spend()
+            super().remove_folder(path)
+            self._folders.discard(path)
 
     def _spend(self) -> None:
         self._left -= 1
         if self._left < 0:
             raise Killed("power failure")
+
+
+@contextmanager
+def no_larger_files(limit: int) -> Iterator[None]:
+    """The system refuses to make a file larger than `limit` bytes, for real."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -11,6 +11,8 @@ import pytest
 from megapipe.checkpoint import CheckpointError, DirectoryLock, newest_valid, newest_whole
 from megapipe.checkpoint.directory import keep_last, set_aside, steps
 from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.checkpoint.storage import StorageWriter
+from tests.checkpoint.disks import no_larger_files
 from tests.checkpoint.toy import ALONE, alone, load_step, save_step
 
 FILE = "rank-00000.safetensors"
@@ -109,6 +111,30 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
         DirectoryLock(tmp_path)
     lock.release()
     DirectoryLock(tmp_path).release()
+
+
+def test_a_disk_that_cannot_even_take_the_lock_is_named_and_left_unlocked(tmp_path: Path) -> None:
+    with no_larger_files(0), pytest.raises(CheckpointError, match=rf"cannot write {tmp_path}/\.lock: File too large"):
+        DirectoryLock(tmp_path)
+    DirectoryLock(tmp_path).release()
+
+
+class FlushedFolders(StorageWriter):
+    """Remembers them."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+
+    def flush_folder(self, path: Path) -> None:
+        super().flush_folder(path)
+        self.paths.append(path)
+
+
+def test_a_new_directory_survives_a_power_failure(tmp_path: Path) -> None:
+    disk = FlushedFolders()
+    for _ in range(2):  # the second time nothing is new
+        DirectoryLock(tmp_path / "runs/mine/checkpoints", disk).release()
+    assert sorted(disk.paths) == [tmp_path, tmp_path / "runs", tmp_path / "runs/mine"]
 
 
 def test_a_dead_jobs_lock_is_free(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Ten steps, a checkpoint and ten steps are twenty steps: bit for bit on one layout, within tolerance on others."""
+"""Ten steps, a checkpoint and ten steps are twenty steps: bit for bit on one layout, within tolerance on others.
+
+Every pair of layouts: tests/faults/test_changed_mesh.py.
+"""
 
 import shutil
 from dataclasses import replace
@@ -7,31 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import Outcome, Sizes, assert_same_bits, config_in, run
+from tests.checkpoint.runs import Outcome, Sizes, assert_close, assert_same_bits, config_in, run
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, write_shard
 
 DROPOUT = replace(GPT2_SHAPE, tie_embeddings=False, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
 MODELS = {"gpt2-tied": GPT2_SHAPE, "gpt2-untied-dropout": DROPOUT, "llama-untied": LLAMA_SHAPE}
-LAYOUTS: list[Sizes] = [
-    {},
-    {"tensor": 2},
-    {"pipeline": 2},
-    {"data": 2},
-    {"tensor": 2, "pipeline": 2},
-    {"pipeline": 2, "data": 2},
-    {"pipeline": 4},
-    {"tensor": 4},
-]
 SAME: list[tuple[str, Sizes]] = [
     ("gpt2-tied", {}),
     ("gpt2-tied", {"tensor": 2, "pipeline": 2}),
     ("gpt2-untied-dropout", {"pipeline": 2}),
     ("llama-untied", {"data": 2}),
-]
-OTHER: list[tuple[Sizes, Sizes]] = [
-    ({}, {"tensor": 2}),
-    ({"tensor": 2, "pipeline": 2}, {"data": 2}),
-    ({"tensor": 2, "pipeline": 2}, {}),
 ]
 
 
@@ -87,32 +75,9 @@ def test_a_pipeline_goes_on_with_the_bits_of_one_process(runs: Runs) -> None:
     assert_same_bits(runs.resumed("gpt2-tied", {}, {"pipeline": 2}), runs.whole("gpt2-tied", {}))
 
 
-def check_close(runs: Runs, model: str, saved_on: Sizes, resumed_on: Sizes) -> None:
-    """The losses of the ten steps after a checkpoint stay those of a run on one process."""
-    found, expected = runs.resumed(model, saved_on, resumed_on), runs.whole(model, {})
-    wanted = [loss for _, loss in expected.losses]
-    assert [loss for _, loss in found.losses] == pytest.approx(wanted, rel=1e-4)
-    for name, tensor in expected.tensors["weights"].items():
-        difference = float((found.tensors["weights"][name] - tensor).double().norm())
-        assert difference <= 1e-3 * float(tensor.double().norm()) + 1e-3, name
-
-
-@pytest.mark.parametrize(("saved_on", "resumed_on"), OTHER, ids=str)
-def test_another_layout_goes_on_within_tolerance(runs: Runs, saved_on: Sizes, resumed_on: Sizes) -> None:
-    check_close(runs, "gpt2-tied", saved_on, resumed_on)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("resumed_on", LAYOUTS, ids=str)
-@pytest.mark.parametrize("saved_on", LAYOUTS, ids=str)
-def test_all_pairs_of_layouts(runs: Runs, saved_on: Sizes, resumed_on: Sizes) -> None:
-    check_close(runs, "gpt2-tied", saved_on, resumed_on)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_every_layout_goes_on_bit_for_bit(runs: Runs, sizes: Sizes) -> None:
-    assert_same_bits(runs.resumed("gpt2-tied", sizes, sizes), runs.whole("gpt2-tied", sizes))
+def test_another_layout_goes_on_within_tolerance(runs: Runs) -> None:
+    found = runs.resumed("gpt2-tied", {"tensor": 2, "pipeline": 2}, {"data": 2})
+    assert_close(found, runs.whole("gpt2-tied", {}))
 
 
 def test_bf16_goes_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:

@@ -97,17 +97,6 @@ def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path, corpus: str, capsy
     }
 
 
-def test_a_finished_run_says_so_and_does_nothing(
-    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(configuration(corpus, tmp_path))
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    capsys.readouterr()
-    assert run(configuration(corpus, tmp_path)) == 0
-    assert "already finished" in capsys.readouterr().out
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
 def test_auto_precision_is_decided_once(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,178 @@
+"""Kills and flipped bits, on checkpoints of megapipe and of torch.distributed.checkpoint (DCP) side by side.
+
+A save of step 2 beside or over step 1 is killed (SIGKILL) ahead of every operation that changes the disk, in a write
+after half of it, with each rank as the victim; then the checkpoint is loaded and compared with what either step saved.
+After an undisturbed save single bits are flipped over each file of step 2. Both write the same rows of the same
+matrices, and operations are counted at each one's own interface to the disk. What is printed are counts, not times.
+
+    python benchmarks/checkpoint_faults.py --ranks 1 2 --flips 20
+"""
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_faults_contest.systems import NAMES, SYSTEMS, TIMEOUT_SECONDS, Death, System, whole
+
+# A process a kill: cheap, since this one has imported all that they need and started no thread.
+PROCESSES = multiprocessing.get_context("fork")
+
+
+def _saving(
+    pipe: Connection,
+    rank: int,
+    ranks: int,
+    store: str,
+    system: System,
+    directory: Path,
+    steps: Sequence[int],
+    at: int | None,
+) -> None:
+    """One rank of saves of `steps`, which dies at an operation of the last one; answers with how many that has."""
+    _quiet()
+    files = dist.FileStore(store, ranks)
+    dist.init_process_group(
+        "gloo", store=files, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_SECONDS)
+    )
+    for step in steps:
+        death = Death(at if step == steps[-1] else None)
+        system.save(rank, ranks, directory, step, death)
+    pipe.send(death.count)
+    os._exit(0)
+
+
+def _quiet() -> None:
+    """What a process says of a dead peer or of a damaged file is no part of the table."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _loading(pipe: Connection, system: System, directory: Path) -> None:
+    """Answers with what a load gave: old, new, mixed or unreadable."""
+    _quiet()
+    try:
+        found = system.load(directory)
+    except BaseException:  # a flipped bit in a pickle may raise anything
+        pipe.send("unreadable")
+        os._exit(0)
+    for told, step in (("old", 1), ("new", 2)):
+        if all(torch.equal(found[name], whole(name, step)) for name in NAMES):
+            pipe.send(told)
+            os._exit(0)
+    pipe.send("mixed")
+    os._exit(0)
+
+
+def _answers(jobs: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[Any]:
+    """Run each job in a process of its own, all at once; None for one that died."""
+    pipes = [PROCESSES.Pipe() for _ in jobs]
+    processes = [
+        PROCESSES.Process(target=function, args=(theirs, *args), daemon=True)
+        for (function, args), (_, theirs) in zip(jobs, pipes, strict=True)
+    ]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    answers = []
+    for process, (ours, _) in zip(processes, pipes, strict=True):
+        try:
+            answers.append(ours.recv() if ours.poll(TIMEOUT_SECONDS) else None)
+        except EOFError:
+            answers.append(None)
+        process.kill()
+        process.join()
+    return answers
+
+
+def saved(
+    system: System, ranks: int, directory: Path, steps: Sequence[int], at: Sequence[int | None] | None = None
+) -> list[int | None]:
+    """Save on all ranks; the operations of each that lived. at: where each rank dies, None for nowhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        deaths = [None] * ranks if at is None else at
+        arguments = [(rank, ranks, store, system, directory, steps, deaths[rank]) for rank in range(ranks)]
+        return _answers([(_saving, each) for each in arguments])
+
+
+def loaded(system: System, directory: Path) -> str:
+    """What a load gives. A process that dies over it has read nothing."""
+    (answer,) = _answers([(_loading, (system, directory))])
+    return answer or "unreadable"
+
+
+def kills(system: System, ranks: int, scratch: Path) -> Counter[str]:
+    """What is loaded after every possible kill of one rank."""
+    found: Counter[str] = Counter()
+    template, directory = scratch / "template", scratch / "run"
+    saved(system, ranks, template, (1,))
+    for victim, count in enumerate(saved(system, ranks, scratch / "undisturbed", (1, 2))):
+        assert count, "the undisturbed save failed"
+        for operation in range(count):
+            shutil.rmtree(directory, ignore_errors=True)
+            shutil.copytree(template, directory)
+            at = [operation if rank == victim else None for rank in range(ranks)]
+            assert saved(system, ranks, directory, (2,), at)[victim] is None, "the victim lived"
+            found[loaded(system, directory)] += 1
+    return found
+
+
+def flips(system: System, ranks: int, scratch: Path, count: int) -> Counter[str]:
+    """What is loaded after one flipped bit, `count` times over each file of the newest checkpoint."""
+    found: Counter[str] = Counter()
+    template, directory = scratch / "undisturbed", scratch / "run"
+    for file in sorted(system.newest(template).iterdir()):
+        for number in range(count):
+            shutil.rmtree(directory, ignore_errors=True)
+            shutil.copytree(template, directory)
+            path = system.newest(directory) / file.name
+            content = bytearray(path.read_bytes())
+            content[number * (len(content) - 1) // max(1, count - 1)] ^= 1 << number % 8
+            path.write_bytes(content)
+            found[loaded(system, directory)] += 1
+    return found
+
+
+def main() -> int:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="worlds that save")
+    parser.add_argument("--flips", type=int, default=20, help="bits flipped in each file")
+    arguments = parser.parse_args()
+    killed, flipped = [], []
+    for ranks in arguments.ranks:
+        for system in SYSTEMS:
+            with tempfile.TemporaryDirectory(prefix="checkpoint-faults-") as folder:
+                after = kills(system, ranks, Path(folder))
+                cells = [after[told] for told in ("old", "new", "mixed", "unreadable")]
+                killed.append((system.name, ranks, after.total(), *cells))
+                seen = flips(system, ranks, Path(folder), arguments.flips)
+                cells = [seen["old"], seen["unreadable"], seen["new"], seen["mixed"]]
+                flipped.append((system.name, ranks, seen.total(), *cells))
+    print(f"torch {torch.__version__}\n")
+    _print_table(("", "ranks", "kills", "old step", "new step", "mixed", "nothing readable"), killed)
+    _print_table(
+        ("", "ranks", "flips", "noticed, older step taken", "noticed", "without effect", "other values, unnoticed"),
+        flipped,
+    )
+    return 0
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(str(cell) for cell in row) + " |")
+    print()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
