@@ -40,7 +40,7 @@ def test_what_needs_something_else_says_so() -> None:
     def problems(*arguments: str) -> str:
         return "\n".join(parse(arguments).problems())
 
-    assert "there is nothing to go back to" in problems("--spikes.threshold=9")
+    assert "there is no checkpoint to go back to" in problems("--spikes.threshold=9")
     assert "there is nothing" not in problems("--spikes.threshold=9", "--checkpoint.every=10")
     for asked in ("--spikes.deviations=10", "--reliability.skip_samples=[[0, 8]]"):
         assert "none can be left out" in problems("--data.order=megatron", asked)
