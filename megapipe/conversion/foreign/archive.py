@@ -6,6 +6,7 @@ import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.storage import DISK, explained
-from megapipe.checkpoint.tensor_file import DTYPES
+from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.conversion.foreign.sandbox import Sandbox, TensorPlace
 from megapipe.conversion.tensor_stream import bytes_of
 
@@ -139,6 +140,21 @@ class Archive:
         self._fill(flat, start + place.offset * dtype.itemsize)
         return flat.as_strided(place.shape, place.stride).contiguous() if count else flat.reshape(place.shape)
 
+    def verify(self, place: TensorPlace) -> list[str]:
+        """Read a tensor's whole storage: what is wrong with it, empty if nothing is."""
+        try:
+            self.tensor(place)
+        except CheckpointError as error:
+            return [str(error)]
+        entry = self._members[f"data/{place.key}"]
+        start, size = self._span(entry)
+        found = 0
+        for at in range(start, start + size, PIECE_BYTES):
+            found = zlib.crc32(os.pread(self._descriptor, min(PIECE_BYTES, start + size - at), at), found)
+        # torch can be told to write no checksum, and then writes a zero.
+        wrong = entry.CRC not in (0, found)
+        return [f"{self.path}: storage {place.key!r} is not what was written: its CRC-32 differs"] if wrong else []
+
     def _fill(self, flat: Tensor, start: int) -> None:
         content = bytes_of(flat)
         while content:
@@ -200,7 +216,7 @@ class ArchiveWriter:
         if whole.untyped_storage().nbytes() != whole.nbytes:  # a part of a larger storage, which would be written
             whole = whole.clone()
         try:
-            self._writer.write_record(f"data/{key}", whole.untyped_storage(), whole.nbytes)
+            self._writer.write_record(f"data/{key}", whole.untyped_storage(), whole.nbytes)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise CheckpointError(f"cannot write {self.path}: {error}") from error
 

@@ -45,8 +45,8 @@ class Sandbox:
     def __init__(self, allowed: bool, folder: Path) -> None:
         if not allowed:
             raise CheckpointError(
-                f"{folder} is read from pickles, a format that can carry code; say --allow-pickle to have them read in "
-                "a confined process that knows a written list of classes and runs nothing"
+                f"{folder} is read from pickles, a format that can carry code; say --allow-pickle to have them read "
+                "in a confined process that knows a written list of classes and runs nothing"
             )
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", unpickler.__file__],

@@ -74,15 +74,8 @@ INERT = {
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     **{f"{package}.multiarray": {"_reconstruct", "scalar"} for package in ("numpy.core", "numpy._core")},
     "numpy": {"ndarray", "dtype"},
-    **dict.fromkeys(
-        (
-            "megatron.core.enums",
-            "megatron.core.transformer.enums",
-            "megatron.core.rerun_state_machine",
-            "megatron.legacy.model.enums",
-            "megatron.model.enums",
-        ),
-        {
+    **{
+        module: {
             "ModelType",
             "Fp8Recipe",
             "Fp4Recipe",
@@ -95,8 +88,15 @@ INERT = {
             "RerunDiagnostic",
             "RerunMode",
             "RerunState",
-        },
-    ),
+        }
+        for module in (
+            "megatron.core.enums",
+            "megatron.core.transformer.enums",
+            "megatron.core.rerun_state_machine",
+            "megatron.legacy.model.enums",
+            "megatron.model.enums",
+        )
+    },
 }
 """Module -> names that become records: what they are called with is kept, and nothing is done."""
 
