@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.config.model import ModelConfig
@@ -35,14 +34,15 @@ class Contents:
 
     model: a BertModelConfig for a BERT. tensors: every tensor, in the model's order; a tied weight once. run: where a
     run stands; None where the format keeps weights alone. applied_updates: parameter name -> optimizer updates that
-    were applied; empty with weights alone. tokenizer: folder or file that the model's tokenizer can be copied from.
+    were applied; empty with weights alone. tokenizer: the model's, as `megapipe.data.tokenizers.open_tokenizer`
+    takes it; None where nothing tells.
     """
 
     model: ModelConfig
     tensors: tuple[StoredTensor, ...]
     run: "RunState | None" = None
     applied_updates: Mapping[str, int] = field(default_factory=dict)
-    tokenizer: Path | None = None
+    tokenizer: str | None = None
 
     @property
     def kinds(self) -> list[str]:

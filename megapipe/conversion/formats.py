@@ -10,6 +10,10 @@ from megapipe.conversion.source import Source, SourceOptions
 from megapipe.conversion.target import Target, TargetOptions
 
 
+class UnknownFormatError(ValueError):
+    """A folder whose format cannot be told, or a format that is none. The message names the formats there are."""
+
+
 @dataclass(frozen=True)
 class Format:
     """One format. Modules that import torch are imported by its functions, so that --help need not wait for them.
@@ -39,7 +43,9 @@ def _make_megapipe(path: Path, contents: Contents, options: TargetOptions) -> Ta
 
 
 def _is_megapipe(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    """A step's folder, or that of a run with one."""
+    steps = (*path.glob("checkpoints/step-*"), *path.glob("step-*"))
+    return (path / "manifest.json").is_file() or any(step.is_dir() for step in steps)
 
 
 def _open_hugging_face(path: Path, options: SourceOptions) -> Source:
@@ -66,14 +72,17 @@ FORMATS = {
 
 
 def format_of(path: Path, name: str | None = None) -> Format:
-    """The format called `name`, or else the one that a folder's files tell of. Raises ValueError for neither."""
+    """The format called `name`, or else the one that a folder's files tell of. Raises
+    UnknownFormatError for neither."""
     if name is not None:
         if name not in FORMATS:
-            raise ValueError(f"unknown format {name!r}{nearest(name, FORMATS)}; formats are {', '.join(FORMATS)}")
+            raise UnknownFormatError(
+                f"unknown format {name!r}{nearest(name, FORMATS)}; formats are {', '.join(FORMATS)}"
+            )
         return FORMATS[name]
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder; name that of a checkpoint")
+        raise UnknownFormatError(f"{path} is not a folder; name that of a checkpoint")
     for known in FORMATS.values():
         if known.recognizes(path):
             return known
-    raise ValueError(f"{path} tells no format by its files; name it with --from: {', '.join(FORMATS)}")
+    raise UnknownFormatError(f"{path} tells no format by its files; name it with --from: {', '.join(FORMATS)}")

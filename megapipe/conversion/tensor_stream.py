@@ -7,7 +7,7 @@ all of it; here a tensor is read into memory of its own. The library still judge
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,21 +174,21 @@ class TensorReader:
         """A tensor, in memory of its own."""
         entry = self.entry(key)
         flat = torch.empty(entry.num_elements, dtype=DTYPES[entry.dtype])
-        self.into(key, flat, range(entry.num_bytes))
+        self.read(key, bytes_of(flat), 0)
         return flat.reshape(entry.shape)
 
-    def into(self, key: str, flat: Tensor, span: range) -> None:
-        """Read bytes `span` of a tensor to the same bytes of `flat`, all of its elements in one dimension."""
-        content, start = bytes_of(flat)[span.start : span.stop], self.entry(key).start + span.start
+    def read(self, key: str, content: memoryview, start: int) -> None:
+        """Fill `content` with the bytes of a tensor from its byte `start` on."""
+        position = self.entry(key).start + start
         while content:
-            part = content[: 1 << 30]  # the system reads no more than 2 GiB at once
             try:
-                read = os.preadv(self._descriptor, [part], start)
+                # The system reads no more than 2 GiB at once.
+                count = os.preadv(self._descriptor, [content[: 1 << 30]], position)
             except OSError as error:
                 raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
-            if read == 0:
+            if count == 0:
                 raise DamagedCheckpointError(f"{self.path} ends inside tensor {key!r}", "files")
-            content, start = content[read:], start + read
+            content, position = content[count:], position + count
 
     def close(self) -> None:
         """Close the file."""
@@ -201,9 +201,3 @@ def bytes_of(flat: Tensor) -> memoryview:
     """The bytes of a contiguous tensor of one dimension, shared with it."""
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def pieces(span: range) -> Iterator[range]:
-    """The checked pieces of a tensor that bytes `span` lie in, as byte ranges that may end behind the tensor."""
-    for piece in range(span.start // PIECE_BYTES, -(-span.stop // PIECE_BYTES)):
-        yield range(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)

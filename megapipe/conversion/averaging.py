@@ -1,0 +1,45 @@
+"""The mean of several checkpoints' weights (Izmailov et al., 1803.05407), one tensor in memory at a time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
+from megapipe.conversion.source import Source
+from megapipe.conversion.target import Target
+from megapipe.conversion.transfer import abandoned_on_error, cast
+
+
+def average(sources: Sequence[Source], contents: Contents, open_target: Callable[[], Target]) -> list[str]:
+    """Write the mean of the sources' weights, summed in float64; returns the target's notes.
+
+    contents: of the target. Raises CheckpointError where the sources are not of one model; nothing is written then.
+    """
+    named = [_weights(source) for source in sources]
+    shapes = [{name: tensor.shape for name, tensor in weights.items()} for weights in named]
+    for number, found in enumerate(shapes[:-1], start=1):
+        if found != shapes[-1]:
+            name = next(name for name in {**found, **shapes[-1]} if found.get(name) != shapes[-1].get(name))
+            raise CheckpointError(
+                f"checkpoint {number} is of another model than the last: {name} has shape {found.get(name)} there and "
+                f"{shapes[-1].get(name)} in the last"
+            )
+    target = open_target()
+    with abandoned_on_error(target):
+        for tensor in contents.tensors:
+            parts = [(source, weights[tensor.name]) for source, weights in zip(sources, named, strict=True)]
+            target.add(tensor, cast(_mean(parts).float(), tensor))
+        return target.finish()
+
+
+def _mean(parts: Sequence[tuple[Source, StoredTensor]]) -> Tensor:
+    total = torch.zeros(parts[0][1].shape, dtype=torch.float64)
+    for source, tensor in parts:
+        total.add_(source.read(tensor))
+    return total.div_(len(parts))
+
+
+def _weights(source: Source) -> dict[str, StoredTensor]:
+    return {tensor.name: tensor for tensor in source.contents.tensors if tensor.kind == WEIGHTS}

@@ -1,0 +1,67 @@
+"""How two checkpoints of any formats differ, tensor by tensor."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.conversion.contents import WEIGHTS, StoredTensor
+from megapipe.conversion.source import Source
+
+_PIECE = 1 << 22
+"""Elements that are compared at once, in float64."""
+
+
+class Difference(NamedTuple):
+    """Largest absolute difference of two tensors, and largest one relative to the larger of the two values."""
+
+    absolute: float
+    relative: float
+
+
+def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) -> tuple[list[str], int]:
+    """What differs, a line each, and how many tensors were compared.
+
+    tolerance: absolute differences up to it are none. Types may differ where values do not.
+    """
+    one, other = (_by_name(source, weights_only) for source in (ours, theirs))
+    lines = [f"{_called(key)}: only in the first" for key in one if key not in other]
+    lines += [f"{_called(key)}: only in the second" for key in other if key not in one]
+    common = [key for key in one if key in other]
+    for key in common:
+        if one[key].shape != other[key].shape:
+            lines.append(f"{_called(key)}: shape {one[key].shape} and {other[key].shape}")
+            continue
+        found = difference(ours.read(one[key]), theirs.read(other[key]))
+        if not found.absolute <= tolerance:
+            lines.append(f"{_called(key)}: max difference {found.absolute:.3g}, relative {found.relative:.3g}")
+    return lines, len(common)
+
+
+def difference(one: Tensor, other: Tensor) -> Difference:
+    """How far two tensors of one shape are apart: 0 where bits or values are equal, infinite where one is not a
+    number and the other is."""
+    absolute = relative = 0.0
+    for first, second in zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True):
+        left, right = first.double(), second.double()
+        equal = (left == right) | (left.isnan() & right.isnan())
+        apart = (left - right).abs().nan_to_num(nan=math.inf).masked_fill(equal, 0.0)
+        if bool(apart.any()):
+            scale = torch.maximum(left.abs(), right.abs())
+            absolute = max(absolute, float(apart.max()))
+            relative = max(relative, float((apart / scale).nan_to_num(nan=math.inf).masked_fill(equal, 0.0).max()))
+    return Difference(absolute, relative)
+
+
+def _by_name(source: Source, weights_only: bool) -> dict[tuple[str, str], StoredTensor]:
+    return {
+        (tensor.kind, tensor.name): tensor
+        for tensor in source.contents.tensors
+        if tensor.kind == WEIGHTS or not weights_only
+    }
+
+
+def _called(key: tuple[str, str]) -> str:
+    kind, name = key
+    return name if kind == WEIGHTS else f"{kind} of {name}"

@@ -1,0 +1,105 @@
+"""Hugging Face folders as a source: config.json and safetensors files. Nothing in them is run."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face_bert import NORM_POSITIONS
+from megapipe.checkpoint.hugging_face_files import CONFIG, fitting, joined, kind_of, stored_tensors, told_fields
+from megapipe.checkpoint.untrusted import inside, read_json
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
+from megapipe.conversion.model_fields import model_of
+from megapipe.conversion.source import Index
+from megapipe.conversion.tensor_stream import TensorReader
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""What a folder's tokenizer is opened by."""
+
+
+class HuggingFaceSource:
+    """The model of a folder of GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT or MegatronBert, weights alone.
+
+    Raises CheckpointError for a folder that is incomplete, unreadable or of another model, and for what a hostile one
+    may try.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files: dict[Path, TensorReader] = {}
+        config = read_json(inside(path, CONFIG))
+        if config.get("quantization_config"):
+            raise CheckpointError(f"{path / CONFIG} tells of quantized weights; convert the model they were made from")
+        try:
+            stored = stored_tensors(path, lambda file: self._file(file).entries)
+            names = kind_of(_blank(config)).names(stored)
+            self._places = {names[name]: (file, name) for name, file in stored.items()}
+            model = _model(path, config, self._places)
+            self._pairs = fitting(path, config, model, self._places)
+            tensors = tuple(self._described(name) for name in self._pairs)
+        except BaseException:
+            self.close()
+            raise
+        has_tokenizer = any((path / file).is_file() for file in TOKENIZER_FILES)
+        self.contents = Contents(model, tensors, tokenizer=str(path) if has_tokenizer else None)
+
+    def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
+        pair = self._pairs[tensor.name]
+        parts = []
+        for name in pair.theirs:
+            file, key = self._places[name]
+            parts.append(self._file(file).whole(key))
+        whole = joined(parts, pair)
+        return (whole[index].clone() if index else whole).contiguous()
+
+    def verify(self, tensor: StoredTensor) -> list[str]:
+        """The format has no checksums: what can be seen is that every byte is there and can be read."""
+        try:
+            self.read(tensor)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def _described(self, name: str) -> StoredTensor:
+        pair = self._pairs[name]
+        dtypes = set()
+        for theirs in pair.theirs:
+            file, key = self._places[theirs]
+            dtypes.add(self._file(file).entry(key).dtype)
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{', '.join(pair.theirs)} have different types, {', '.join(sorted(dtypes))}")
+        return StoredTensor(name, WEIGHTS, pair.spec.shape, dtypes.pop())
+
+    def _file(self, path: Path) -> TensorReader:
+        if path not in self._files:
+            self._files[path] = TensorReader(path)
+        return self._files[path]
+
+
+def _blank(config: Mapping[str, Any]) -> ModelConfig:
+    """Any model of the folder's kind."""
+    return BertModelConfig() if config.get("model_type") in NORM_POSITIONS else ModelConfig()
+
+
+def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
+    """The configuration of the folder's model."""
+    told = dict(told_fields(folder, kind_of(_blank(config)), config, names))
+    layers = told["num_layers"]
+    if not isinstance(layers, int) or layers > len(names):
+        # Before anything is made for each of them.
+        raise CheckpointError(f"{folder / CONFIG} tells of {layers!r} layers, the files of {len(names)} tensors")
+    told.setdefault("max_positions", config.get("max_position_embeddings", ModelConfig().max_positions))
+    fields: dict[str, Any] = {name: value for name, value in told.items() if not name.startswith("rope_scaling.")}
+    prefix = "rope_scaling."
+    fields["rope_scaling"] = {
+        name.removeprefix(prefix): value for name, value in told.items() if name.startswith(prefix)
+    }
+    return model_of(fields)

@@ -1,0 +1,98 @@
+"""megapipe's own checkpoints as a target: a step's folder that training resumes from, or takes weights from."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+import megapipe
+from megapipe.checkpoint.extents import Extent
+from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
+from megapipe.checkpoint.manifest_file import MANIFEST, check_files, encoded
+from megapipe.checkpoint.storage import DISK, write_file
+from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
+from megapipe.conversion.fresh_folder import FreshFolder
+from megapipe.conversion.tensor_stream import TensorStream
+from megapipe.costs.parameters import Box
+
+_PRECISIONS = {"F32": "fp32", "F64": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+class MegapipeTarget:
+    """A checkpoint with a file for each kind of tensor and type, named by number: names come from anywhere."""
+
+    def __init__(self, path: Path, contents: Contents) -> None:
+        self._contents = contents
+        self._folder = FreshFolder(path)
+        self._chunks: list[Chunk] = []
+        self._streams: dict[tuple[str, str], tuple[str, TensorStream]] = {}
+        try:
+            # One type a file, so that every tensor starts at a multiple of its element size.
+            for number, group in enumerate(dict.fromkeys((each.kind, each.dtype) for each in contents.tensors)):
+                file = f"part-{number:05d}.safetensors"
+                tensors = [
+                    (_key(each), each.dtype, each.shape)
+                    for each in contents.tensors
+                    if (each.kind, each.dtype) == group
+                ]
+                self._streams[group] = file, TensorStream(self._folder.partial / file, tensors)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def add(self, tensor: StoredTensor, values: Tensor) -> None:
+        file, stream = self._streams[tensor.kind, tensor.dtype]
+        checksums = stream.add(_key(tensor), values)
+        whole = Extent.whole(Box((0,) * len(tensor.shape), tensor.shape))
+        self._chunks.append(
+            Chunk(tensor.name, tensor.kind, tensor.shape, whole, file, _key(tensor), tensor.dtype, checksums)
+        )
+
+    def finish(self) -> list[str]:
+        for _, stream in self._streams.values():
+            stream.close()
+        run = self._contents.run or _fresh_run(self._contents)
+        manifest = Manifest(
+            code_version=megapipe.__version__,
+            run=run,
+            applied_updates=self._contents.applied_updates,
+            files={file: stream.size for file, stream in self._streams.values()},
+            chunks=tuple(self._chunks),
+        )
+        check_files(self._folder.partial, manifest)
+        write_file(DISK, self._folder.partial / MANIFEST, [memoryview(encoded(manifest))])
+        self._folder.finish()
+        if self._contents.applied_updates:
+            return [f"to resume from it, move it to RUN/checkpoints/step-{run.step:08d}"]
+        return [f"weights for a new run: --init_from {self._folder.path}"]
+
+    def abandon(self) -> None:
+        for _, stream in self._streams.values():
+            stream.abandon()
+        self._folder.abandon()
+
+
+def _key(tensor: StoredTensor) -> str:
+    return f"{tensor.kind}/{tensor.name}"
+
+
+def _fresh_run(contents: Contents) -> RunState:
+    """A run that has not begun, with weights from elsewhere."""
+    dtype = next(tensor.dtype for tensor in contents.tensors if tensor.kind == WEIGHTS)
+    return RunState(
+        step=0,
+        consumed_samples=0,
+        random={"seed": 0},
+        precision=_PRECISIONS[dtype],
+        losses=(),
+        config=asdict(_fresh_config(contents.model)),
+    )
+
+
+def _fresh_config(model: ModelConfig) -> PretrainConfig:
+    if isinstance(model, BertModelConfig):
+        return BertPretrainConfig(model=model, data=BertDataConfig(pairs="order" if model.sentence_head else "none"))
+    return PretrainConfig(model=model)

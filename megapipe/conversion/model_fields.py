@@ -1,0 +1,37 @@
+"""A model's configuration from plain values, as checkpoints and config.json files hold them."""
+
+from collections.abc import Mapping
+from json import dumps
+from typing import Any
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.config.bert import BertModelConfig, BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse_as
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.bert import bert_layers
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.parameters import ParameterSpec
+
+
+def model_of(fields: Mapping[str, Any]) -> ModelConfig:
+    """A ModelConfig, or a BertModelConfig where a field of one is there.
+
+    Raises CheckpointError for unknown fields, wrong types and rules that are broken.
+    """
+    kind = BertPretrainConfig if "norm_position" in fields else PretrainConfig
+    try:
+        model = parse_as(kind, ["--config", dumps({"model": fields})]).model
+        problems = model.problems()
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint's model configuration cannot be used: {error}") from error
+    if problems:
+        raise CheckpointError(f"the checkpoint's model configuration cannot be used: {'; '.join(problems)}")
+    return model
+
+
+def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
+    """Every parameter by its global name, in the model's order; tied ones once."""
+    layers = bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
+    return {spec.name: spec for layer in layers for spec in layer.parameters.values()}
