@@ -60,7 +60,13 @@ def _open(path: str, arguments: argparse.Namespace) -> "Source":
 
 
 def _options(arguments: argparse.Namespace) -> TargetOptions:
-    return TargetOptions(max_shard_bytes=arguments.max_shard_bytes)
+    return TargetOptions(
+        max_shard_bytes=arguments.max_shard_bytes,
+        tensor=arguments.tensor,
+        pipeline=arguments.pipeline,
+        chunks=arguments.chunks,
+        layer_names=arguments.layer_names,
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -220,6 +220,13 @@ class ArchiveWriter:
         except RuntimeError as error:
             raise CheckpointError(f"cannot write {self.path}: {error}") from error
 
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        try:
+            self._writer.write_end_of_file()
+        except RuntimeError:
+            return  # a full disk: the file is about to be removed
+
     def _record(self, name: str, content: bytes) -> None:
         self._writer.write_record(name, content, len(content))
 

@@ -5,7 +5,6 @@ Written with torch's own metadata classes; read by description, since `.metadata
 """
 
 import io
-import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +30,11 @@ from megapipe.checkpoint.storage import DISK, explained, write_file
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.checkpoint.untrusted import inside
 from megapipe.conversion.foreign.archive import Archive
+from megapipe.conversion.foreign.layouts import METADATA
 from megapipe.conversion.foreign.sandbox import Record, Sandbox, TensorPlace
 from megapipe.conversion.source import Index
 from megapipe.costs.parameters import Box
 
-METADATA = ".metadata"
 _DATA = "__0_0.distcp"
 _DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _METADATA_VERSION = "1.0.0"
@@ -100,10 +99,12 @@ class DcpFiles:
             found[_relative(starts, stops, [part.start for part in wanted])] = values[source]
         return found
 
-    def verify(self, name: str) -> list[str]:
-        """Read all of a tensor: what is wrong with it, empty if nothing is."""
+    def verify(self, name: str, first: int | None = None) -> list[str]:
+        """Read all of a tensor, or what has `first` on its first axis: what is wrong with it, empty if nothing is."""
         tensor, found = self.tensors[name], []
         for chunk in tensor.chunks:
+            if first is not None and not chunk.box.starts[0] <= first < chunk.box.stops[0]:
+                continue
             try:
                 with _Item(self._folder, chunk, tensor, self._sandbox) as item:
                     found += item.archive.verify(item.place)
@@ -259,8 +260,3 @@ class DcpWriter:
         if self._descriptor >= 0:
             DISK.close(self._descriptor)
             self._descriptor = -1
-
-
-def names(tensors: Mapping[str, DcpTensor], count: int = 4) -> str:
-    """A few names, for errors."""
-    return ", ".join(repr(name) for name in itertools.islice(tensors, count))
