@@ -100,9 +100,17 @@ def _run_of(told: Mapping[str, Any], path: Path) -> tuple[RunState | None, dict[
     if told.get("run") is None:
         return None, {}
     try:
-        fields = dict(told["run"])
-        losses = tuple((int(step), math.nan if loss is None else float(loss)) for step, loss in fields.pop("losses"))
-        return RunState(**fields, losses=losses), {str(k): int(v) for k, v in told["applied_updates"].items()}
+        stored = told["run"]
+        run = RunState(
+            step=int(stored["step"]),
+            consumed_samples=int(stored["consumed_samples"]),
+            random={str(name): int(value) for name, value in stored["random"].items()},
+            precision=str(stored["precision"]),
+            losses=tuple((int(step), math.nan if loss is None else float(loss)) for step, loss in stored["losses"]),
+            config=dict(stored["config"]),
+            loss_scale={str(name): float(value) for name, value in stored["loss_scale"].items()},
+        )
+        return run, {str(name): int(count) for name, count in told["applied_updates"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} does not tell where its run stands: {error!r}; leave `run` out") from error
 

@@ -14,6 +14,7 @@ from megapipe.conversion.target import TargetOptions
 
 SIZES = {"vocabulary_size": 97, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "max_positions": 48}
 DECODER = {"normalization": "rms_norm", "activation": "swiglu", "positions": "rotary", "ffn_hidden_size": 48}
+OTHERS = ("norm_epsilon", "rope_theta", "rope_scaling", "bias", "qk_norm", "sliding_window", "tie_embeddings")
 MODELS = {
     "gpt2": ModelConfig(**SIZES, activation="gelu_tanh"),
     "llama": ModelConfig(**SIZES, **DECODER, num_kv_heads=2, bias="none", tie_embeddings=False, rope_theta=500.0),
@@ -25,7 +26,7 @@ MODELS = {
 
 
 def drawn(model: ModelConfig, dtype: str = "F32", kinds: tuple[str, ...] = (WEIGHTS,)) -> tuple[Contents, dict]:
-    """Contents and the values of every tensor: matrices with std 0.2, so that logits are of order 1; norms around 1."""
+    """Contents and every tensor's values: matrices with std 0.2, so that logits are of order 1; norms around 1."""
     generator = torch.Generator().manual_seed(0)
     tensors, values = [], {}
     for kind in kinds:
@@ -46,7 +47,7 @@ def write(
     target = FORMATS[kind].open_target(path, contents, TargetOptions(**options))
     for tensor in contents.tensors:
         target.add(tensor, values[tensor])
-    return target.finish()
+    target.finish()
 
 
 def opened(kind: str, path: Path) -> Source:
@@ -69,22 +70,6 @@ def assert_holds(source: Source, contents: Contents, values: dict[StoredTensor, 
 
 def resolved(model: ModelConfig) -> ModelConfig:
     """The fields that shape weights and logits, optional sizes spelled out, the rest at their defaults."""
-    names = [
-        "vocabulary_size",
-        "num_layers",
-        "hidden_size",
-        "num_heads",
-        "max_positions",
-        "normalization",
-        "norm_epsilon",
-        "activation",
-        "positions",
-        "rope_theta",
-        "rope_scaling",
-        "bias",
-        "qk_norm",
-        "sliding_window",
-        "tie_embeddings",
-    ]
+    shaped = {name: getattr(model, name) for name in (*SIZES, *DECODER, *OTHERS)}
     sizes = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_hidden_size": model.ffn_size}
-    return ModelConfig(**{name: getattr(model, name) for name in names}, **sizes)
+    return ModelConfig(**{**shaped, **sizes})
