@@ -10,7 +10,7 @@ BIN := .venv/bin
 .PHONY: help setup quickstart quickstart-bert test test-slow gpu-check lint docs format clean
 
 help:
-	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample"
+	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample, export"
 	@echo "make quickstart-bert  the same for a BERT: sentences, masked tokens, gaps filled in"
 	@echo "make test             fast tests, under 15 minutes on two cores"
 	@echo "make test-slow        the rest"
@@ -22,7 +22,7 @@ help:
 .venv/.ready: setup.py constraints-cpu.txt
 	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) has no venv module (Debian: apt-get install python3-venv)"; exit 1; }
 	@echo "installing into .venv (about a minute after downloads)"
-	@$(BIN)/pip install -q $(CONSTRAINTS) $(PIP_FLAGS) -e '.[test]'
+	@$(BIN)/pip install -q $(CONSTRAINTS) $(PIP_FLAGS) -e '.[test,hf]'
 	@touch $@
 
 setup: .venv/.ready

@@ -13,6 +13,7 @@ RUN_TIME = [
     "PyYAML>=6",  # configuration files
     "tokenizers>=0.20",  # Hugging Face tokenizer.json
     "sentencepiece>=0.2",  # SentencePiece models
+    "protobuf>=4",  # reads a SentencePiece model's settings, for its export to Hugging Face
     "tiktoken>=0.7",  # .tiktoken vocabularies
     "gigatoken>=0.10",  # byte-level BPE many times faster than tokenizers, used where it gives the same ids
     "pyarrow>=15",  # Parquet, Arrow and zstandard input
@@ -26,12 +27,17 @@ RUN_TIME = [
     "wandb>=0.18",  # Weights & Biases, where asked for; offline without an account
 ]
 
+HUGGING_FACE = [
+    "transformers>=4.50",  # runs exported models, in the quickstart; outside oracle for logits, in tests
+]
+
 EXTRAS = {
+    "hf": HUGGING_FACE,
     "test": [
+        *HUGGING_FACE,
         "pytest>=8",  # test runner
         "pytest-xdist>=3.6",  # runs the fast tests on two cores
         "hypothesis>=6.100",  # property tests of schedules, shapes and parsers
-        "transformers>=4.50",  # outside oracle for GPT-2, Llama and Qwen2 logits
         'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards and checkpoints; none for 3.14
         "psutil>=5",  # megatron-core's checkpoint writer needs it and does not ask for it
         "playwright>=1.45",  # hovers over the interactive schedule page in a browser that the machine has

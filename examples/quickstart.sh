@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained model on two CPU cores: tokenizer, shards, a two-stage pipeline, a resume on another layout,
-# a sample of text. `make quickstart` runs it; QUICKSTART_STEPS and QUICKSTART_FOLDER change its length and place.
+# a sample of text, and the model in transformers. `make quickstart` runs it; QUICKSTART_STEPS and QUICKSTART_FOLDER change its length and place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,26 +25,31 @@ train() { # number of steps to stop after, then the layout
         --optimizer.warmup_steps $((steps / 10)) "$@"
 }
 
-say "0/5 the faster precision on this machine is $precision: $steps steps"
+say "0/6 the faster precision on this machine is $precision: $steps steps"
 
-say "1/5 learn a vocabulary of 8192 pieces from Python's standard library"
+say "1/6 learn a vocabulary of 8192 pieces from Python's standard library"
 mkdir -p "$folder"
 "$bin/python" tools/preprocess.py train-tokenizer --input python-stdlib --type sentencepiece-bpe \
     --vocabulary-size 8192 --output "$folder/tokenizer.model"
 
-say "2/5 turn the library into a memory-mapped shard"
+say "2/6 turn the library into a memory-mapped shard"
 "$bin/python" tools/preprocess.py --input python-stdlib --tokenizer "$folder/tokenizer.model" --append-eod \
     --output-prefix "$folder/corpus"
 
-say "3/5 train a GPT as a pipeline of two ranks, schedule 1f1b, to step $handover of $steps"
+say "3/6 train a GPT as a pipeline of two ranks, schedule 1f1b, to step $handover of $steps"
 train "$handover" --parallel.pipeline 2
 
-say "4/5 resume the checkpoint on another layout: two data-parallel replicas, to step $steps"
+say "4/6 resume the checkpoint on another layout: two data-parallel replicas, to step $steps"
 train "$steps" --parallel.data 2
 
-say "5/5 sample from the trained model"
+say "5/6 sample from the trained model"
 "$bin/python" tools/generate.py --checkpoint "$folder" --prompt "def " --prompt "import " \
     --max-new-tokens 96 --temperature 0.7 --top-k 40
+
+say "6/6 export the model to a Hugging Face folder, and let transformers continue a prompt"
+rm -rf "$folder/exported" # of an earlier quickstart: a conversion writes over nothing
+"$bin/python" tools/convert_checkpoint.py convert "$folder" --to hf "$folder/exported"
+"$bin/python" examples/generate_with_transformers.py "$folder/exported" "def "
 
 schedules=$("$bin/python" -c "from megapipe.schedules import GENERATORS; print(*GENERATORS)")
 say "done"
@@ -52,6 +57,7 @@ cat <<TEXT
 metrics      $folder/metrics.jsonl
 loss curve   $folder/loss_curve.png
 checkpoints  $folder/checkpoints
+exported     $folder/exported
 
 what to try next
   another prompt     $bin/python tools/generate.py --checkpoint $folder --prompt "class "

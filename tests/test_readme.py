@@ -99,10 +99,13 @@ def test_the_quickstart_ends_below_the_stated_loss_and_writes_python(tmp_path: P
     precision = re.findall(r"faster precision on this machine is (\w+)", output)[0]
     held_out = [float(loss) for loss in re.findall(r"validation loss (\d+\.\d+)", output)]
     assert held_out[-1] < STATED_LOSS[precision]
-    sample = output.split("--- prompt 1", 1)[1].rsplit("done", 1)[0]
+    sample = output.split("--- prompt 1", 1)[1].rsplit("6/6", 1)[0]
     lines = [line for line in sample.splitlines()[1:] if line.strip() and not line.startswith(("---", "\033"))]
     assert len(lines) >= 10
     assert sum(map(is_tokenized, lines)) >= len(lines) / 2
+    likeliest = f"python tools/generate.py --checkpoint {tmp_path} --prompt 'def ' --max-new-tokens 48 --temperature 0"
+    exported = f"python examples/generate_with_transformers.py {tmp_path / 'exported'} 'def '"
+    assert run(likeliest, 120) == run(exported, 120)
 
 
 @pytest.mark.slow

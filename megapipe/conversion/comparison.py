@@ -46,12 +46,17 @@ def difference(one: Tensor, other: Tensor) -> Difference:
     for first, second in zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True):
         left, right = first.double(), second.double()
         equal = (left == right) | (left.isnan() & right.isnan())
-        apart = (left - right).abs().nan_to_num(nan=math.inf).masked_fill(equal, 0.0)
+        apart = _known((left - right).abs()).masked_fill(equal, 0.0)
         if bool(apart.any()):
             scale = torch.maximum(left.abs(), right.abs())
             absolute = max(absolute, float(apart.max()))
-            relative = max(relative, float((apart / scale).nan_to_num(nan=math.inf).masked_fill(equal, 0.0).max()))
+            relative = max(relative, float(_known(apart / scale).masked_fill(equal, 0.0).max()))
     return Difference(absolute, relative)
+
+
+def _known(values: Tensor) -> Tensor:
+    """What is not a number counts as infinite."""
+    return values.masked_fill(values.isnan(), math.inf)
 
 
 def _by_name(source: Source, weights_only: bool) -> dict[tuple[str, str], StoredTensor]:

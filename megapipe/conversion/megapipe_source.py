@@ -1,6 +1,6 @@
 """megapipe's own checkpoints as a source: every byte that is read is checked against the manifest."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from megapipe.checkpoint.manifest import Chunk
 from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.checkpoint.untrusted import inside
+from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
-from megapipe.conversion.model_fields import model_of
+from megapipe.conversion.model_fields import model_of, parameters_of
 from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader, bytes_of
 from megapipe.costs.parameters import Box
@@ -36,9 +37,10 @@ class MegapipeSource:
         self._files: dict[str, TensorReader] = {}
         self._check_tiling()
         run = self.manifest.run
+        model = model_of(run.config.get("model", {}))
         self.contents = Contents(
-            model=model_of(run.config.get("model", {})),
-            tensors=tuple(self._tensors()),
+            model=model,
+            tensors=tuple(self._tensors(model)),
             run=run,
             applied_updates=self.manifest.applied_updates,
             tokenizer=_tokenizer_of(run.config.get("data", {})),
@@ -69,14 +71,16 @@ class MegapipeSource:
             file.close()
         self._files = {}
 
-    def _tensors(self) -> Iterable[StoredTensor]:
-        """Weights of the whole model first, then the other kinds, parameters in the manifest's order."""
+    def _tensors(self, model: ModelConfig) -> list[StoredTensor]:
+        """Weights of the whole model first, then the other kinds, parameters in the model's order."""
         found: dict[tuple[str, str], StoredTensor] = {}
         for chunk in self.manifest.chunks:
             found.setdefault((chunk.name, chunk.kind), StoredTensor(chunk.name, chunk.kind, chunk.shape, chunk.dtype))
-        kinds = dict.fromkeys(kind for _, kind in found)
-        for kind in sorted(kinds, key=lambda kind: (kind != WEIGHTS, kind)):
-            yield from (tensor for (_, its), tensor in found.items() if its == kind)
+        places = {name: place for place, name in enumerate(parameters_of(model))}
+        return sorted(
+            found.values(),
+            key=lambda each: (each.kind != WEIGHTS, each.kind, places.get(each.name, len(places)), each.name),
+        )
 
     def _check_tiling(self) -> None:
         """See that every tensor is there once, before anything is written."""

@@ -1,15 +1,13 @@
 """A model's configuration from plain values, as checkpoints and config.json files hold them."""
 
 from collections.abc import Mapping
-from json import dumps
 from typing import Any
 
+from jsonargparse import ArgumentError, ArgumentParser
+
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.config.bert import BertModelConfig, BertPretrainConfig
-from megapipe.config.errors import ConfigError
-from megapipe.config.load import parse_as
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import PretrainConfig
 from megapipe.costs.bert import bert_layers
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.parameters import ParameterSpec
@@ -20,11 +18,12 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
     Raises CheckpointError for unknown fields, wrong types and rules that are broken.
     """
-    kind = BertPretrainConfig if "norm_position" in fields else PretrainConfig
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(BertModelConfig if "norm_position" in fields else ModelConfig, "model")
     try:
-        model = parse_as(kind, ["--config", dumps({"model": fields})]).model
+        model: ModelConfig = parser.instantiate(parser.parse_object({"model": dict(fields)}))["model"]
         problems = model.problems()
-    except (ConfigError, TypeError) as error:
+    except (ArgumentError, TypeError) as error:
         raise CheckpointError(f"the checkpoint's model configuration cannot be used: {error}") from error
     if problems:
         raise CheckpointError(f"the checkpoint's model configuration cannot be used: {'; '.join(problems)}")

@@ -33,6 +33,10 @@ COPIED = (
 )
 """What a Hugging Face folder's tokenizer consists of, copied as it is."""
 _MAX_BYTES = 1 << 28
+_NOT_NAMED = (
+    "no tokenizer was written: nothing here names it (the training shard's manifest does, seen from where training "
+    "ran); name it with --tokenizer"
+)
 _ROLES = {
     "[PAD]": "pad_token",
     "[UNK]": "unk_token",
@@ -61,7 +65,7 @@ class ExportedTokenizer:
 def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenizer:
     """What is written for the tokenizer `spec` (as `open_tokenizer` takes it) beside a model's weights."""
     if spec is None:
-        return ExportedTokenizer(note="no tokenizer was written: the checkpoint names none; name it with --tokenizer")
+        return ExportedTokenizer(note=_NOT_NAMED)
     try:
         ours = open_tokenizer(spec)
     except DataError as error:
@@ -72,7 +76,7 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
             "one that it was trained with (--tokenizer)"
         )
     if Path(spec).is_dir():
-        return _copied(Path(spec), ours)
+        return _copied(Path(spec), ours, model.vocabulary_size)
     theirs, reason = _made(ours, isinstance(model, BertModelConfig))
     if theirs is None:
         return ExportedTokenizer(
@@ -86,7 +90,8 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
     return ExportedTokenizer(files, _ids(ours))
 
 
-def _copied(folder: Path, ours: Tokenizer) -> ExportedTokenizer:
+def _copied(folder: Path, ours: Tokenizer, rows: int) -> ExportedTokenizer:
+    """rows: of the model's embedding, which every id that config.json names must be one of."""
     files = {}
     for name in COPIED:
         path = inside(folder, name)
@@ -97,7 +102,7 @@ def _copied(folder: Path, ours: Tokenizer) -> ExportedTokenizer:
     ids = _ids(ours)
     if (folder / CONFIG).is_file():
         told = read_json(inside(folder, CONFIG))
-        ids |= {name: told[name] for name in _IDS if name in told}
+        ids |= {name: told[name] for name in _IDS if isinstance(told.get(name), int) and 0 <= told[name] < rows}
     return ExportedTokenizer(files, ids)
 
 

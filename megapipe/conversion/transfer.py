@@ -14,6 +14,9 @@ from megapipe.conversion.formats import Format
 from megapipe.conversion.source import Source
 from megapipe.conversion.target import Target
 
+_PIECE = 1 << 22
+"""Elements that are cast at once, since looking for infinite ones takes memory too."""
+
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 """What weights may be stored as -> its name in safetensors files. Moments keep their type."""
 
@@ -67,12 +70,13 @@ def cast(values: Tensor, tensor: StoredTensor) -> Tensor:
     dtype = DTYPES[tensor.dtype]
     if values.dtype == dtype:
         return values
-    found = values.to(dtype)
-    if torch.finfo(dtype).max < torch.finfo(values.dtype).max and bool(
-        (torch.isinf(found) & torch.isfinite(values)).any()
-    ):
-        raise CheckpointError(
-            f"{tensor.kind} of {tensor.name} has values beyond {torch.finfo(dtype).max:g}, the largest of "
-            f"{tensor.dtype}; choose --precision bf16 or fp32"
-        )
+    found = torch.empty(values.shape, dtype=dtype)
+    narrower = torch.finfo(dtype).max < torch.finfo(values.dtype).max
+    for old, new in zip(values.reshape(-1).split(_PIECE), found.view(-1).split(_PIECE), strict=True):
+        new.copy_(old)
+        if narrower and bool((new.isinf() & old.isfinite()).any()):
+            raise CheckpointError(
+                f"{tensor.kind} of {tensor.name} has values beyond {torch.finfo(dtype).max:g}, the largest of "
+                f"{tensor.dtype}; choose --precision bf16 or fp32"
+            )
     return found

@@ -21,4 +21,3 @@ def problems_of(source: Source) -> list[str]:
         for problem in source.verify(tensor):
             found.setdefault(problem, []).append(name)
     return [f"{problem}; lost: {', '.join(names)}" for problem, names in found.items()]
-

@@ -108,6 +108,7 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
         source.close()
 
 
+@pytest.mark.slow
 def test_what_two_ranks_saved_is_read(tmp_path: Path) -> None:
     contents, values = drawn(MODELS["llama"])
     state = nested(values)["model"]

@@ -1,0 +1,217 @@
+"""inspect, verify, diff and average as a user runs them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint import RunState
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.command import main
+from megapipe.conversion.comparison import difference
+from megapipe.conversion.contents import Contents, StoredTensor
+from megapipe.conversion.megapipe_source import MegapipeSource
+from megapipe.conversion.megapipe_target import MegapipeTarget
+from megapipe.conversion.model_fields import parameters_of
+
+MODEL = ModelConfig(vocabulary_size=61, num_layers=1, hidden_size=32, num_heads=4, max_positions=16)
+QKV = "blocks.0.attention.qkv.weight"
+
+
+def tensors(seed: int, model: ModelConfig = MODEL) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(spec.shape, generator=generator) for name, spec in parameters_of(model).items()}
+
+
+def write(folder: Path, weights: dict[str, Tensor], model: ModelConfig = MODEL, step: int = 5) -> Path:
+    """A checkpoint of weights and one moment, which is their square."""
+    kinds = {"weights": lambda values: values, "moment": torch.square}
+    described = tuple(
+        StoredTensor(name, kind, tuple(values.shape), "F32") for kind in kinds for name, values in weights.items()
+    )
+    run = RunState(step, 8 * step, {"seed": 7}, "fp32", ((step, 2.5),), {"model": asdict(model)})
+    target = MegapipeTarget(folder, Contents(model, described, run, dict.fromkeys(weights, step)))
+    for tensor in described:
+        target.add(tensor, kinds[tensor.kind](weights[tensor.name]))
+    target.finish()
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write(tmp_path / "run/checkpoints/step-00000005", tensors(0))
+
+
+def test_inspect_tells_people(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint.parents[1])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "a megapipe checkpoint" in lines
+    told = [line.split() for line in lines]
+    elements = sum(tensor.numel() for tensor in tensors(0).values())
+    assert ["model.hidden_size", "32"] in told
+    assert ["step", "5"] in told
+    assert ["weights", str(len(tensors(0))), f"{elements:,}", f"{4 * elements:,}", "F32"] in told
+    assert [QKV, "weights", *["4", "x", "3", "x", "8", "x", "32"], "F32", "12,288"] in told
+
+
+def test_inspect_tells_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"]["step"] == 5
+    assert found["model"]["hidden_size"] == 32
+    assert found["parameters"] == sum(tensor.numel() for tensor in tensors(0).values())
+    assert {"name": QKV, "kind": "moment", "shape": [4, 3, 8, 32], "dtype": "F32", "bytes": 12288} in found["tensors"]
+
+
+def test_verify_names_every_bad_file_and_tensor(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(checkpoint)]) == 0
+    source = MegapipeSource(checkpoint)
+    hurt = [chunk for chunk in source.manifest.chunks if chunk.name == QKV]
+    assert [chunk.kind for chunk in hurt] == ["weights", "moment"]
+    for chunk in hurt:
+        tensor = next(each for each in source.contents.tensors if (each.name, each.kind) == (QKV, chunk.kind))
+        (checkpoint / chunk.file).write_bytes(
+            flipped((checkpoint / chunk.file).read_bytes(), source.read(tensor).numpy().tobytes())
+        )
+    capsys.readouterr()
+    assert main(["verify", str(checkpoint.parents[1])]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line, chunk in zip(lines, hurt, strict=True):
+        assert str(checkpoint / chunk.file) in line
+        assert "checksum" in line
+        assert line.endswith(f"lost: {QKV}" if chunk.kind == "weights" else f"lost: moment of {QKV}")
+
+
+def flipped(content: bytes, part: bytes) -> bytes:
+    """Content with a bit of `part`, which is in it once, turned over."""
+    place = content.index(part) + len(part) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("size", [None, 0, 9, 5000])
+def test_verify_names_a_cut_or_missing_file_once_with_all_that_is_lost(
+    checkpoint: Path, size: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = checkpoint / "part-00000.safetensors"  # weights
+    if size is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:size])
+    assert main(["verify", str(checkpoint)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line
+    assert all(name in line for name in tensors(0))
+
+
+def test_verify_of_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 5', '"step": 6'))
+    assert main(["verify", str(checkpoint)]) == 1
+    assert "checksum differs" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_converted(checkpoint: Path, tmp_path: Path) -> None:
+    file = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 16
+    file.write_bytes(content)
+    assert main(["convert", str(checkpoint), "--to", "megapipe", str(tmp_path / "out")]) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_diff_tells_how_far_each_tensor_is_off(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tensors(0)
+    other[QKV][1, 2, 3, 4] += 0.25
+    write(tmp_path / "other", other)
+    assert main(["diff", str(checkpoint), str(tmp_path / "other"), "--weights-only"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{QKV}: max difference 0.25, relative ")
+    assert main(["diff", str(checkpoint), str(tmp_path / "other"), "--weights-only", "--tolerance", "0.26"]) == 0
+    assert main(["diff", str(checkpoint), str(tmp_path / "other")]) == 1
+    assert f"moment of {QKV}: max difference" in capsys.readouterr().out
+
+
+def test_diff_of_another_model_tells_what_is_missing(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(MODEL, bias="qkv", max_positions=8)
+    write(tmp_path / "other", tensors(0, model), model)
+    assert main(["diff", str(checkpoint), str(tmp_path / "other")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "blocks.0.mlp.up.bias: only in the first" in lines
+    assert "embedding.position.weight: shape (16, 32) and (8, 32)" in lines
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "absolute", "relative"),
+    [
+        ([1.0, -2.0], [1.0, -2.0], 0.0, 0.0),
+        ([1.0, -2.0], [1.0, 2.0], 4.0, 2.0),
+        ([0.0, 8.0], [1e-3, 6.0], 2.0, 1.0),
+        ([float("nan")], [float("nan")], 0.0, 0.0),
+        ([float("nan")], [1.0], float("inf"), float("inf")),
+        ([float("inf")], [float("inf")], 0.0, 0.0),
+        ([float("inf")], [1.0], float("inf"), float("inf")),
+        ([0.0], [-0.0], 0.0, 0.0),
+    ],
+)
+def test_differences(one: list[float], other: list[float], absolute: float, relative: float) -> None:
+    assert difference(torch.tensor(one), torch.tensor(other)) == (absolute, relative)
+
+
+def test_average_is_the_mean_in_float64(tmp_path: Path) -> None:
+    """Of values whose sum in float32 would lose the small ones."""
+    several = [tensors(seed) for seed in range(3)]
+    several[0][QKV] += 3e7
+    several[1][QKV] -= 3e7
+    paths = [str(write(tmp_path / f"{number}", weights)) for number, weights in enumerate(several)]
+    assert main(["average", *paths, "--output", str(tmp_path / "mean")]) == 0
+    source = MegapipeSource(tmp_path / "mean")
+    assert source.contents.kinds == ["weights"]
+    for tensor in source.contents.tensors:
+        expected = torch.stack([weights[tensor.name] for weights in several]).double().mean(0).float()
+        assert torch.equal(source.read(tensor), expected), tensor.name
+
+
+def test_average_of_different_models_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(MODEL, max_positions=8)
+    other = write(tmp_path / "other", tensors(0, model), model)
+    assert main(["average", str(checkpoint), str(other), "--output", str(tmp_path / "mean")]) == 1
+    assert "embedding.position.weight has shape (16, 32) there and (8, 32)" in capsys.readouterr().err
+    assert not (tmp_path / "mean").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["inspect", "nowhere"], "nowhere is not a folder"),
+        (["inspect", "."], "tells no format by its files; name it with --from"),
+        (["inspect", "--from", "megapipe", "."], "no whole checkpoint in ."),
+    ],
+)
+def test_what_is_no_checkpoint(
+    argv: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom megapipe.conversion.command import main\n"
+        "try:\n    main(['convert', '--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-shard-bytes" in found.stdout
+    assert found.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,100 @@
+"""A conversion that fails at any change of the disk leaves nothing, or, once renamed, the whole."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.storage import StorageWriter
+from megapipe.conversion.command import main
+from megapipe.conversion.formats import FORMATS
+from megapipe.conversion.megapipe_source import MegapipeSource
+from megapipe.conversion.source import Source, SourceOptions
+from megapipe.conversion.target import TargetOptions
+from megapipe.conversion.transfer import contents_for, transfer
+from tests.conversion.test_command import tensors, write
+
+OPERATIONS = ("make_folder", "create", "write", "flush", "flush_folder", "rename")
+
+
+class FailingDisk:
+    """Counts every operation of the disk, and fails one. at: which; None fails none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None, number: int) -> None:
+        self.count = 0
+        self.renamed = False
+        for name in OPERATIONS:
+            monkeypatch.setattr(StorageWriter, name, self._counted(name, getattr(StorageWriter, name), at, number))
+
+    def _counted(self, name: str, operation: Callable[..., Any], at: int | None, number: int) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            self.count += 1
+            if self.count - 1 == at:
+                raise OSError(number, os.strerror(number))
+            found = operation(*arguments)
+            self.renamed |= name == "rename"
+            return found
+
+        return run
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    found = MegapipeSource(write(tmp_path_factory.mktemp("source") / "step", tensors(0)))
+    yield found
+    found.close()
+
+
+def convert(source: Source, kind: str, path: Path) -> None:
+    contents = contents_for(source.contents, FORMATS[kind], None, False)
+    transfer(source, contents, FORMATS[kind].open_target(path, contents, TargetOptions(max_shard_bytes=20_000)))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize("kind", ["megapipe", "hf"])
+def test_every_operation_fails_once(
+    source: Source, tmp_path: Path, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        disk = FailingDisk(patch, None, number)
+        convert(source, kind, tmp_path / "clean")
+        operations = disk.count
+    assert operations > 20
+    for at in range(operations):
+        with monkeypatch.context() as patch:
+            disk = FailingDisk(patch, at, number)
+            with pytest.raises(CheckpointError, match="cannot"):
+                convert(source, kind, tmp_path / "out")
+        left = [path.name for path in tmp_path.iterdir() if path.name != "clean"]
+        assert left == (["out"] if disk.renamed else []), at
+        if disk.renamed:
+            assert_whole(source, kind, tmp_path / "out")
+    assert disk.renamed  # the last operation makes the name durable
+
+
+def assert_whole(source: Source, kind: str, path: Path) -> None:
+    found = FORMATS[kind].open_source(path, SourceOptions())
+    for tensor in found.contents.tensors:
+        assert torch.equal(found.read(tensor), source.read(tensor))
+    found.close()
+
+
+def test_what_a_killed_conversion_left_is_told_and_never_taken_for_a_checkpoint(
+    tmp_path: Path, source: Source, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = source.contents
+    target = FORMATS["megapipe"].open_target(tmp_path / "out", contents, TargetOptions())
+    target.add(contents.tensors[0], source.read(contents.tensors[0]))
+    # Killed here.
+    (partial,) = tmp_path.iterdir()
+    assert main(["verify", "--from", "megapipe", str(partial)]) == 1
+    assert "no whole checkpoint" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="one was killed; remove that folder"):
+        FORMATS["megapipe"].open_target(tmp_path / "out", contents, TargetOptions())
+    assert partial.exists()
+    target.abandon()

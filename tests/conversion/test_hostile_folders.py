@@ -1,0 +1,225 @@
+"""Folders from anywhere: a fixture for each rule of docs/conversion.md, each refused by name, and nothing written."""
+
+import json
+import os
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from megapipe.checkpoint import untrusted
+from megapipe.checkpoint.hugging_face_files import INDEX, SINGLE
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.command import main
+from megapipe.conversion.contents import Contents, StoredTensor
+from megapipe.conversion.megapipe_target import MegapipeTarget
+from tests.models.hugging_face import gpt2
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a GPT-2."""
+    folder = tmp_path_factory.mktemp("harmless")
+    gpt2().theirs.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def folder(harmless: dict[str, bytes], tmp_path: Path) -> Path:
+    """A copy of them at <tmp>/in/hostile, with a file outside that must not be read."""
+    target = tmp_path / "in" / "hostile"
+    target.mkdir(parents=True)
+    for name, content in harmless.items():
+        (target / name).write_bytes(content)
+    (tmp_path / "in" / SINGLE).write_bytes(harmless[SINGLE])
+    return target
+
+
+def converted(folder: Path) -> int:
+    return main(["convert", "--from", "hf", str(folder), "--to", "megapipe", str(folder.parents[1] / "out")])
+
+
+def index_to(folder: Path, place: str) -> None:
+    """Let an index name `place` for every tensor."""
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, place)}))
+
+
+def link_out(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    (folder / SINGLE).symlink_to(folder.parent / SINGLE)
+
+
+def linked_shard(folder: Path) -> None:
+    (folder / "shard.safetensors").symlink_to(folder.parent / SINGLE)
+    index_to(folder, "shard.safetensors")
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def header_of(folder: Path, length: int, size: int) -> None:
+    """A file of `size` bytes, most of them a hole, that tells of a header of `length`."""
+    with (folder / SINGLE).open("wb") as file:
+        file.write(struct.pack("<Q", length))
+        file.truncate(size)
+
+
+def written(folder: Path, header: str, data: bytes = bytes(64)) -> None:
+    text = header.encode()
+    (folder / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def described(name: str, start: int, stop: int) -> str:
+    entry = {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+    return f"{json.dumps(name)}: {json.dumps(entry)}"
+
+
+def climbing_tensor(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    safetensors.torch.save_file({**tensors, "../../x": torch.zeros(2)}, folder / SINGLE)
+
+
+def wrong_shape(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    safetensors.torch.save_file({**tensors, "transformer.wpe.weight": torch.zeros(1)}, folder / SINGLE)
+
+
+def pickled(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+
+
+FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absolute path": (lambda folder: index_to(folder, str(folder.parent / SINGLE)), "not in its folder"),
+    "parent": (lambda folder: index_to(folder, f"../{SINGLE}"), "not in its folder"),
+    "inner folder": (lambda folder: index_to(folder, f"a/{SINGLE}"), "not in its folder"),
+    "dots alone": (lambda folder: index_to(folder, ".."), "not in its folder"),
+    "empty name": (lambda folder: index_to(folder, ""), "not in its folder"),
+    "NUL": (lambda folder: index_to(folder, f"{SINGLE}\0"), "not in its folder"),
+    "link out": (link_out, "a link that leads out of its folder"),
+    "link out by an index": (linked_shard, "a link that leads out of its folder"),
+    "weight_map of numbers": (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": 3}}'), "no weight_map"),
+    "header beyond the file": (lambda folder: header_of(folder, 2**62, 64), "header of 4,611,686,018,427,387,904"),
+    "header above the limit": (lambda folder: header_of(folder, 2**28, 2**29), "at most 100,000,000 are read"),
+    "empty file": (lambda folder: (folder / SINGLE).write_bytes(b""), "not a readable safetensors file"),
+    "header too deep": (lambda folder: written(folder, "[" * 9000), "not a readable safetensors file"),
+    "tensor twice": (
+        lambda folder: written(folder, f"{{{described('a', 0, 32)}, {described('a', 32, 64)}}}"),
+        "not a readable safetensors file",
+    ),
+    "overlap": (
+        lambda folder: written(folder, f"{{{described('a', 0, 32)}, {described('b', 16, 64)}}}"),
+        "not a readable safetensors file",
+    ),
+    "out of bounds": (
+        lambda folder: written(folder, f"{{{described('a', 0, 4096)}}}"),
+        "not a readable safetensors file",
+    ),
+    "shards": (
+        lambda folder: (folder / INDEX).write_text(
+            json.dumps({"weight_map": {f"{n}": f"{n}" for n in range(10_001)}})
+        ),
+        "names 10,001 files; at most 10,000",
+    ),
+    "JSON too deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "nested deeper than is read"),
+    "JSON too long": (lambda folder: os.truncate(folder / "config.json", 2**30), "1,073,741,824 bytes; at most"),
+    "key twice": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "model_type": "llama"}'),
+        "the key 'model_type' twice",
+    ),
+    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "holds no JSON object"),
+    "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "cannot read"),
+    "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "tells of 1000000000 layers"),
+    "a billion columns": (lambda folder: edited(folder, n_embd=12 * 10**9), "and not \\(97, 12000000000\\)"),
+    "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
+    "a climbing tensor": (climbing_tensor, "an unknown tensor '../../x'"),
+    "wrong shape": (wrong_shape, r"the shape \(1,\) and not \(64, 64\)"),
+    "pickle": (pickled, "is a pickle, which can run code"),
+}
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_refused_by_name_with_nothing_written(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    damage, told = FIXTURES[name]
+    damage(folder)
+    before = sorted(tmp_path.rglob("*"))
+    assert converted(folder) == 1
+    error = capsys.readouterr().err
+    assert re.search(told, error), error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_same_folder_unharmed_is_converted(folder: Path) -> None:
+    assert converted(folder) == 0
+
+
+def test_too_many_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    index_to(folder, SINGLE)
+    monkeypatch.setattr(untrusted, "MAX_TENSORS", 20)
+    assert converted(folder) == 1
+    assert "tensors; at most 20 are read" in capsys.readouterr().err
+
+
+def test_links_as_the_hubs_client_makes_them_are_followed(folder: Path) -> None:
+    """snapshots/<revision>/file -> ../../blobs/<hash>."""
+    home = folder.parent / "models--gpt2"
+    snapshot, blobs = home / "snapshots" / "0123", home / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    command = ["convert", str(snapshot), "--to", "megapipe", str(folder.parents[1] / "out")]
+    assert main(command) == 0
+
+
+def test_code_beside_a_model_is_neither_run_nor_copied(folder: Path) -> None:
+    edited(folder, auto_map={"AutoConfig": "evil.Config"})
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    out = folder.parents[1] / "out"
+    assert main(["convert", str(folder), "--to", "hf", str(out)]) == 0
+    assert not list(out.glob("*.py"))
+    assert "auto_map" not in (out / "config.json").read_text()
+
+
+def test_a_tokenizer_file_that_leads_out_is_not_copied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer, models
+
+    secret = folder.parent / "secret"
+    secret.write_text("{}")
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+    (folder / "special_tokens_map.json").symlink_to(secret)
+    assert main(["convert", str(folder), "--to", "hf", str(folder.parents[1] / "out")]) == 1
+    assert "a link that leads out" in capsys.readouterr().err
+
+
+def test_names_of_tensors_never_become_names_of_files(tmp_path: Path) -> None:
+    tensor = StoredTensor("../../x", "../../weights", (2,), "F32")
+    target = MegapipeTarget(tmp_path / "a/b/c", Contents(ModelConfig(), (tensor,)))
+    target.add(tensor, torch.ones(2))
+    target.abandon()
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert found == {"a", "a/b"}
+
+
+def test_nothing_is_written_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder.parents[1] / "out"
+    out.mkdir()
+    assert converted(folder) == 1
+    assert f"{out} exists already" in capsys.readouterr().err
+    assert not list(out.iterdir())
+    out.rmdir()
+    (out.parent / ".out.partial").mkdir()
+    assert converted(folder) == 1
+    assert "another conversion is writing" in capsys.readouterr().err
+    assert (out.parent / ".out.partial").is_dir()

@@ -1,0 +1,57 @@
+"""Conversion holds a few tensors in memory and not the model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUILD = """
+import sys
+from pathlib import Path
+import torch
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.contents import Contents, StoredTensor
+from megapipe.conversion.megapipe_target import MegapipeTarget
+from megapipe.conversion.model_fields import parameters_of
+
+model = ModelConfig(vocabulary_size=8192, num_layers=24, hidden_size=1024, num_heads=16, max_positions=64,
+                    normalization="rms_norm", activation="swiglu", positions="rotary", bias="none")
+tensors = tuple(StoredTensor(name, "weights", spec.shape, "F32") for name, spec in parameters_of(model).items())
+target = MegapipeTarget(Path(sys.argv[1]), Contents(model, tensors))
+for tensor in tensors:
+    target.add(tensor, torch.full(tensor.shape, 0.5))
+target.finish()
+"""
+CONVERT = """
+import resource, sys
+import torch
+import megapipe.conversion.hugging_face_source, megapipe.conversion.megapipe_source
+import megapipe.conversion.hugging_face_target, megapipe.conversion.megapipe_target
+from megapipe.conversion.command import main
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+assert main(["convert", sys.argv[1], "--to", sys.argv[2], *sys.argv[3:]]) == 0
+print(peak() - before)
+"""
+LARGEST = 8192 * 1024 * 4
+"""Bytes of the embedding; the swiglu's first matrix has 2 x 2752 x 1024 x 4 = 23 MB."""
+CONSTANT = 96 * 2**20
+"""Buffers, parsers and the tokenizer library, whatever the model."""
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
+    """A model of 1.2 GB through both directions; twice the largest tensor where parts are put together."""
+    built, exported, back = (str(tmp_path / name) for name in ("built", "exported", "back"))
+    subprocess.run([sys.executable, "-c", BUILD, built], check=True)
+    total = sum(file.stat().st_size for file in Path(built).iterdir())
+    bound = 2 * LARGEST + CONSTANT
+    assert total > 6 * bound
+    for source, kind, *target in ((built, "hf", exported), (exported, "megapipe", back, "--precision", "bf16")):
+        command = [sys.executable, "-c", CONVERT, source, kind, *target]
+        found = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert int(found.stdout.splitlines()[-1]) < bound

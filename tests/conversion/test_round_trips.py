@@ -1,0 +1,153 @@
+"""Hugging Face -> megapipe -> Hugging Face: the same bits, and logits that transformers and we agree on.
+
+The folders are written and read by transformers, which is the oracle throughout.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.command import main
+from megapipe.conversion.megapipe_source import MegapipeSource
+from tests.layers.bound import bind_model, make_context, run
+from tests.models import test_bert_hugging_face as bert
+from tests.models.hugging_face import CASES
+
+BERTS = {
+    "bert": {},
+    "bert_without_sentence_head": {"sentence_head": False, "activation": "gelu_tanh"},
+    "megatron_bert": {"norm_position": "pre"},
+}
+
+
+def theirs_of(name: str) -> nn.Module:
+    return bert.case_of(**BERTS[name]).theirs if name in BERTS else CASES[name]().theirs
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(safetensors.torch.load_file(file))
+    return found
+
+
+@pytest.fixture(scope="module", params=[*CASES, *BERTS])
+def trip(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A family's name, and a folder with what transformers wrote, our checkpoint of it, and what we export."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs_of(request.param).save_pretrained(folder / "theirs", max_shard_size="100KB")
+    assert main(["convert", str(folder / "theirs"), "--to", "megapipe", str(folder / "ours")]) == 0
+    exported = ["convert", str(folder / "ours"), "--to", "hf", str(folder / "back"), "--max_shard_bytes", "150000"]
+    assert main(exported) == 0
+    return request.param, folder
+
+
+def test_every_bit_comes_back(trip: tuple[str, Path]) -> None:
+    _, folder = trip
+    expected, found = tensors_of(folder / "theirs"), tensors_of(folder / "back")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_exported_configuration_is_the_one_that_was_read(trip: tuple[str, Path]) -> None:
+    """All that shapes the model; dropout and the like are a run's own."""
+    _, folder = trip
+    before, after = (transformers.AutoConfig.from_pretrained(folder / place) for place in ("theirs", "back"))
+    assert type(before) is type(after)
+    ignored = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_name_or_path"}
+    told = {**before.to_dict()}
+    if told.get("n_inner", 0) is None:  # GPT-2 for four times the width
+        told["n_inner"] = 4 * told["n_embd"]
+    for name, value in after.to_dict().items():
+        if name in told and name not in ignored:
+            assert value == told[name], name
+
+
+def test_transformers_and_we_agree_on_logits(trip: tuple[str, Path]) -> None:
+    name, folder = trip
+    source = MegapipeSource(folder / "ours")
+    weights = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
+    model = source.contents.model
+    for found, expected in logits_of(folder / "back", model, weights):
+        assert 0.5 < expected.std() < 50.0
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Ours and theirs."""
+    kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    theirs, report = getattr(transformers, kind).from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    theirs.eval()
+    with torch.no_grad():
+        if isinstance(model, BertModelConfig):
+            context = bert.make_context()
+            layers = bert.bound(model, weights, torch.float32)
+            real = torch.arange(bert.LENGTH) < context.lengths[:, None]
+            found, expected = bert.run(layers, replace(context, labels=None)), bert.their_logits(theirs, context)
+            rows = (real, slice(None))
+            return [(ours[row], theirs[row]) for ours, theirs, row in zip(found, expected, rows, strict=False)]
+        bound = bind_model(model)
+        for layer in bound:
+            for name, parameter in layer.parameters().items():
+                parameter.copy_(weights[name])
+        decoder_context = make_context(model, batch=3, length=40)
+        return [(run(bound, replace(decoder_context, labels=None)), theirs(decoder_context.tokens).logits)]
+
+
+def test_bf16_is_what_torch_rounds_to(tmp_path: Path) -> None:
+    theirs_of("qwen2").save_pretrained(tmp_path / "theirs")
+    command = ["convert", str(tmp_path / "theirs"), "--to", "hf", str(tmp_path / "half"), "--precision", "bf16"]
+    assert main(command) == 0
+    halves = tensors_of(tmp_path / "half")
+    assert halves
+    for name, tensor in tensors_of(tmp_path / "theirs").items():
+        assert torch.equal(halves[name], tensor.bfloat16()), name
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = theirs_of("gpt2")
+    theirs.transformer.ln_f.weight.data[3] = 1e6
+    theirs.save_pretrained(tmp_path / "theirs")
+    command = ["convert", str(tmp_path / "theirs"), "--to", "hf", str(tmp_path / "half"), "--precision", "fp16"]
+    assert main(command) == 1
+    assert "head.norm.weight has values beyond 65504" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"bias": "none"}, "set model.bias to 'all'"),
+        ({"num_kv_heads": 2}, "set model.num_kv_heads to 4"),
+        ({"head_size": 32}, "set model.head_size to 16"),
+        ({"activation": "swiglu"}, "set model.activation to 'gelu_tanh'"),
+        ({"normalization": "rms_norm"}, "set model.normalization to 'layer_norm'"),
+        ({"sliding_window": 5}, "set model.sliding_window to None"),
+        ({"positions": "none"}, "set model.positions to 'rotary'"),
+        ({"qk_norm": True}, "set model.qk_norm to False"),
+        ({"positions": "rotary", "qk_norm": True, "bias": "qkv"}, "set model.bias to 'none'"),
+    ],
+    ids=str,
+)
+def test_a_model_that_no_family_has_is_refused_with_the_fields(changes: dict[str, object], told: str) -> None:
+    from megapipe.checkpoint import CheckpointError
+    from megapipe.conversion.hugging_face_config import exported_config
+
+    model = replace(CASES["gpt2"]().model, **changes)
+    with pytest.raises(CheckpointError) as raised:
+        exported_config(model, "F32")
+    assert told in str(raised.value)
