@@ -2,11 +2,14 @@
 
 python -m tests.conversion.foreign.megatron_models FOLDER SHAPE...: of every SHAPE, FOLDER has `SHAPE-torch` and
 `SHAPE-dist`, and `tokens.pt`; it gets `SHAPE-saved-torch` and `SHAPE-saved-dist`, and logits in `SHAPE-logits.pt`.
+The same with `SHAPE-sharded` of tensor 2 x pipeline 2 on four ranks.
 """
 
 import argparse
 import contextlib
+import multiprocessing
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -23,6 +26,7 @@ def without_cuda() -> None:
     """What Megatron asks of CUDA even for models on the CPU."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *which: None
+    torch.Tensor.cuda = lambda tensor, *which: tensor  # type: ignore[method-assign,assignment]
     ones = torch.ones  # of which sliding windows are cut, on "cuda"
     torch.ones = lambda *size, device=None, **how: ones(*size, **how)  # type: ignore[assignment]
     CudaRNGStatesTracker.fork = lambda *which: contextlib.nullcontext()  # type: ignore[method-assign]
@@ -108,9 +112,68 @@ def exchange(folder: Path, shape: str) -> None:
     (folder / f"{shape}-saved-dist/latest_checkpointed_iteration.txt").write_text("7")
 
 
+def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
+    """The same on one of 2 x 2 ranks: `SHAPE-sharded` and, resharded by Megatron, `SHAPE-dist`."""
+    store = dist.FileStore(str(folder / f"{shape}-store"), 4)
+    limit = timedelta(seconds=120)  # a rank whose peers are gone ends
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    tensor, stage = rank % 2, rank // 2
+    place = f"release/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
+    state = torch.load(folder / f"{shape}-sharded" / place, weights_only=False)
+    told, found = state["args"], {}
+    ends = {"pre_process": stage == 0, "post_process": stage == 1, "parallel_output": False}
+    model = build(told, **ends)
+    model.load_state_dict(state["model"], strict=True)
+    tokens = torch.load(folder / "tokens.pt")
+    found["torch"] = staged_logits(model, tokens, rank, told.hidden_size)
+
+    other = build(told, **ends)
+    loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(folder / f"{shape}-dist/release"))
+    other.load_state_dict(loaded["model"], strict=True)
+    found["dist"] = staged_logits(other, tokens, rank, told.hidden_size)
+    if rank == 2:
+        torch.save(found, folder / f"{shape}-sharded-logits.pt")
+    saved = folder / f"{shape}-sharded-saved-dist"
+    saved.mkdir(exist_ok=True)
+    common = {"args": told, "checkpoint_version": 3.0, "iteration": 7}
+    dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(saved))
+    dist.barrier()
+
+
+def staged_logits(model: GPTModel, tokens: torch.Tensor, rank: int, hidden_size: int) -> torch.Tensor:
+    """Logits on the last stage; hidden states on the first, which hands them on."""
+    batch, length = tokens.shape
+    if rank < 2:
+        hidden = logits(model, tokens)
+        dist.send(hidden.contiguous(), rank + 2)
+        return hidden
+    received = torch.empty(length, batch, hidden_size)
+    dist.recv(received, rank - 2)
+    model.set_input_tensor(received)
+    return logits(model, tokens)
+
+
+def on_four_ranks(folder: Path, shape: str) -> None:
+    """Forks: Megatron is imported once, and takes its groups from the process."""
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=exchange_sharded, args=(rank, folder, shape))
+        for rank in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     without_cuda()
+    for named in sys.argv[2:]:
+        if (Path(sys.argv[1]) / f"{named}-sharded").exists():
+            on_four_ranks(Path(sys.argv[1]), named)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     for named in sys.argv[2:]:

@@ -23,6 +23,10 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 
 
+SHARDED = ("qwen", "gpt2")
+"""Also laid out over tensor 2 x pipeline 2: tied embeddings, both kinds of MLP, biases, grouped heads."""
+
+
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which megatron-core has loaded and saved every shape."""
@@ -31,6 +35,8 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
         contents, values = drawn(model)
         write("megatron", folder / f"{shape}-torch", contents, values)
         write("megatron-dist", folder / f"{shape}-dist", contents, values)
+    for shape in SHARDED:
+        write("megatron", folder / f"{shape}-sharded", *drawn(MODELS[shape]), tensor=2, pipeline=2)
     torch.save(make_context(MODELS["gpt2"], batch=2, length=24).tokens, folder / "tokens.pt")
     done = subprocess.run(
         [sys.executable, "-m", "tests.conversion.foreign.megatron_models", str(folder), *MODELS],
@@ -38,26 +44,26 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
 @pytest.mark.parametrize("layout", ["torch", "dist"])
-@pytest.mark.parametrize("shape", MODELS)
-def test_megatron_computes_our_logits_from_what_is_written(shape: str, layout: str, exchanged: Path) -> None:
-    model = MODELS[shape]
+@pytest.mark.parametrize("name", [*MODELS, *(f"{shape}-sharded" for shape in SHARDED)])
+def test_megatron_computes_our_logits_from_what_is_written(name: str, layout: str, exchanged: Path) -> None:
+    model = MODELS[name.removesuffix("-sharded")]
     _, values = drawn(model)
     layers = bind_model(model)
     ours = {tensor.name: value for tensor, value in values.items()}
     for layer in layers:
-        for name, parameter in layer.parameters().items():
-            parameter.copy_(ours[name])
+        for parameter, values in layer.parameters().items():
+            values.copy_(ours[parameter])
     context = make_context(model, batch=2, length=24)
     with torch.no_grad():
         expected = run(layers, replace(context, labels=None))
-    found = torch.load(exchanged / f"{shape}-logits.pt")[layout][..., : model.vocabulary_size]
+    found = torch.load(exchanged / f"{name}-logits.pt")[layout][..., : model.vocabulary_size]
     assert 0.5 < expected.std() < 50.0
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -67,5 +73,12 @@ def test_megatron_computes_our_logits_from_what_is_written(shape: str, layout: s
 def test_what_megatron_saves_is_read_bit_for_bit(shape: str, layout: str, exchanged: Path) -> None:
     kind = {"torch": "megatron", "dist": "megatron-dist"}[layout]
     source = opened(kind, exchanged / f"{shape}-saved-{layout}")
+    assert_holds(source, *drawn(MODELS[shape]))
+    source.close()
+
+
+@pytest.mark.parametrize("shape", SHARDED)
+def test_what_four_ranks_of_megatron_save_is_read_bit_for_bit(shape: str, exchanged: Path) -> None:
+    source = opened("megatron-dist", exchanged / f"{shape}-sharded-saved-dist")
     assert_holds(source, *drawn(MODELS[shape]))
     source.close()
