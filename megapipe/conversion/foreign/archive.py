@@ -196,50 +196,81 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, kind), value.key, "cpu", value.num_elements
 
 
+class _Output:
+    """A new file that torch's writer of archives writes to: every change of the disk is a StorageWriter's.
+
+    failure: what the disk refused. It is told and not raised, since torch's writer aborts the process where its
+    destructor, which completes the file, meets an exception.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder, self.failure, self._descriptor = path.parent, "", DISK.create(path)
+
+    def write(self, content: Any) -> int:
+        """Write all of it, or nothing once a write has failed or the file is closed."""
+        left = memoryview(content)
+        size = left.nbytes
+        try:
+            while left and self._descriptor >= 0 and not self.failure:
+                left = left[DISK.write(self._descriptor, left) :]
+        except OSError as error:
+            self.failure = explained(error, self._folder)
+        return size
+
+    def close(self, *, durable: bool) -> None:
+        """Close the file; a second time does nothing. durable: flush it before."""
+        if self._descriptor < 0:
+            return
+        try:
+            if durable and not self.failure:
+                DISK.flush(self._descriptor)
+        except OSError as error:
+            self.failure = explained(error, self._folder)
+        finally:
+            descriptor, self._descriptor = self._descriptor, -1
+            DISK.close(descriptor)
+
+
 class ArchiveWriter:
-    """An archive that torch.load reads, written one tensor at a time. value: what it holds, a Slot for each tensor."""
+    """An archive that torch.load reads, written one tensor at a time. value: what it holds, a Slot for each tensor.
+
+    Every method raises CheckpointError where the disk does not take what is written.
+    """
 
     def __init__(self, path: Path, value: Any) -> None:
         content = io.BytesIO()
         _Pickler(content, protocol=2).dump(value)
         self.path = path
         try:
-            self._writer = torch._C.PyTorchFileWriter(str(path))
-            self._record("data.pkl", content.getvalue())
-            self._record("byteorder", b"little")
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"cannot write {path}: {error}") from error
+            self._output = _Output(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {explained(error, path.parent)}") from error
+        self._writer = torch._C.PyTorchFileWriter(self._output)  # type: ignore[call-overload]  # write is all it needs
+        self._record("data.pkl", content.getvalue(), len(content.getvalue()))
+        self._record("byteorder", b"little", len(b"little"))
 
     def add(self, key: str, values: Tensor) -> None:
         """Write the elements of the Slot of this key."""
         whole = values.contiguous()
         if whole.untyped_storage().nbytes() != whole.nbytes:  # a part of a larger storage, which would be written
             whole = whole.clone()
-        try:
-            self._writer.write_record(f"data/{key}", whole.untyped_storage(), whole.nbytes)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise CheckpointError(f"cannot write {self.path}: {error}") from error
-
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        try:
-            self._writer.write_end_of_file()
-        except RuntimeError:
-            return  # a full disk: the file is about to be removed
-
-    def _record(self, name: str, content: bytes) -> None:
-        self._writer.write_record(name, content, len(content))
+        self._record(f"data/{key}", whole.untyped_storage(), whole.nbytes)
 
     def close(self) -> None:
         """Complete the file and make it durable."""
-        try:
-            self._writer.write_end_of_file()
-            descriptor = os.open(self.path, os.O_RDONLY)
-            try:
-                DISK.flush(descriptor)
-            finally:
-                os.close(descriptor)
-        except RuntimeError as error:
-            raise CheckpointError(f"cannot write {self.path}: {error}") from error
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.path}: {explained(error, self.path.parent)}") from error
+        self._writer.write_end_of_file()
+        self._output.close(durable=True)
+        self._check()
+
+    def abandon(self) -> None:
+        """Close the file as it is: it is about to be removed."""
+        self._output.close(durable=False)
+
+    def _record(self, name: str, content: Any, size: int) -> None:
+        self._writer.write_record(name, content, size)
+        self._check()
+
+    def _check(self) -> None:
+        if self._output.failure:
+            self._output.close(durable=False)
+            raise CheckpointError(f"cannot write {self.path}: {self._output.failure}")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import DISK, write_file
+from megapipe.checkpoint.storage import DISK, explained, write_file
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.foreign.archive import ArchiveWriter, Slot
@@ -48,7 +48,7 @@ class MegatronTorchTarget:
         self._folder = FreshFolder(path)
         self._writers: dict[tuple[int, int], ArchiveWriter] = {}
         try:
-            (self._folder.partial / self._name).mkdir()
+            self._make(self._folder.partial / self._name)
             for tensor_rank in range(options.tensor):
                 for stage in range(options.pipeline):
                     self._writers[tensor_rank, stage] = self._writer(contents, tensor_rank, stage)
@@ -65,9 +65,12 @@ class MegatronTorchTarget:
     def finish(self) -> list[str]:
         for writer in self._writers.values():
             writer.close()
-        for folder in sorted((self._folder.partial / self._name).iterdir()):
-            DISK.flush_folder(folder)
-        DISK.flush_folder(self._folder.partial / self._name)
+        inner = self._folder.partial / self._name
+        try:
+            for folder in [*sorted(inner.iterdir()), inner]:
+                DISK.flush_folder(folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {inner}: {explained(error, inner.parent)}") from error
         tracked = RELEASE if self._name == RELEASE else str(self._iteration)
         write_file(DISK, self._folder.partial / TRACKER, [memoryview(tracked.encode())])
         self._folder.finish()
@@ -77,6 +80,12 @@ class MegatronTorchTarget:
         for writer in self._writers.values():
             writer.abandon()
         self._folder.abandon()
+
+    def _make(self, folder: Path) -> None:
+        try:
+            DISK.make_folder(folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {folder}: {explained(error, folder.parent)}") from error
 
     def _shard(self, place: Place, values: Tensor, tensor_rank: int) -> Tensor:
         spec, size = place.spec, self._options.tensor
@@ -124,5 +133,5 @@ class MegatronTorchTarget:
         }
         rank = f"mp_rank_{tensor_rank:02d}" + (f"_{stage:03d}" if self._options.pipeline > 1 else "")
         folder = self._folder.partial / self._name / rank
-        folder.mkdir()
+        self._make(folder)
         return ArchiveWriter(folder / ARCHIVE, value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import DISK, write_file
+from megapipe.checkpoint.storage import DISK, explained, write_file
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.checkpoint.untrusted import read_json
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
@@ -120,7 +120,10 @@ class TorchDistTarget:
         self._writer: DcpWriter | None = None
         try:
             self._inner = self._folder.partial / self._name
-            self._inner.mkdir()
+            try:
+                DISK.make_folder(self._inner)
+            except OSError as error:
+                raise CheckpointError(f"cannot write {self._inner}: {explained(error, self._inner.parent)}") from error
             value = {
                 "args": arguments,
                 "checkpoint_version": _CHECKPOINT_VERSION,
