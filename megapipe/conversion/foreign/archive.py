@@ -252,7 +252,7 @@ class ArchiveWriter:
     def add(self, key: str, values: Tensor) -> None:
         """Write the elements of the Slot of this key."""
         whole = values.contiguous()
-        if whole.untyped_storage().nbytes() != whole.nbytes:  # a part of a larger storage, which would be written
+        if whole.storage_offset():  # what is written is the beginning of the storage
             whole = whole.clone()
         self._record(f"data/{key}", whole.untyped_storage(), whole.nbytes)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.checkpoint.errors import CheckpointError
@@ -46,6 +47,7 @@ class MegatronTorchTarget:
         self._iteration = 0 if run is None else run.step
         self._name = RELEASE if run is None else f"iter_{run.step:07d}"
         self._folder = FreshFolder(path)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._writers: dict[tuple[int, int], ArchiveWriter] = {}
         try:
             self._make(self._folder.partial / self._name)
@@ -58,8 +60,9 @@ class MegatronTorchTarget:
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         for tensor_rank in range(self._options.tensor):
-            shard = merged(self._places[tensor.name].spec, self._shard(self._places[tensor.name], values, tensor_rank))
-            for stage, chunk, key in self._keys(self._places[tensor.name]):
+            place = self._places[tensor.name]
+            shard = merged(place.spec, self._packed(self._shard(place, values, tensor_rank)))
+            for stage, chunk, key in self._keys(place):
                 self._writers[tensor_rank, stage].add(f"{chunk}.{key}", shard)
 
     def finish(self) -> list[str]:
@@ -95,6 +98,12 @@ class MegatronTorchTarget:
             missing = padded_rows(self._model, size) - values.shape[0]
             values = nn.functional.pad(values, (0, 0, 0, missing))
         return values.chunk(size, spec.partition_axis)[tensor_rank]
+
+    def _packed(self, shard: Tensor) -> Tensor:
+        """A contiguous copy in one buffer for all: fresh ones of many sizes leave the heap in holes."""
+        if self._buffer.numel() < shard.nbytes:
+            self._buffer = torch.empty(shard.nbytes, dtype=torch.uint8)
+        return self._buffer[: shard.nbytes].view(shard.dtype).view(shard.shape).copy_(shard)
 
     def _keys(self, place: Place) -> Iterator[tuple[int, int, str]]:
         """Stage, chunk and key of every copy of a parameter on a tensor rank."""
