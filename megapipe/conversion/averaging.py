@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.source import Source
 from megapipe.conversion.target import Target
 from megapipe.conversion.transfer import abandoned_on_error, cast
+
+_ELEMENTS = 1 << 24
+"""That are summed at once."""
 
 
 def average(sources: Sequence[Source], contents: Contents, open_target: Callable[[], Target]) -> list[str]:
@@ -30,15 +34,21 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
     with abandoned_on_error(target):
         for tensor in contents.tensors:
             parts = [(source, weights[tensor.name]) for source, weights in zip(sources, named, strict=True)]
-            target.add(tensor, cast(_mean(parts).float(), tensor))
+            target.add(tensor, _mean(parts, tensor))
         return target.finish()
 
 
-def _mean(parts: Sequence[tuple[Source, StoredTensor]]) -> Tensor:
-    total = torch.zeros(parts[0][1].shape, dtype=torch.float64)
-    for source, tensor in parts:
-        total.add_(source.read(tensor))
-    return total.div_(len(parts))
+def _mean(parts: Sequence[tuple[Source, StoredTensor]], tensor: StoredTensor) -> Tensor:
+    """The mean in a tensor's type, summed some rows at a time: float64 takes twice the memory."""
+    found = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    rows = max(1, _ELEMENTS * tensor.shape[0] // found.numel())
+    for start in range(0, tensor.shape[0], rows):
+        index = (slice(start, min(start + rows, tensor.shape[0])), *(slice(0, length) for length in tensor.shape[1:]))
+        total = torch.zeros(found[index].shape, dtype=torch.float64)
+        for source, stored in parts:
+            total.add_(source.read(stored, index).double())
+        found[index] = cast(total.div_(len(parts)).float(), tensor)
+    return found
 
 
 def _weights(source: Source) -> dict[str, StoredTensor]:

@@ -1,5 +1,7 @@
 """A folder that appears when it is whole: written under a hidden name beside its place, made durable, renamed."""
 
+import errno
+import shutil
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
@@ -27,7 +29,7 @@ class FreshFolder:
                 "unless a conversion is still running"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.partial}: {error.strerror}") from error
+            raise CheckpointError(f"cannot write {self.partial}: {reason(error, path.parent)}") from error
 
     def finish(self) -> None:
         """Give the folder its name, once every file in it is durable. Raises CheckpointError."""
@@ -37,9 +39,17 @@ class FreshFolder:
             self._storage.rename(self.partial, self.path)
             self._storage.flush_folder(self.path.parent)
         except OSError as error:
-            raise CheckpointError(f"cannot complete {self.path}: {error.strerror}") from error
+            raise CheckpointError(f"cannot complete {self.path}: {reason(error, self.path.parent)}") from error
 
     def abandon(self) -> None:
         """Remove what was written."""
         if self.partial.exists():
             remove_tree(self._storage, self.partial)
+
+
+def reason(error: OSError, folder: Path) -> str:
+    """What the system said about a failed write in `folder`, with what is free there where that matters."""
+    told = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{told}; {shutil.disk_usage(folder).free:,} bytes are free there: free some, or write to another disk"
+    return told

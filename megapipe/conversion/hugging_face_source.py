@@ -13,7 +13,7 @@ from megapipe.checkpoint.untrusted import inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
-from megapipe.conversion.model_fields import model_of
+from megapipe.conversion.model_fields import check_layers, model_of
 from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader
 
@@ -92,14 +92,12 @@ def _blank(config: Mapping[str, Any]) -> ModelConfig:
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """The configuration of the folder's model."""
     told = dict(told_fields(folder, kind_of(_blank(config)), config, names))
-    layers = told["num_layers"]
-    if not isinstance(layers, int) or layers > len(names):
-        # Before anything is made for each of them.
-        raise CheckpointError(f"{folder / CONFIG} tells of {layers!r} layers, the files of {len(names)} tensors")
     told.setdefault("max_positions", config.get("max_position_embeddings", ModelConfig().max_positions))
     fields: dict[str, Any] = {name: value for name, value in told.items() if not name.startswith("rope_scaling.")}
     prefix = "rope_scaling."
     fields["rope_scaling"] = {
         name.removeprefix(prefix): value for name, value in told.items() if name.startswith(prefix)
     }
-    return model_of(fields)
+    model = model_of(fields)
+    check_layers(folder, model, len(names))
+    return model

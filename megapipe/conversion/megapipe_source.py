@@ -17,7 +17,7 @@ from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.checkpoint.untrusted import inside
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
-from megapipe.conversion.model_fields import model_of, parameters_of
+from megapipe.conversion.model_fields import check_layers, model_of, parameters_of
 from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader, bytes_of
 from megapipe.costs.parameters import Box
@@ -38,6 +38,7 @@ class MegapipeSource:
         self._check_tiling()
         run = self.manifest.run
         model = model_of(run.config.get("model", {}))
+        check_layers(self.folder, model, len(self.manifest.shapes()))
         self.contents = Contents(
             model=model,
             tensors=tuple(self._tensors(model)),
@@ -157,7 +158,9 @@ def _step_of(path: Path) -> Path:
 
 
 def _tokenizer_of(data: Mapping[str, Any]) -> str | None:
-    """What the manifest of the training shard names as its tokenizer, where the shard is still there."""
+    """What a BERT's run, or the manifest of the training shard, names; None where the shard is no longer there."""
+    if data.get("tokenizer"):
+        return str(data["tokenizer"])
     prefix = data.get("prefix") or next(iter(data.get("blend") or {}), None)
     try:
         manifest = read_shard_manifest(prefix) if prefix else None

@@ -1,6 +1,7 @@
 """A model's configuration from plain values, as checkpoints and config.json files hold them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -34,3 +35,9 @@ def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Every parameter by its global name, in the model's order; tied ones once."""
     layers = bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
     return {spec.name: spec for layer in layers for spec in layer.parameters.values()}
+
+
+def check_layers(path: Path, model: ModelConfig, tensors: int) -> None:
+    """Raise CheckpointError for more layers than a checkpoint has tensors, before anything is made for each layer."""
+    if model.num_layers > tensors:
+        raise CheckpointError(f"{path} tells of a model of {model.num_layers} layers but holds {tensors} tensors")

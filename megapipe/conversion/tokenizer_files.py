@@ -11,12 +11,13 @@ from megapipe.checkpoint.hugging_face_files import CONFIG
 from megapipe.checkpoint.untrusted import inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.sentence_piece import as_tokenizer
+from megapipe.conversion import sentence_piece, tiktoken_file
 from megapipe.data.errors import DataError
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.byte_tokenizer import ByteTokenizer
 from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megapipe.data.tokenizers.tiktoken_files import TiktokenTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -50,6 +51,7 @@ _TEXTS = (
     "def main(self):\n    return [x**2 for x in range(10)]\n\n\tif a != b: # tabs\n",
     "Grüße aus Köln, 東京 и Москва; emoji \U0001f680\U0001f469\u200d\U0001f52c, zero\u200bwidth, \u00a0nbsp.",
     " leading and trailing spaces   \n\n\n",
+    "1234567 numbers, 12.5%, they'LL won't... \r\n \t  !!??\n\n x  ",
 )
 
 
@@ -118,13 +120,15 @@ def _made(ours: Tokenizer, is_bert: bool) -> tuple["tokenizers.Tokenizer | None"
             _add_template(theirs)
     elif isinstance(ours, SentencePieceTokenizer):
         try:
-            theirs = as_tokenizer(Path(ours.spec).read_bytes())
+            theirs = sentence_piece.as_tokenizer(Path(ours.spec).read_bytes())
         except ValueError as error:
             return None, f"{ours.spec} has no counterpart in transformers: {error}"
     elif isinstance(ours, ByteTokenizer):
         theirs = _byte_tokenizer()
+    elif isinstance(ours, TiktokenTokenizer):
+        theirs = tiktoken_file.as_tokenizer(ours.ranks, ours.pattern, ours.special_tokens)
     else:
-        return None, f"{ours.spec} is a tiktoken file, for which no tokenizer.json is made"
+        return None, f"no tokenizer.json is made for {ours.spec}"
     different = next((text for text in _samples(ours) if not _agree(ours, theirs, text)), None)
     if different is not None:
         return None, f"{ours.spec} cuts {different[:40]!r} in another way than its counterpart in transformers would"
@@ -141,7 +145,9 @@ def _samples(ours: Tokenizer) -> Iterator[str]:
     """Texts that both must cut alike: fixed ones, and the vocabulary in its order and in another."""
     yield from _TEXTS
     special = {*ours.special_tokens.values(), ours.end_of_document}
-    ids = [token for token in range(ours.vocabulary_size) if token not in special]
+    # A tiktoken vocabulary has gaps, which the library does not decode.
+    known = sorted(ours.ranks.values()) if isinstance(ours, TiktokenTokenizer) else range(ours.vocabulary_size)
+    ids = [token for token in known if token not in special]
     step = max(1, len(ids) // 32)
     for start in range(0, len(ids), step):
         yield ours.decode(ids[start : start + 24])
@@ -152,12 +158,7 @@ def _byte_tokenizer() -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer as Theirs
     from tokenizers import decoders, models, pre_tokenizers
 
-    # The library's byte-level alphabet: printable bytes stand for themselves, others for letters from U+0100 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {
-        byte: chr(0x100 + number) for number, byte in enumerate(others)
-    }
+    letters = tiktoken_file.LETTERS
     theirs = Theirs(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     theirs.decoder = decoders.ByteLevel()

@@ -1,6 +1,8 @@
 """inspect, verify, diff and average as a user runs them."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from megapipe.checkpoint import RunState
 from megapipe.config.model import ModelConfig
+from megapipe.conversion import averaging
 from megapipe.conversion.command import main
 from megapipe.conversion.comparison import difference
 from megapipe.conversion.contents import Contents, StoredTensor
@@ -167,8 +170,10 @@ def test_differences(one: list[float], other: list[float], absolute: float, rela
     assert difference(torch.tensor(one), torch.tensor(other)) == (absolute, relative)
 
 
-def test_average_is_the_mean_in_float64(tmp_path: Path) -> None:
-    """Of values whose sum in float32 would lose the small ones."""
+@pytest.mark.parametrize("elements", [1, 1000, 1 << 24])
+def test_average_is_the_mean_in_float64(tmp_path: Path, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of values whose sum in float32 would lose the small ones, however many rows are summed at once."""
+    monkeypatch.setattr(averaging, "_ELEMENTS", elements)
     several = [tensors(seed) for seed in range(3)]
     several[0][QKV] += 3e7
     several[1][QKV] -= 3e7
@@ -215,3 +220,18 @@ def test_help_needs_no_torch() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--max-shard-bytes" in found.stdout
     assert found.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.slow
+def test_the_guides_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In their order, on a small run; the others of the same model."""
+    text = (Path(__file__).parents[2] / "docs/conversion.md").read_text("utf-8")
+    commands = re.findall(r"^python tools/convert_checkpoint.py (.*)$", text, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"convert", "inspect", "verify", "diff", "average"}
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("quickstart", "a", "b")):
+        write(tmp_path / f"runs/{name}/checkpoints/step-00000005", tensors(number))
+    for command in commands:
+        assert main(shlex.split(command)) == 0, f"{command}: {capsys.readouterr()}"

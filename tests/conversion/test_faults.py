@@ -25,17 +25,17 @@ OPERATIONS = ("make_folder", "create", "write", "flush", "flush_folder", "rename
 class FailingDisk:
     """Counts every operation of the disk, and fails one. at: which; None fails none."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None, number: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
         self.count = 0
         self.renamed = False
         for name in OPERATIONS:
-            monkeypatch.setattr(StorageWriter, name, self._counted(name, getattr(StorageWriter, name), at, number))
+            monkeypatch.setattr(StorageWriter, name, self._counted(name, getattr(StorageWriter, name), at))
 
-    def _counted(self, name: str, operation: Callable[..., Any], at: int | None, number: int) -> Callable[..., Any]:
+    def _counted(self, name: str, operation: Callable[..., Any], at: int | None) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             self.count += 1
             if self.count - 1 == at:
-                raise OSError(number, os.strerror(number))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             found = operation(*arguments)
             self.renamed |= name == "rename"
             return found
@@ -55,19 +55,18 @@ def convert(source: Source, kind: str, path: Path) -> None:
     transfer(source, contents, FORMATS[kind].open_target(path, contents, TargetOptions(max_shard_bytes=20_000)))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=lambda number: errno.errorcode[number])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_operation_fails_once(
-    source: Source, tmp_path: Path, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
+    source: Source, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        disk = FailingDisk(patch, None, number)
+        disk = FailingDisk(patch, None)
         convert(source, kind, tmp_path / "clean")
         operations = disk.count
     assert operations > 20
     for at in range(operations):
         with monkeypatch.context() as patch:
-            disk = FailingDisk(patch, at, number)
+            disk = FailingDisk(patch, at)
             with pytest.raises(CheckpointError, match="cannot"):
                 convert(source, kind, tmp_path / "out")
         left = [path.name for path in tmp_path.iterdir() if path.name != "clean"]

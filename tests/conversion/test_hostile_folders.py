@@ -18,6 +18,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
 from megapipe.conversion.contents import Contents, StoredTensor
 from megapipe.conversion.megapipe_target import MegapipeTarget
+from tests.conversion.test_command import tensors, write
 from tests.models.hugging_face import gpt2
 
 
@@ -46,8 +47,8 @@ def converted(folder: Path) -> int:
 
 def index_to(folder: Path, place: str) -> None:
     """Let an index name `place` for every tensor."""
-    tensors = safetensors.torch.load_file(folder / SINGLE)
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, place)}))
+    names = safetensors.torch.load_file(folder / SINGLE)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, place)}))
 
 
 def link_out(folder: Path) -> None:
@@ -83,13 +84,13 @@ def described(name: str, start: int, stop: int) -> str:
 
 
 def climbing_tensor(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / SINGLE)
-    safetensors.torch.save_file({**tensors, "../../x": torch.zeros(2)}, folder / SINGLE)
+    found = safetensors.torch.load_file(folder / SINGLE)
+    safetensors.torch.save_file({**found, "../../x": torch.zeros(2)}, folder / SINGLE)
 
 
 def wrong_shape(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / SINGLE)
-    safetensors.torch.save_file({**tensors, "transformer.wpe.weight": torch.zeros(1)}, folder / SINGLE)
+    found = safetensors.torch.load_file(folder / SINGLE)
+    safetensors.torch.save_file({**found, "transformer.wpe.weight": torch.zeros(1)}, folder / SINGLE)
 
 
 def pickled(folder: Path) -> None:
@@ -137,7 +138,7 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "holds no JSON object"),
     "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "cannot read"),
-    "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "tells of 1000000000 layers"),
+    "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "a model of 1000000000 layers"),
     "a billion columns": (lambda folder: edited(folder, n_embd=12 * 10**9), "and not \\(97, 12000000000\\)"),
     "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
     "a climbing tensor": (climbing_tensor, "an unknown tensor '../../x'"),
@@ -201,6 +202,25 @@ def test_a_tokenizer_file_that_leads_out_is_not_copied(folder: Path, capsys: pyt
     (folder / "special_tokens_map.json").symlink_to(secret)
     assert main(["convert", str(folder), "--to", "hf", str(folder.parents[1] / "out")]) == 1
     assert "a link that leads out" in capsys.readouterr().err
+
+
+def test_a_megapipe_checkpoint_of_a_billion_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing but the manifest is wrong with it, and its checksum is right."""
+    tensor = StoredTensor("embedding.word.weight", "weights", (2,), "F32")
+    target = MegapipeTarget(tmp_path / "in", Contents(ModelConfig(num_layers=10**9), (tensor,)))
+    target.add(tensor, torch.ones(2))
+    target.finish()
+    assert main(["convert", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]) == 1
+    assert "a model of 1000000000 layers but holds 1 tensors" in capsys.readouterr().err
+
+
+def test_a_megapipe_checkpoint_whose_file_is_a_link_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "in/step", tensors(0))
+    (folder / "part-00000.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "part-00000.safetensors").symlink_to(tmp_path / "elsewhere")
+    assert main(["convert", str(folder), "--to", "hf", str(tmp_path / "out")]) == 1
+    assert "a link that leads out of its folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_names_of_tensors_never_become_names_of_files(tmp_path: Path) -> None:

@@ -38,7 +38,13 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.fixture(scope="module", params=[*CASES, *BERTS])
+FAMILIES = [
+    name if name in ("gpt2", "llama", "bert") else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*CASES, *BERTS)
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def trip(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A family's name, and a folder with what transformers wrote, our checkpoint of it, and what we export."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -1,5 +1,6 @@
 """Exported tokenizers: transformers gives the ids that the model was trained on, or none is written."""
 
+import base64
 import json
 import string
 from pathlib import Path
@@ -7,14 +8,16 @@ from pathlib import Path
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.conversion.tiktoken_file import LETTERS
 from megapipe.conversion.tokenizer_files import exported_tokenizer
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
+from megapipe.data.tokenizers.tiktoken_files import ENCODINGS
 from megapipe.data.tokenizers.training import TRAINERS
 
 CORPUS = [
@@ -50,6 +53,7 @@ def pair(
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="▁\0"), max_size=60))
 def test_the_same_ids_for_any_text(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase], text: str) -> None:
     ours, theirs = pair
+    assume(not any(name in text for name in theirs.all_special_tokens))
     assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
 
 
@@ -91,6 +95,36 @@ def test_files_of_older_kinds(kind: str, tmp_path: Path) -> None:
     ours, theirs = open_tokenizer(spec), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in CORPUS[:3]:
         assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
+
+
+@pytest.fixture(scope="module")
+def tiktoken_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, tokenizers.Tokenizer]]:
+    """Encoding -> ours and the export, of one small vocabulary."""
+    vocabulary = json.loads(TRAINERS["byte-level-bpe"][1](CORPUS, 400, ()))["model"]["vocab"]
+    bytes_of = {letter: byte for byte, letter in LETTERS.items()}
+    names = sorted((name for name in vocabulary if name != "<|endoftext|>"), key=vocabulary.__getitem__)
+    tokens = [bytes(bytes_of[letter] for letter in name) for name in names]
+    path = tmp_path_factory.mktemp("tiktoken") / "any.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    found = {}
+    for encoding in ENCODINGS:
+        spec = f"{encoding}:{path}"
+        exported = exported_tokenizer(spec, ModelConfig(vocabulary_size=200_100))
+        assert not exported.note
+        theirs = tokenizers.Tokenizer.from_str(exported.files["tokenizer.json"].decode())
+        found[encoding] = open_tokenizer(spec), theirs
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("aesSLVTd' 1234\n\r\t.,!é東ſ\u00a0") | st.characters(codec="utf-8"), max_size=40))
+def test_tiktoken_files(tiktoken_pair: dict[str, tuple[Tokenizer, tokenizers.Tokenizer]], text: str) -> None:
+    assume("<|" not in text)  # names of special tokens, which are text to ours
+    for encoding, (ours, theirs) in tiktoken_pair.items():
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ids == ours.encode(text), encoding
+        assert theirs.decode(ids) == text
+        assert theirs.token_to_id("<|endoftext|>") == ours.end_of_document
 
 
 def test_a_folder_of_hugging_face_is_copied_file_by_file(tmp_path: Path) -> None:

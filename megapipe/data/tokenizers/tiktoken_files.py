@@ -55,6 +55,8 @@ ENCODINGS = {
 class TiktokenTokenizer:
     """A .tiktoken file. Names of special tokens in a text are text.
 
+    pattern: how text is cut before merging. ranks: token -> id, special ones aside.
+
     Raises DataError for a file that is not one, and for an `end` that is no special token.
     """
 
@@ -68,6 +70,8 @@ class TiktokenTokenizer:
         clash = set(ranks.values()) & set(special_tokens.values())
         if clash:
             raise DataError(f"{path} gives id {min(clash)} to a token, which is a special one in {encoding}")
+        self.pattern = pattern
+        self.ranks = ranks
         self._encoding = tiktoken.Encoding(
             encoding, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
         )
