@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megapipe.conversion.arguments import build_parser
 from megapipe.conversion.formats import FORMATS, format_of
+from megapipe.conversion.heap import return_large_blocks
 from megapipe.conversion.source import SourceOptions
 from megapipe.conversion.target import TargetOptions
 from megapipe.data.preprocess.arguments import with_hyphens
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command. Exit status: 0; 1 for unusable input, damage found, or checkpoints that differ; 2 for a wrong
     command line; 130 for Ctrl-C."""
     arguments = build_parser().parse_args(with_hyphens(argv))
+    return_large_blocks()
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "convert": _convert,
         "inspect": _inspect,

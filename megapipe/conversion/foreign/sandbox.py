@@ -1,6 +1,7 @@
 """Pickles described by a confined process (`unpickler.py`), never read by this one."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,10 @@ from typing import Any
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.conversion.foreign import unpickler
+
+
+_ENVIRONMENT = ("LD_LIBRARY_PATH",)
+"""What the interpreter may need to start; nothing else of the environment is passed on."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Sandbox:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={},
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             cwd="/",
         )
 
