@@ -12,7 +12,6 @@ from typing import Any
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.conversion.foreign import unpickler
 
-
 _ENVIRONMENT = ("LD_LIBRARY_PATH",)
 """What the interpreter may need to start; nothing else of the environment is passed on."""
 
