@@ -14,7 +14,7 @@ from tests.conversion.foreign.weights import MODELS, assert_holds, drawn, opened
 
 LAYOUTS = [
     *(("qwen", *sizes) for sizes in [(1, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]),
-    *((shape, 2, 2, 1) for shape in MODELS if shape != "qwen"),
+    *((shape, 2, 2, 1) for shape in ("gpt2", "llama")),
 ]
 
 
@@ -30,7 +30,7 @@ def test_torch_layout_there_and_back(shape: str, tensor: int, pipeline: int, chu
     source.close()
 
 
-@pytest.mark.parametrize("shape", MODELS)
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_torch_dist_there_and_back(shape: str, tmp_path: Path) -> None:
     contents, values = drawn(MODELS[shape], dtype="BF16" if shape == "llama" else "F32")
     write("megatron-dist", tmp_path / "run", contents, values)
