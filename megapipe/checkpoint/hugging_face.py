@@ -18,7 +18,7 @@ from megapipe.checkpoint.hugging_face_files import (
 )
 from megapipe.checkpoint.shards import Shard, shards_of
 from megapipe.checkpoint.tensor_file import TensorFile
-from megapipe.checkpoint.untrusted import check_safetensors, read_json
+from megapipe.checkpoint.untrusted import check_safetensors, inside, read_json
 from megapipe.config.model import ModelConfig
 from megapipe.models.gpt_hugging_face import Correspondence
 from megapipe.parallel.mesh import Mesh
@@ -60,7 +60,7 @@ class _Weights:
     @classmethod
     def fitting(cls, folder: Path, model: ModelConfig) -> "_Weights":
         """Open the folder and see that it holds the weights of `model` and no others."""
-        config = read_json(folder / CONFIG)
+        config = read_json(inside(folder, CONFIG))
         stored = stored_tensors(folder, lambda path: _opened(path).keys)
         names = kind_of(model).names(stored)
         places = {names[name]: (path, name) for name, path in stored.items()}

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
@@ -42,9 +43,10 @@ class FreshFolder:
             raise CheckpointError(f"cannot complete {self.path}: {reason(error, self.path.parent)}") from error
 
     def abandon(self) -> None:
-        """Remove what was written."""
-        if self.partial.exists():
-            remove_tree(self._storage, self.partial)
+        """Remove what was written. Where that fails too, the next conversion tells of it."""
+        with suppress(OSError):
+            if self.partial.exists():
+                remove_tree(self._storage, self.partial)
 
 
 def reason(error: OSError, folder: Path) -> str:

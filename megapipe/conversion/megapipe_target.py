@@ -1,7 +1,8 @@
 """megapipe's own checkpoints as a target: a step's folder that training resumes from, or takes weights from."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -11,12 +12,15 @@ from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, check_files, encoded
 from megapipe.checkpoint.storage import DISK, write_file
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
+from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.fresh_folder import FreshFolder
 from megapipe.conversion.tensor_stream import TensorStream
 from megapipe.costs.parameters import Box
+
+Data = TypeVar("Data", bound=DataConfig)
 
 _PRECISIONS = {"F32": "fp32", "F64": "fp32", "BF16": "bf16", "F16": "fp16"}
 
@@ -93,6 +97,12 @@ def _fresh_run(contents: Contents) -> RunState:
 
 
 def _fresh_config(model: ModelConfig) -> PretrainConfig:
+    """One that holds for the model; what a run reads and does is for its user to say."""
     if isinstance(model, BertModelConfig):
-        return BertPretrainConfig(model=model, data=BertDataConfig(pairs="order" if model.sentence_head else "none"))
-    return PretrainConfig(model=model)
+        pairs = BertDataConfig(pairs="order" if model.sentence_head else "none")
+        return BertPretrainConfig(model=model, data=_fitting(pairs, model))
+    return PretrainConfig(model=model, data=_fitting(DataConfig(), model))
+
+
+def _fitting(data: Data, model: ModelConfig) -> Data:
+    return replace(data, sequence_length=min(data.sequence_length, model.max_positions))

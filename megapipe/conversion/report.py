@@ -76,10 +76,10 @@ def _run_rows(contents: Contents) -> list[list[str]]:
 def _table(rows: list[list[str]]) -> list[str]:
     """Columns side by side; those of numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    numeric = [all(row[column][:1].isdigit() for row in rows[1:]) for column in range(len(widths))]
+    numeric = [all(row[column].replace(",", "").isdigit() for row in rows[1:]) for column in range(len(widths))]
     return [
         "  ".join(
-            cell.rjust(width) if right and " x " not in cell else cell.ljust(width)
+            cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)
         ).rstrip()
         for row in rows
