@@ -189,3 +189,18 @@ def test_a_cut_distcp_file_is_damage(tmp_path: Path) -> None:
     source = opened("megatron-dist", tmp_path / "run")
     with pytest.raises(DamagedCheckpointError, match="distcp"):
         source.read(source.contents.tensors[-1])
+
+
+def test_uneven_stages_are_read(tmp_path: Path) -> None:
+    """Three layers and one, made by hand of two and two."""
+    contents, values = drawn(MODELS["gpt2"])
+    write("megatron", tmp_path / "run", contents, values, pipeline=2)
+    paths = [tmp_path / "run" / "release" / f"mp_rank_00_00{stage}" / "model_optim_rng.pt" for stage in range(2)]
+    first, last = (torch.load(path, weights_only=False) for path in paths)
+    for key in list(last["model"]):
+        if key.startswith("decoder.layers.0."):
+            first["model"][key.replace("layers.0.", "layers.2.")] = last["model"].pop(key)
+    last["model"] = {key.replace("layers.1.", "layers.0."): value for key, value in last["model"].items()}
+    torch.save(first, paths[0])
+    torch.save(last, paths[1])
+    assert_holds(opened("megatron", tmp_path / "run"), contents, values)
