@@ -38,7 +38,8 @@ EXTRAS = {
         "pytest>=8",  # test runner
         "pytest-xdist>=3.6",  # runs the fast tests on two cores
         "hypothesis>=6.100",  # property tests of schedules, shapes and parsers
-        'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards; no wheel from 3.14 on
+        'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards and checkpoints; none for 3.14
+        "psutil>=5",  # megatron-core's checkpoint writer needs it and does not ask for it
         "playwright>=1.45",  # hovers over the interactive schedule page in a browser that the machine has
         'triton>=3.6; platform_system == "Linux"',  # kernels interpreted on CPUs, and compiled ahead of time
         "ruff>=0.8",  # linter and formatter

@@ -102,6 +102,18 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"hf: largest file of weights ({SHARD_BYTES:,})",
     )
+    megatron = parser.add_argument_group("megatron: over how many ranks the checkpoint is laid out")
+    megatron.add_argument("--tensor", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
+    megatron.add_argument("--pipeline", type=_positive, default=1, metavar="N", help="pipeline stages (1)")
+    megatron.add_argument(
+        "--chunks", type=_positive, default=1, metavar="N", help="model chunks on each stage, its virtual stages (1)"
+    )
+    megatron.add_argument(
+        "--layer-names",
+        choices=["local", "transformer_engine"],
+        default="local",
+        help="what a layer's norms are called: as Megatron-LM's --transformer-impl has them (local)",
+    )
 
 
 def _formats() -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megapipe.conversion.arguments import build_parser
 from megapipe.conversion.formats import FORMATS, format_of
+from megapipe.conversion.heap import return_large_blocks
 from megapipe.conversion.source import SourceOptions
 from megapipe.conversion.target import TargetOptions
 from megapipe.data.preprocess.arguments import with_hyphens
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command. Exit status: 0; 1 for unusable input, damage found, or checkpoints that differ; 2 for a wrong
     command line; 130 for Ctrl-C."""
     arguments = build_parser().parse_args(with_hyphens(argv))
+    return_large_blocks()
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "convert": _convert,
         "inspect": _inspect,
@@ -60,7 +62,13 @@ def _open(path: str, arguments: argparse.Namespace) -> "Source":
 
 
 def _options(arguments: argparse.Namespace) -> TargetOptions:
-    return TargetOptions(max_shard_bytes=arguments.max_shard_bytes)
+    return TargetOptions(
+        max_shard_bytes=arguments.max_shard_bytes,
+        tensor=arguments.tensor,
+        pipeline=arguments.pipeline,
+        chunks=arguments.chunks,
+        layer_names=arguments.layer_names,
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megapipe.config.errors import nearest
 from megapipe.conversion.contents import Contents
+from megapipe.conversion.foreign import layouts, opening
 from megapipe.conversion.source import Source, SourceOptions
 from megapipe.conversion.target import Target, TargetOptions
 
@@ -67,6 +68,27 @@ def _is_hugging_face(path: Path) -> bool:
 FORMATS = {
     "megapipe": Format("a megapipe checkpoint", _is_megapipe, True, _open_megapipe, _make_megapipe),
     "hf": Format("a Hugging Face folder", _is_hugging_face, False, _open_hugging_face, _make_hugging_face),
+    "megatron": Format(
+        "a Megatron-LM folder, layout torch",
+        layouts.is_megatron_torch,
+        False,
+        opening.open_megatron,
+        opening.make_megatron,
+    ),
+    "megatron-dist": Format(
+        "a Megatron-LM folder, layout torch_dist",
+        layouts.is_torch_dist,
+        False,
+        opening.open_torch_dist,
+        opening.make_torch_dist,
+    ),
+    "dcp": Format(
+        "a state dict of torch.distributed.checkpoint",
+        layouts.is_dcp,
+        True,
+        opening.open_dcp,
+        opening.make_dcp,
+    ),
 }
 """Name on the command line -> format."""
 

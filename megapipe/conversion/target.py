@@ -1,7 +1,7 @@
 """A checkpoint that is written: tensors one by one, into a folder that appears when it is whole."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from megapipe.conversion.contents import StoredTensor
 
@@ -16,10 +16,16 @@ SHARD_BYTES = 5 * 10**9
 class TargetOptions:
     """How a checkpoint is laid out, where a format leaves it open.
 
-    max_shard_bytes: largest file of weights (one tensor may exceed it).
+    max_shard_bytes: largest file of weights (one tensor may exceed it). tensor, pipeline, chunks: ranks that share a
+    Megatron-LM `torch` checkpoint, and model chunks on each stage. layer_names: of its norms, as its two layer
+    implementations have them.
     """
 
     max_shard_bytes: int = SHARD_BYTES
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    layer_names: Literal["local", "transformer_engine"] = "local"
 
 
 class Target(Protocol):

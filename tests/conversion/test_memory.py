@@ -28,6 +28,7 @@ import resource, sys
 import torch
 import megapipe.conversion.hugging_face_source, megapipe.conversion.megapipe_source
 import megapipe.conversion.hugging_face_target, megapipe.conversion.megapipe_target
+import megapipe.conversion.foreign.megatron_torch_source, megapipe.conversion.foreign.megatron_torch_target
 from megapipe.conversion.command import main
 
 def peak():
@@ -51,7 +52,13 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     total = sum(file.stat().st_size for file in Path(built).iterdir())
     bound = 2 * LARGEST + CONSTANT
     assert total > 6 * bound
-    for source, kind, *target in ((built, "hf", exported), (exported, "megapipe", back, "--precision", "bf16")):
+    sharded, again = str(tmp_path / "sharded"), str(tmp_path / "again")
+    for source, kind, *target in (
+        (built, "hf", exported),
+        (exported, "megapipe", back, "--precision", "bf16"),
+        (back, "megatron", sharded, "--tensor", "2", "--pipeline", "2"),
+        (sharded, "megapipe", again, "--allow-pickle"),
+    ):
         command = [sys.executable, "-c", CONVERT, source, kind, *target]
         found = subprocess.run(command, check=True, capture_output=True, text=True)
         assert int(found.stdout.splitlines()[-1]) < bound

@@ -1,0 +1,250 @@
+"""What Megatron-LM calls our parameters and configuration fields (megatron-core's GPTModel, either layer spec).
+
+Its matrices are ours with the leading axes merged: rows of linear_qkv go by kv group, each its query heads, its key
+and its value; rows of a gated linear_fc1 are the gate's, then the other half's, of one tensor rank.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.contents import Contents
+from megapipe.conversion.model_fields import model_of, parameters_of
+from megapipe.costs.gpt import tensor_problems
+from megapipe.costs.parameters import ParameterSpec
+
+VOCABULARY_DIVISOR = 128
+"""Megatron-LM rounds the rows of its vocabulary up to this many on each tensor rank (its default)."""
+_OUTER = {
+    "embedding.word.weight": "embedding.word_embeddings.weight",
+    "embedding.position.weight": "embedding.position_embeddings.weight",
+    "head.norm.weight": "decoder.final_layernorm.weight",
+    "head.norm.bias": "decoder.final_layernorm.bias",
+    "head.output.weight": "output_layer.weight",
+}
+_BLOCK = {
+    "attention_norm.": "input_layernorm.",
+    "attention.qkv.": "self_attention.linear_qkv.",
+    "attention.query_norm.": "self_attention.q_layernorm.",
+    "attention.key_norm.": "self_attention.k_layernorm.",
+    "attention.output.": "self_attention.linear_proj.",
+    "mlp_norm.": "pre_mlp_layernorm.",
+    "mlp.up.": "mlp.linear_fc1.",
+    "mlp.down.": "mlp.linear_fc2.",
+}
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""What Transformer Engine's layers call the norms that they take in; torch_dist always does."""
+LINEAR_LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules of a layer that keep an `_extra_state`, which is None without FP8."""
+_UNSUPPORTED = (
+    "num_experts",
+    "multi_latent_attention",
+    "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
+    "squared_relu",
+    "rotary_interleaved",
+    "mtp_num_layers",
+    "qk_l2_norm",
+    "window_attn_skip_freq",
+    "heterogeneous_layers_config_path",
+    "no_rope_freq",
+    "attention_output_gate",
+    "quick_geglu",
+)
+_NORMALIZATIONS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "none": "none"}
+_LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}
+"""What Megatron-LM's --use-rope-scaling has built in."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lives. key: its name in a layer, or in the model. layer: 0-based; None outside of layers."""
+
+    spec: ParameterSpec
+    key: str
+    layer: int | None
+
+    @property
+    def fused_key(self) -> str:
+        """The key under Transformer Engine's layers."""
+        for plain, fused in FUSED_NORMS.items():
+            if self.layer is not None and self.key.startswith(plain):
+                return fused + self.key.removeprefix(plain)
+        return self.key
+
+
+def places(model: ModelConfig) -> dict[str, Place]:
+    """Parameter -> where it lives. Raises CheckpointError for a model that Megatron-LM's GPT cannot express."""
+    if isinstance(model, BertModelConfig):
+        raise CheckpointError("only GPTs are converted to and from Megatron-LM, and this checkpoint is a BERT")
+    return {name: _place(spec) for name, spec in parameters_of(model).items()}
+
+
+def _place(spec: ParameterSpec) -> Place:
+    if spec.name in _OUTER:
+        return Place(spec, _OUTER[spec.name], None)
+    layer, _, path = spec.name.removeprefix("blocks.").partition(".")
+    stem = next(ours for ours in _BLOCK if path.startswith(ours))
+    return Place(spec, _BLOCK[stem] + path.removeprefix(stem), int(layer))
+
+
+def merged(spec: ParameterSpec, shard: Tensor) -> Tensor:
+    """A shard of ours in Megatron's one or two dimensions."""
+    return shard.flatten() if spec.name.endswith(".bias") or shard.ndim == 1 else shard.flatten(0, -2)
+
+
+def merged_shape(spec: ParameterSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that `merged` gives."""
+    rows = 1
+    if spec.name.endswith(".bias") or len(shape) == 1:
+        for extent in shape:
+            rows *= extent
+        return (rows,)
+    for extent in shape[:-1]:
+        rows *= extent
+    return rows, shape[-1]
+
+
+def padded_rows(model: ModelConfig, tensor_size: int) -> int:
+    """Rows of Megatron-LM's vocabulary over all tensor ranks."""
+    unit = VOCABULARY_DIVISOR * tensor_size
+    return -(-model.vocabulary_size // unit) * unit
+
+
+def check_tensor_size(model: ModelConfig, tensor_size: int) -> None:
+    """Raise CheckpointError where the matrices do not divide over this many tensor ranks."""
+    problems = tensor_problems(model, tensor_size)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def model_of_arguments(arguments: Mapping[str, Any], origin: str) -> ModelConfig:
+    """The model that Megatron-LM's saved arguments describe.
+
+    Raises CheckpointError for arguments that are missing, or that the model configuration has no words for.
+    """
+    told = [name for name in _UNSUPPORTED if arguments.get(name)]
+    if arguments.get("rotary_percent", 1.0) != 1.0:
+        told.append("rotary_percent")
+    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
+        told.append("qk_layernorm without RMSNorm")
+    if told:
+        raise CheckpointError(f"{origin}: {', '.join(told)} is set, for which the model configuration has no field")
+    try:
+        return model_of(_fields(arguments))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{origin}: its arguments do not tell the model: {error!r}") from error
+
+
+def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    padded, vocabulary = arguments["padded_vocab_size"], arguments.get("vocab_size")
+    heads = arguments["num_attention_heads"]
+    grouped = arguments.get("group_query_attention")
+    swiglu = bool(arguments.get("swiglu"))
+    bias = "all" if arguments.get("add_bias_linear", True) else "qkv" if arguments.get("add_qkv_bias") else "none"
+    fused_gelu = arguments.get("bias_gelu_fusion") and bias == "all"  # which computes the approximation
+    gelu = "gelu_tanh" if fused_gelu or arguments.get("openai_gelu") else "gelu"
+    positions = arguments.get("position_embedding_type", "learned_absolute")
+    return {
+        "vocabulary_size": vocabulary if isinstance(vocabulary, int) and 0 < vocabulary <= padded else padded,
+        "num_layers": arguments["num_layers"],
+        "hidden_size": arguments["hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": arguments["num_query_groups"] if grouped else heads,
+        "head_size": arguments.get("kv_channels"),
+        "ffn_hidden_size": arguments["ffn_hidden_size"],
+        "max_positions": arguments["max_position_embeddings"],
+        "normalization": _known(_NORMALIZATIONS, arguments.get("normalization", "LayerNorm")),
+        "norm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
+        "activation": "swiglu" if swiglu else gelu,
+        "positions": _known(_POSITIONS, positions),
+        "rope_theta": float(arguments.get("rotary_base", 10000)),
+        "rope_scaling": _rope_scaling(arguments),
+        "bias": bias,
+        "qk_norm": bool(arguments.get("qk_layernorm")),
+        "sliding_window": arguments["window_size"][0] + 1 if arguments.get("window_size") else None,
+        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
+    }
+
+
+def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if arguments.get("use_rope_scaling"):
+        return {"kind": "llama3", "factor": float(arguments.get("rope_scaling_factor", 8.0)), **_LLAMA3}
+    if arguments.get("rotary_seq_len_interpolation_factor"):
+        return {"kind": "linear", "factor": float(arguments["rotary_seq_len_interpolation_factor"])}
+    return {}
+
+
+def _known(words: Mapping[str, str], word: str) -> str:
+    if word not in words:
+        raise CheckpointError(f"{word!r} is not supported; known are {', '.join(words)}")
+    return words[word]
+
+
+def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dtype: torch.dtype) -> Namespace:
+    """The arguments that Megatron-LM compares with its own, or takes over with --use-checkpoint-args.
+
+    Raises CheckpointError for a model that Megatron-LM has no arguments for.
+    """
+    model = contents.model
+    scaling = model.rope_scaling
+    if scaling.kind == "llama3" and any(getattr(scaling, name) != value for name, value in _LLAMA3.items()):
+        raise CheckpointError(f"Megatron-LM's --use-rope-scaling has {_LLAMA3} built in, and this model has others")
+    if model.qk_norm and model.normalization != "rms_norm":
+        raise CheckpointError("Megatron-LM normalises queries and keys as it does the rest: here that is layer_norm")
+    run = contents.run
+    reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
+    return Namespace(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.num_heads,
+        group_query_attention=model.kv_heads != model.num_heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        seq_length=model.max_positions,
+        max_position_embeddings=model.max_positions,
+        position_embedding_type=reverse[model.positions],
+        add_position_embedding=model.positions == "learned",
+        use_rotary_position_embeddings=model.positions == "rotary",
+        rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
+        rotary_percent=1.0,
+        rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=scaling.factor if scaling.kind == "linear" else None,
+        use_rope_scaling=scaling.kind == "llama3",
+        rope_scaling_factor=scaling.factor if scaling.kind == "llama3" else 8.0,
+        normalization=reverse[model.normalization],
+        norm_epsilon=model.norm_epsilon,
+        apply_layernorm_1p=False,
+        swiglu=model.activation == "swiglu",
+        openai_gelu=model.activation == "gelu_tanh",
+        bias_gelu_fusion=False,
+        squared_relu=False,
+        add_bias_linear=model.bias == "all",
+        add_qkv_bias=model.bias != "none",
+        qk_layernorm=model.qk_norm,
+        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        untie_embeddings_and_output_weights=not model.tie_embeddings,
+        vocab_size=model.vocabulary_size,
+        padded_vocab_size=padded_rows(model, tensor),
+        make_vocab_size_divisible_by=VOCABULARY_DIVISOR,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_experts=None,
+        params_dtype=dtype,
+        iteration=0 if run is None else run.step,
+        consumed_train_samples=0 if run is None else run.consumed_samples,
+        consumed_valid_samples=0,
+    )

@@ -1,0 +1,180 @@
+"""megatron-core's GPTModel on a CPU, as a program: loads what was written here, saves it as Megatron-LM does.
+
+python -m tests.conversion.foreign.megatron_models FOLDER SHAPE...: of every SHAPE, FOLDER has `SHAPE-torch` and
+`SHAPE-dist`, and `tokens.pt`; it gets `SHAPE-saved-torch` and `SHAPE-saved-dist`, and logits in `SHAPE-logits.pt`.
+The same with `SHAPE-sharded` of tensor 2 x pipeline 2 on four ranks.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import openai_gelu
+
+
+def without_cuda() -> None:
+    """What Megatron asks of CUDA even for models on the CPU."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *which: None
+    torch.Tensor.cuda = lambda tensor, *which: tensor  # type: ignore[method-assign,assignment]
+    ones = torch.ones  # of which sliding windows are cut, on "cuda"
+    torch.ones = lambda *size, device=None, **how: ones(*size, **how)  # type: ignore[assignment]
+    CudaRNGStatesTracker.fork = lambda *which: contextlib.nullcontext()  # type: ignore[method-assign]
+
+
+def build(told: argparse.Namespace, **how: object) -> GPTModel:
+    """The model that Megatron-LM's arguments ask for."""
+    gelu = openai_gelu if told.openai_gelu else torch.nn.functional.gelu
+    config = TransformerConfig(
+        num_layers=told.num_layers,
+        hidden_size=told.hidden_size,
+        ffn_hidden_size=told.ffn_hidden_size,
+        num_attention_heads=told.num_attention_heads,
+        num_query_groups=told.num_query_groups,
+        kv_channels=told.kv_channels,
+        gated_linear_unit=told.swiglu,
+        activation_func=torch.nn.functional.silu if told.swiglu else gelu,
+        normalization=told.normalization,
+        layernorm_epsilon=told.norm_epsilon,
+        add_bias_linear=told.add_bias_linear,
+        add_qkv_bias=told.add_qkv_bias,
+        qk_layernorm=told.qk_layernorm,
+        window_size=told.window_size,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_activation_fusion=told.bias_gelu_fusion,
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=told.tensor_model_parallel_size,
+        pipeline_model_parallel_size=told.pipeline_model_parallel_size,
+        pipeline_dtype=torch.float32,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=told.qk_layernorm, normalization=told.normalization),
+        vocab_size=told.padded_vocab_size,
+        max_sequence_length=told.max_position_embeddings,
+        position_embedding_type=told.position_embedding_type,
+        share_embeddings_and_output_weights=not told.untie_embeddings_and_output_weights,
+        rotary_base=told.rotary_base,
+        rope_scaling=told.use_rope_scaling,
+        rope_scaling_factor=told.rope_scaling_factor,
+        seq_len_interpolation_factor=told.rotary_seq_len_interpolation_factor,
+        **how,  # type: ignore[arg-type]
+    ).eval()
+
+
+def logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """[b, s, padded vocabulary]"""
+    batch, length = tokens.shape
+    places = torch.arange(length).expand(batch, length)
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        found: torch.Tensor = model(tokens, places, hidden)
+    return found
+
+
+def exchange(folder: Path, shape: str) -> None:
+    """Load both layouts strictly, tell the logits, save both."""
+    tokens = torch.load(folder / "tokens.pt")
+    state = torch.load(folder / f"{shape}-torch/release/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    told, found = state["args"], {}
+    model = build(told)
+    model.load_state_dict(state["model"], strict=True)
+    found["torch"] = logits(model, tokens)
+
+    other = build(told)
+    loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(folder / f"{shape}-dist/release"))
+    other.load_state_dict(loaded["model"], strict=True)
+    assert loaded["args"].hidden_size == told.hidden_size
+    found["dist"] = logits(other, tokens)
+    torch.save(found, folder / f"{shape}-logits.pt")
+
+    # What Megatron-LM's own save adds to the model's state.
+    common = {"args": told, "checkpoint_version": 3.0, "iteration": 7}
+    place = folder / f"{shape}-saved-torch/iter_0000007/mp_rank_00"
+    place.mkdir(parents=True)
+    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, place / "model_optim_rng.pt")
+    (folder / f"{shape}-saved-torch/latest_checkpointed_iteration.txt").write_text("7")
+    place = folder / f"{shape}-saved-dist/iter_0000007"
+    place.mkdir(parents=True)
+    dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(place))
+    (folder / f"{shape}-saved-dist/latest_checkpointed_iteration.txt").write_text("7")
+
+
+def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
+    """The same on one of 2 x 2 ranks: `SHAPE-sharded` and, resharded by Megatron, `SHAPE-dist`."""
+    store = dist.FileStore(str(folder / f"{shape}-store"), 4)
+    limit = timedelta(seconds=120)  # a rank whose peers are gone ends
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    tensor, stage = rank % 2, rank // 2
+    place = f"release/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
+    state = torch.load(folder / f"{shape}-sharded" / place, weights_only=False)
+    told, found = state["args"], {}
+    ends = {"pre_process": stage == 0, "post_process": stage == 1, "parallel_output": False}
+    model = build(told, **ends)
+    model.load_state_dict(state["model"], strict=True)
+    tokens = torch.load(folder / "tokens.pt")
+    found["torch"] = staged_logits(model, tokens, rank, told.hidden_size)
+
+    other = build(told, **ends)
+    loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(folder / f"{shape}-dist/release"))
+    other.load_state_dict(loaded["model"], strict=True)
+    found["dist"] = staged_logits(other, tokens, rank, told.hidden_size)
+    if rank == 2:
+        torch.save(found, folder / f"{shape}-sharded-logits.pt")
+    saved = folder / f"{shape}-sharded-saved-dist"
+    saved.mkdir(exist_ok=True)
+    common = {"args": told, "checkpoint_version": 3.0, "iteration": 7}
+    dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(saved))
+    dist.barrier()
+
+
+def staged_logits(model: GPTModel, tokens: torch.Tensor, rank: int, hidden_size: int) -> torch.Tensor:
+    """Logits on the last stage; hidden states on the first, which hands them on."""
+    batch, length = tokens.shape
+    if rank < 2:
+        hidden = logits(model, tokens)
+        dist.send(hidden.contiguous(), rank + 2)
+        return hidden
+    received = torch.empty(length, batch, hidden_size)
+    dist.recv(received, rank - 2)
+    model.set_input_tensor(received)
+    return logits(model, tokens)
+
+
+def on_four_ranks(folder: Path, shape: str) -> None:
+    """Forks: Megatron is imported once, and takes its groups from the process."""
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=exchange_sharded, args=(rank, folder, shape))
+        for rank in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    without_cuda()
+    for named in sys.argv[2:]:
+        if (Path(sys.argv[1]) / f"{named}-sharded").exists():
+            on_four_ranks(Path(sys.argv[1]), named)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    for named in sys.argv[2:]:
+        exchange(Path(sys.argv[1]), named)

@@ -1,0 +1,217 @@
+"""State dicts in torch.distributed.checkpoint's files: torch loads what is written here, and the other way round."""
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.manifest import RunState
+from megapipe.config.run import PretrainConfig
+from megapipe.conversion.formats import FORMATS, format_of
+from tests.conversion.foreign.weights import MODELS, drawn, opened, write
+from tests.support.ranks import run_ranks
+
+KINDS = ("weights", "exp_avg", "exp_avg_sq")
+
+
+def nested(values: dict) -> dict[str, Any]:
+    """The state dict that a folder is to hold."""
+    model = {tensor.name: value for tensor, value in values.items() if tensor.kind == "weights"}
+    state: dict[str, dict[str, Any]] = {}
+    for tensor, value in values.items():
+        if tensor.kind != "weights":
+            state.setdefault(tensor.name, {})[tensor.kind] = value
+    return {"model": model, "optimizer": {"state": state}} if state else {"model": model}
+
+
+def zeros_like(state: Any) -> Any:
+    return (
+        {key: zeros_like(each) for key, each in state.items()} if isinstance(state, dict) else torch.zeros_like(state)
+    )
+
+
+def flat(state: Any, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
+    if not isinstance(state, dict):
+        return {prefix: state}
+    return {name: leaf for key, each in state.items() for name, leaf in flat(each, (*prefix, key)).items()}
+
+
+def save_with_torch(folder: Path, state: dict[str, Any], told: dict[str, Any]) -> None:
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    (folder / "megapipe.json").write_text(json.dumps(told))
+
+
+def save_sharded(rank: int, folder: str, state: dict[str, Any], told: dict[str, Any]) -> None:
+    """On each rank: its rows of every tensor that has any, as DTensors."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = {
+        "model": {name: distribute_tensor(value, mesh, [Shard(value.ndim - 1)]) for name, value in state.items()}
+    }
+    dcp.save(sharded, checkpoint_id=folder)
+    if rank == 0:
+        (Path(folder) / "megapipe.json").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_torch_loads_what_is_written(dtype: str, tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"], dtype, KINDS)
+    run = RunState(
+        3, 96, {"seed": 7}, "fp32", ((1, 2.5), (2, float("nan"))), json.loads(json.dumps(asdict(PretrainConfig())))
+    )
+    contents = replace(contents, run=run, applied_updates={contents.tensors[0].name: 3})
+    write("dcp", tmp_path / "state", contents, values)
+    expected = nested(values)
+    found = zeros_like(expected)
+    dcp.load(found, checkpoint_id=str(tmp_path / "state"), no_dist=True)
+    assert flat(found).keys() == flat(expected).keys()
+    assert all(torch.equal(flat(found)[name], value) for name, value in flat(expected).items())
+    dcp_to_torch_save(str(tmp_path / "state"), str(tmp_path / "state.pt"))
+    assert torch.load(tmp_path / "state.pt").keys() == expected.keys()
+
+    assert format_of(tmp_path / "state") is FORMATS["dcp"]
+    source = opened("dcp", tmp_path / "state")
+    again = source.contents
+    assert again.model == contents.model
+    assert again.tensors == tuple(sorted(contents.tensors, key=lambda tensor: KINDS.index(tensor.kind)))
+    assert again.applied_updates == contents.applied_updates
+    assert again.run is not None
+    assert repr(again.run.losses) == repr(run.losses)
+    assert replace(again.run, losses=()) == replace(run, losses=())
+    assert all(torch.equal(source.read(tensor), values[tensor]) for tensor in again.tensors)
+    source.close()
+
+
+def test_what_torch_saves_is_read(tmp_path: Path) -> None:
+    """Weights under `model.` and without it; a step count and a generator's state are no tensors of a model."""
+    contents, values = drawn(MODELS["qwen"], kinds=KINDS)
+    state = nested(values)
+    told = {"model": asdict(contents.model)}
+    state["step"] = torch.tensor(3)
+    state["random"] = torch.get_rng_state()
+    save_with_torch(tmp_path / "prefixed", state, told)
+    bare = {**state["model"], "optimizer": state["optimizer"]}
+    save_with_torch(tmp_path / "bare", bare, told)
+    for name in ("prefixed", "bare"):
+        source = opened("dcp", tmp_path / name)
+        assert source.contents.run is None
+        assert all(torch.equal(source.read(tensor), values[tensor]) for tensor in contents.tensors)
+        source.close()
+
+
+@pytest.mark.slow
+def test_what_two_ranks_saved_is_read(tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    state = nested(values)["model"]
+    run_ranks(2, save_sharded, str(tmp_path / "state"), state, {"model": asdict(contents.model)})
+    assert len(list((tmp_path / "state").glob("*.distcp"))) == 2
+    source = opened("dcp", tmp_path / "state")
+    for tensor in source.contents.tensors:
+        middle = tuple(slice(length // 4, length - length // 4) for length in tensor.shape)
+        assert torch.equal(source.read(tensor), values[tensor])
+        assert torch.equal(source.read(tensor, middle), values[tensor][middle])
+        assert source.verify(tensor) == []
+    source.close()
+
+
+def test_unknown_and_missing_names_are_told(tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    state, told = nested(values)["model"], {"model": asdict(contents.model)}
+    save_with_torch(tmp_path / "titan", {"model": {**state, "layers.0.attention.wq.weight": torch.ones(2)}}, told)
+    with pytest.raises(CheckpointError, match=r"'model.layers.0.attention.wq.weight'.*megapipe's names"):
+        opened("dcp", tmp_path / "titan")
+    short = dict(state)
+    del short["blocks.1.mlp.up.weight"]
+    save_with_torch(tmp_path / "short", {"model": short}, told)
+    with pytest.raises(CheckpointError, match=r"lacks model.blocks.1.mlp.up.weight"):
+        opened("dcp", tmp_path / "short")
+    (tmp_path / "short" / "megapipe.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no megapipe.json"):
+        opened("dcp", tmp_path / "short")
+
+
+def outside(metadata: dcp.metadata.Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = "../secret.distcp"
+
+
+def behind_the_end(metadata: dcp.metadata.Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.offset += 1 << 40
+
+
+def a_huge_tensor(metadata: dcp.metadata.Metadata) -> None:
+    stored = metadata.state_dict_metadata["model.head.norm.weight"]
+    stored.size = torch.Size([1 << 50])
+
+
+def overlapping(metadata: dcp.metadata.Metadata) -> None:
+    stored = metadata.state_dict_metadata["model.head.norm.weight"]
+    stored.chunks = stored.chunks * 2
+
+
+def swapped(metadata: dcp.metadata.Metadata) -> None:
+    places = list(metadata.storage_data)
+    first = metadata.storage_data[places[0]]
+    metadata.storage_data[places[0]] = metadata.storage_data[places[1]]
+    metadata.storage_data[places[1]] = first
+
+
+def extended(metadata: dcp.metadata.Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+
+
+def without_places(metadata: dcp.metadata.Metadata) -> None:
+    metadata.storage_data = {}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (outside, "not in its folder"),
+        (behind_the_end, "bytes"),
+        (a_huge_tensor, "do not make it up"),
+        (overlapping, "do not make it up"),
+        (swapped, "do not hold the part"),
+        (extended, "extensions"),
+        (without_places, "does not hold what"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_hostile_metadata_is_refused(change: Callable[[Any], None], told: str, tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    write("dcp", tmp_path / "state", contents, values)
+    path = tmp_path / "state" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+    def read_all() -> None:
+        source = opened("dcp", tmp_path / "state")
+        for tensor in source.contents.tensors:
+            source.read(tensor)
+
+    with pytest.raises(CheckpointError, match=told):
+        read_all()
+
+
+def test_a_cut_metadata_file_is_refused(tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    write("dcp", tmp_path / "state", contents, values)
+    path = tmp_path / "state" / ".metadata"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"\.metadata is not read"):
+        opened("dcp", tmp_path / "state")
+    path.write_bytes(pickle.dumps(["something", "else"]))
+    with pytest.raises(DamagedCheckpointError, match="does not hold what"):
+        opened("dcp", tmp_path / "state")

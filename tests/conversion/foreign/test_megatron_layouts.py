@@ -1,0 +1,206 @@
+"""Megatron-LM's two layouts written and read back, bit for bit, over tensor, pipeline and virtual sizes."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.config.bert import BertModelConfig
+from megapipe.conversion.formats import FORMATS, format_of
+from megapipe.conversion.source import SourceOptions
+from tests.conversion.foreign.weights import MODELS, assert_holds, drawn, opened, write
+
+LAYOUTS = [
+    *(("qwen", *sizes) for sizes in [(1, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]),
+    *((shape, 2, 2, 1) for shape in ("gpt2", "llama")),
+]
+
+
+@pytest.mark.parametrize(("shape", "tensor", "pipeline", "chunks"), LAYOUTS)
+def test_torch_layout_there_and_back(shape: str, tensor: int, pipeline: int, chunks: int, tmp_path: Path) -> None:
+    contents, values = drawn(MODELS[shape])
+    names = "transformer_engine" if chunks == 2 else "local"
+    sizes = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks}
+    write("megatron", tmp_path / "run", contents, values, **sizes, layer_names=names)
+    assert format_of(tmp_path / "run") is FORMATS["megatron"]
+    source = opened("megatron", tmp_path / "run")
+    assert_holds(source, contents, values)
+    source.close()
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_torch_dist_there_and_back(shape: str, tmp_path: Path) -> None:
+    contents, values = drawn(MODELS[shape], dtype="BF16" if shape == "llama" else "F32")
+    write("megatron-dist", tmp_path / "run", contents, values)
+    assert format_of(tmp_path / "run") is FORMATS["megatron-dist"]
+    source = opened("megatron-dist", tmp_path / "run")
+    assert_holds(source, contents, values)
+    source.close()
+
+
+def test_a_rank_holds_its_share_under_megatrons_names(tmp_path: Path) -> None:
+    """Spelled out by hand: rows of a rank's kv groups, its half of gate and up, padded vocabulary, the tied copy."""
+    contents, values = drawn(MODELS["qwen"])
+    ours = {tensor.name: value for tensor, value in values.items()}
+    write("megatron", tmp_path / "run", contents, values, tensor=2, pipeline=2)
+    folder = tmp_path / "run" / "release"
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    found = torch.load(folder / "mp_rank_01_001" / "model_optim_rng.pt", weights_only=False)
+    assert found["checkpoint_version"] == 3.0
+    assert found["args"].padded_vocab_size == 256
+    model = found["model"]
+    qkv = ours["blocks.2.attention.qkv.weight"]
+    assert torch.equal(model["decoder.layers.0.self_attention.linear_qkv.weight"], qkv[1].reshape(64, 32))
+    gate, up = ours["blocks.3.mlp.up.weight"]
+    assert torch.equal(model["decoder.layers.1.mlp.linear_fc1.weight"], torch.cat([gate[24:], up[24:]]))
+    down = ours["blocks.2.mlp.down.weight"]
+    assert torch.equal(model["decoder.layers.0.mlp.linear_fc2.weight"], down[:, 24:])
+    assert torch.equal(model["output_layer.weight"], torch.zeros(128, 32))
+    first = torch.load(folder / "mp_rank_00_001" / "model_optim_rng.pt", weights_only=False)["model"]
+    assert torch.equal(first["output_layer.weight"][:97], ours["embedding.word.weight"])
+
+
+def changed(folder: Path, change: object) -> None:
+    path = folder / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    value = torch.load(path, weights_only=False)
+    change(value)
+    torch.save(value, path)
+
+
+def without_a_norm(value: dict) -> None:
+    del value["model"]["decoder.layers.1.input_layernorm.weight"]
+
+
+def with_an_expert(value: dict) -> None:
+    value["model"]["decoder.layers.0.mlp.experts.weight"] = torch.zeros(2)
+
+
+def with_experts_in_args(value: dict) -> None:
+    value["args"].num_experts = 8
+
+
+def of_another_width(value: dict) -> None:
+    value["args"].hidden_size = 64
+
+
+def old(value: dict) -> None:
+    value["checkpoint_version"] = 2.0
+
+
+def without_args(value: dict) -> None:
+    del value["args"]
+
+
+def integer(value: dict) -> None:
+    value["model"]["decoder.final_layernorm.weight"] = torch.ones(32, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (without_a_norm, "lacks blocks.1.attention_norm.weight"),
+        (with_an_expert, "mlp.experts.weight"),
+        (with_experts_in_args, "num_experts"),
+        (of_another_width, "the args ask for"),
+        (old, "checkpoint_version 2.0"),
+        (without_args, "no args"),
+        (integer, "int64"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_does_not_fit_is_named(change: object, told: str, tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    write("megatron", tmp_path / "run", contents, values)
+    changed(tmp_path / "run", change)
+    with pytest.raises(CheckpointError, match=told):
+        opened("megatron", tmp_path / "run")
+
+
+def test_saved_state_beside_the_weights_is_left_alone(tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    write("megatron", tmp_path / "run", contents, values)
+
+    def with_state(value: dict) -> None:
+        value["optimizer"] = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [argparse.Namespace(lr=1.0)]}
+        value["rng_state"] = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
+
+    changed(tmp_path / "run", with_state)
+    assert_holds(opened("megatron", tmp_path / "run"), contents, values)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    write("megatron", tmp_path / "run", contents, values, tensor=2, pipeline=2)
+    (tmp_path / "run" / "release" / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
+    (tmp_path / "run" / "release" / "mp_rank_01_000").rmdir()
+    with pytest.raises(CheckpointError, match="tensor rank 1 of pipeline rank 0"):
+        opened("megatron", tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist", "dcp"])
+def test_pickles_are_read_with_consent_alone(kind: str, tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    write(kind, tmp_path / "run", contents, values)
+    with pytest.raises(CheckpointError, match="--allow-pickle"):
+        FORMATS[kind].open_source(tmp_path / "run", SourceOptions())
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])
+def test_what_megatron_cannot_express_is_refused_before_anything_is_written(kind: str, tmp_path: Path) -> None:
+    contents, values = drawn(BertModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocabulary_size=50))
+    with pytest.raises(CheckpointError, match="BERT"):
+        write(kind, tmp_path / "run", contents, values)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"), [({"tensor": 3}, "tensor"), ({"pipeline": 3}, "4 layers"), ({"chunks": 8}, "4 layers")]
+)
+def test_sizes_that_do_not_divide_are_refused(sizes: dict, told: str, tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["gpt2"])
+    with pytest.raises(CheckpointError, match=told):
+        write("megatron", tmp_path / "run", contents, values, **sizes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    for kind in ("megatron", "megatron-dist"):
+        folder = tmp_path / kind
+        write(kind, folder, contents, values)
+        (path,) = [*folder.rglob("model_optim_rng.pt"), *folder.rglob("*.distcp")]
+        content = bytearray(path.read_bytes())
+        victim = next(tensor for tensor in contents.tensors if tensor.name == "blocks.2.mlp.down.weight")
+        content[content.index(values[victim].numpy().tobytes()[:64])] ^= 1
+        path.write_bytes(content)
+        source = opened(kind, folder)
+        bad = [tensor.name for tensor in source.contents.tensors if source.verify(tensor)]
+        assert bad == [victim.name]
+        source.close()
+
+
+def test_a_cut_distcp_file_is_damage(tmp_path: Path) -> None:
+    contents, values = drawn(MODELS["llama"])
+    write("megatron-dist", tmp_path / "run", contents, values)
+    path = next((tmp_path / "run").rglob("*.distcp"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    source = opened("megatron-dist", tmp_path / "run")
+    with pytest.raises(DamagedCheckpointError, match="distcp"):
+        source.read(source.contents.tensors[-1])
+
+
+def test_uneven_stages_are_read(tmp_path: Path) -> None:
+    """Three layers and one, made by hand of two and two."""
+    contents, values = drawn(MODELS["gpt2"])
+    write("megatron", tmp_path / "run", contents, values, pipeline=2)
+    paths = [tmp_path / "run" / "release" / f"mp_rank_00_00{stage}" / "model_optim_rng.pt" for stage in range(2)]
+    first, last = (torch.load(path, weights_only=False) for path in paths)
+    for key in list(last["model"]):
+        if key.startswith("decoder.layers.0."):
+            first["model"][key.replace("layers.0.", "layers.2.")] = last["model"].pop(key)
+    last["model"] = {key.replace("layers.1.", "layers.0."): value for key, value in last["model"].items()}
+    torch.save(first, paths[0])
+    torch.save(last, paths[1])
+    assert_holds(opened("megatron", tmp_path / "run"), contents, values)

@@ -1,0 +1,84 @@
+"""megatron-core's own GPTModel beside ours: it loads what is written here, and what it saves is read here."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conversion.foreign.weights import MODELS, assert_holds, drawn, opened, write
+from tests.layers.bound import bind_model, make_context, run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None or importlib.util.find_spec("psutil") is None,
+        reason="needs megatron-core, which has no wheel from Python 3.14 on, and psutil",
+    ),
+]
+ROOT = Path(__file__).parents[3]
+
+
+SHARDED = ("qwen", "gpt2")
+"""Also laid out over tensor 2 x pipeline 2: tied embeddings, both kinds of MLP, biases, grouped heads."""
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which megatron-core has loaded and saved every shape."""
+    folder = tmp_path_factory.mktemp("exchange")
+    for shape, model in MODELS.items():
+        contents, values = drawn(model)
+        write("megatron", folder / f"{shape}-torch", contents, values)
+        write("megatron-dist", folder / f"{shape}-dist", contents, values)
+    for shape in SHARDED:
+        write("megatron", folder / f"{shape}-sharded", *drawn(MODELS[shape]), tensor=2, pipeline=2)
+    torch.save(make_context(MODELS["gpt2"], batch=2, length=24).tokens, folder / "tokens.pt")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.conversion.foreign.megatron_models", str(folder), *MODELS],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["torch", "dist"])
+@pytest.mark.parametrize("name", [*MODELS, *(f"{shape}-sharded" for shape in SHARDED)])
+def test_megatron_computes_our_logits_from_what_is_written(name: str, layout: str, exchanged: Path) -> None:
+    model = MODELS[name.removesuffix("-sharded")]
+    _, values = drawn(model)
+    layers = bind_model(model)
+    ours = {tensor.name: value for tensor, value in values.items()}
+    for layer in layers:
+        for parameter, values in layer.parameters().items():
+            values.copy_(ours[parameter])
+    context = make_context(model, batch=2, length=24)
+    with torch.no_grad():
+        expected = run(layers, replace(context, labels=None))
+    found = torch.load(exchanged / f"{name}-logits.pt")[layout][..., : model.vocabulary_size]
+    assert 0.5 < expected.std() < 50.0
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["torch", "dist"])
+@pytest.mark.parametrize("shape", MODELS)
+def test_what_megatron_saves_is_read_bit_for_bit(shape: str, layout: str, exchanged: Path) -> None:
+    kind = {"torch": "megatron", "dist": "megatron-dist"}[layout]
+    source = opened(kind, exchanged / f"{shape}-saved-{layout}")
+    assert_holds(source, *drawn(MODELS[shape]))
+    source.close()
+
+
+@pytest.mark.parametrize("shape", SHARDED)
+def test_what_four_ranks_of_megatron_save_is_read_bit_for_bit(shape: str, exchanged: Path) -> None:
+    source = opened("megatron-dist", exchanged / f"{shape}-sharded-saved-dist")
+    assert_holds(source, *drawn(MODELS[shape]))
+    source.close()
