@@ -55,7 +55,7 @@ class StepResult:
     step: its number. loss: sum over the global batch's loss tokens divided by their number; where the loss has several
         terms, the sum of these means. loss_terms: each mean. token_count: loss tokens, those of the first term.
     gradient_norm: before clipping; that of the last update in a step of several.
-    skipped: the loss or the gradients were not finite, weights stayed. stop, save: some rank asked to stop, or to save.
+    skipped: the loss or the gradients were not finite, weights stayed. stop, save: some rank asked to stop, to save.
     outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
     """
 
