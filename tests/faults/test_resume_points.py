@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest_file import MANIFEST
 from megapipe.config.run import PretrainConfig
 from megapipe.data.index_writer import ShardWriter
@@ -124,14 +125,15 @@ def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(
     save = Checkpointer.save
     seen = []
 
-    def refused(self: Checkpointer, replica: Any, step: int, *args: Any) -> Path:
+    def refused(self: Checkpointer, replica: Any, step: int, *args: Any, **options: Any) -> Path:
         if step not in (2, 3):
-            return save(self, replica, step, *args)
-        try:
-            with no_larger_files(100_000):
-                return save(self, replica, step, *args)
-        finally:
-            seen.append(sorted(path.name for path in self.directory.iterdir()))
+            return save(self, replica, step, *args, **options)
+        with no_larger_files(100_000):
+            path = save(self, replica, step, *args, **options)
+            with pytest.raises(CheckpointError):  # the loop hears of it beside training
+                self.finish()
+        seen.append(sorted(path.name for path in self.directory.iterdir()))
+        return path
 
     monkeypatch.setattr(Checkpointer, "save", refused)
     run(configuration(corpora, tmp_path))
