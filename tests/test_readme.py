@@ -50,6 +50,7 @@ def short_quickstarts(folder: str) -> dict[str, str]:
     return {**found, "QUICKSTART_FOLDER": folder, "BERT_QUICKSTART_FOLDER": f"{folder}/bert"}
 
 
+@pytest.mark.slow
 def test_every_command_runs() -> None:
     """In the README's order, since later ones read what earlier ones wrote; shorter, and in a folder of its own.
 

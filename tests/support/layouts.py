@@ -110,10 +110,6 @@ RULES = (
     ),
     Rule({"offload": ("weights",), "zero": ("1", "2", "3")}, "offload.weights with zero.stage"),
     Rule({"offload": ("weights",), "schedule": ("2bw", "pipedream")}, "offload.weights: .* never flushes"),
-    Rule(
-        {"schedule": HALVES, "recompute": ("selective",), "offload": ("weights",)},
-        "offload.weights with recompute.method selective: this schedule runs the two",
-    ),
     Rule({"precision": ("fp16",), "schedule": ("pipedream",)}, "training.precision fp16 skips steps"),
 )
 
