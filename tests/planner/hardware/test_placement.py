@@ -127,6 +127,14 @@ def test_a_group_that_cuts_a_node_unevenly_is_counted() -> None:
     assert placement.slowest("all_gather", 3.0, "tensor").latency == 2 * 10.0
 
 
+def test_of_a_border_the_side_with_the_smaller_share_counts() -> None:
+    """As above: of the first node 1 device sends out, of the second 4. To the second the link gives 16 B/s, so its 2
+    members get 2 / 4 of that; back it gives 80."""
+    matrix = ((0.0, 16.0, 80.0), (80.0, 0.0, 80.0), (80.0, 80.0, 0.0))
+    groups = Placement(machine(4, matrix=matrix), {"tensor": 3, "data": 4}).groups("tensor")
+    assert [(group.members, group.crossing) for group in groups] == [((3,), 0.0), ((1, 2), 8.0), ((2, 1), 40.0)]
+
+
 def test_nodes_of_several_kinds_go_at_the_slower_ones_pace() -> None:
     fast = NodeGroup("fast", DEVICE, 4, Link(1.0, 100.0, 50.0), Network(10.0, 80.0, 4), num_nodes=1)
     slow = NodeGroup("slow", replace(DEVICE, name="b"), 2, Link(2.0, 60.0, 60.0), Network(20.0, 6.0, 1), num_nodes=2)
