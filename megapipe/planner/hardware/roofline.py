@@ -135,7 +135,7 @@ def _best(
     return points[errors(points).argmin()]
 
 
-_FIRST_POINTS = 24
+_FIRST_POINTS = 16
 _POINTS = 7
 _ROUNDS = 80
 _SHRINK = 0.85
