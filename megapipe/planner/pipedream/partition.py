@@ -1,9 +1,9 @@
 """PipeDream's partitioners: cut layers into stages, each on its own number of workers, by dynamic programming.
 
 `flat` has all workers on equal links: Harlap et al. (2018), "PipeDream: Fast and Efficient Pipeline Parallel DNN
-Training", arXiv 1806.03377, partitioning algorithm. `hierarchical` has links that slow down from level to level: Narayanan et al.
-(2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, section 3.1. Both minimise the time of
-the slowest stage per mini-batch; both use every worker, as the papers do.
+Training", arXiv 1806.03377, partitioning algorithm. `hierarchical` has links that slow down from level to level:
+Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, section 3.1. Both
+minimise the time of the slowest stage per mini-batch; both use every worker, as the papers do.
 """
 
 import math

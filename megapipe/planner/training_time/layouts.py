@@ -235,7 +235,9 @@ def _grid(model: Transformer, cluster: Cluster, method: Method, max_micro_size: 
 
 def _most_that_fit(model: Transformer, cluster: Cluster, layout: Layout) -> int:
     """The largest number of micro-batches up to the layout's own within memory, which grows with it; 0 for none."""
-    low, high = 0, layout.microbatches
+    if memory_bytes(model, layout) <= cluster.memory_bytes:
+        return layout.microbatches
+    low, high = 0, layout.microbatches - 1
     while low < high:
         middle = (low + high + 1) // 2
         trial = replace(layout, microbatches=middle)
