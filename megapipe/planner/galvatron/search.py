@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megapipe.planner.checks import require_counts
-from megapipe.planner.galvatron.costs import LayerProfile, Machine, StageCosts
+from megapipe.planner.galvatron.costs import BACKWARD, LayerProfile, Machine, StageCosts
 from megapipe.planner.galvatron.dynamic import choose
 from megapipe.planner.galvatron.strategies import Strategy, stage_strategies, strategies
 from megapipe.schedules.balance import balance_layers
@@ -75,13 +75,20 @@ def search(
 
 
 def iteration_seconds(steady: Sequence[float], extra: Sequence[float], microbatches: int) -> float:
-    """Of a pipeline whose stages take `steady` seconds a micro-batch and `extra` more at the last one.
+    """Of a 1F1B pipeline whose stages take `steady` seconds a micro-batch, and `extra` more behind the last one.
 
-    Filling and draining take each stage once, the slowest takes the rest, and what a stage adds at the end hides
-    behind the earlier stages, which end later (Zhu et al., 2025, Mist, arXiv 2503.19050, objective).
+    The longest path through any stage: earlier stages fill and drain around it, later ones only as far as its warm-up
+    forwards leave time. What a stage adds at the end hides behind the backwards of earlier stages, which end later
+    (the paper's cost of a pipeline has these terms). Exact for equal stages; the simulated time of unequal ones is at
+    most a little longer.
     """
-    end = max(each - sum(steady[:index]) for index, each in enumerate(extra))
-    return sum(steady) + (microbatches - 1) * max(steady) + max(0.0, end)
+    paths = []
+    for index, each in enumerate(steady):
+        warm_up = min(len(steady) - 1 - index, microbatches - 1) * each / (1 + BACKWARD)
+        paths.append(sum(steady[:index]) + microbatches * each + max(0.0, sum(steady[index + 1 :]) - warm_up))
+    hidden = BACKWARD / (1 + BACKWARD)
+    end = max(each - hidden * sum(steady[:index]) for index, each in enumerate(extra))
+    return max(paths) + max(0.0, end)
 
 
 def _plans(

@@ -1,6 +1,7 @@
 """Costs by hand, the slow-down's properties, and the whole search beside brute force."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 from megapipe.planner.galvatron.costs import LayerProfile, Machine, StageCosts, overlapped
 from megapipe.planner.galvatron.search import Plan, iteration_seconds, search
 from megapipe.planner.galvatron.strategies import Strategy, stage_strategies
+from megapipe.schedules import build
 from megapipe.schedules.balance import balance_layers
+from megapipe.schedules.simulation.costs import rank_costs
+from megapipe.schedules.simulation.simulate import simulate
 
 LAYER = LayerProfile(forward_seconds=1.0, weight_bytes=80.0, activation_bytes=10.0, boundary_bytes=2.0)
 MACHINE = Machine(devices=4, devices_per_node=2, memory_bytes=1e9, fast=40.0, slow=10.0)
@@ -78,10 +82,38 @@ def test_a_transition_moves_what_a_device_lacks_both_ways() -> None:
     assert costs.transition_seconds(outer, inner) == pytest.approx(whole)
 
 
-def test_an_iteration_of_equal_stages_is_the_pipeline_s() -> None:
-    assert iteration_seconds([3.0] * 4, [0.0] * 4, 8) == (8 + 4 - 1) * 3.0
-    assert iteration_seconds([3.0, 4.0], [1.0, 0.0], 5) == 7 + 4 * 4 + 1
-    assert iteration_seconds([3.0, 4.0], [0.0, 2.0], 5) == 7 + 4 * 4
+def simulated(steady: list[float], extra: list[float], microbatches: int) -> float:
+    """The same by the schedule's own simulator, every stage's reduction behind its last backward."""
+    schedule = build("1f1b", len(steady), microbatches, data_parallel=True)
+    costs = replace(
+        rank_costs(schedule.header),
+        forward=tuple(each / 3 for each in steady),
+        backward=tuple(each * 2 / 3 for each in steady),
+        reduce_gradients=tuple(extra),
+    )
+    return simulate(schedule, costs).finish
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (4, 2), (4, 8)])
+def test_an_iteration_of_equal_stages_is_the_simulated(stages: int, microbatches: int) -> None:
+    steady = [3.0] * stages
+    for extra in ([0.0] * stages, [0.0] * (stages - 1) + [7.0], [1.0] * stages):
+        found = iteration_seconds(steady, extra, microbatches)
+        assert found == pytest.approx(simulated(steady, extra, microbatches))
+    assert iteration_seconds(steady, [0.0] * stages, microbatches) == pytest.approx(3.0 * (microbatches + stages - 1))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_iteration_of_unequal_stages_is_about_the_simulated(seed: int) -> None:
+    rng = random.Random(seed)
+    stages, microbatches = rng.choice([2, 3, 4]), rng.choice([1, 2, 4, 8])
+    steady = [rng.uniform(1, 3) for _ in range(stages)]
+    time = simulated(steady, [0.0] * stages, microbatches)
+    assert time / 1.06 <= iteration_seconds(steady, [0.0] * stages, microbatches) <= time * (1 + 1e-9)
+    extra = [rng.uniform(0, 6) for _ in range(stages)]
+    assert iteration_seconds(steady, extra, microbatches) == pytest.approx(
+        simulated(steady, extra, microbatches), rel=0.1
+    )
 
 
 def brute_force(layers: list[LayerProfile], machine: Machine, batch_sizes: tuple[int, ...]) -> float:

@@ -16,6 +16,9 @@ from megapipe.planner.training_time.layouts import (
     overheads,
     shortest,
 )
+from megapipe.schedules import build
+from megapipe.schedules.simulation.costs import rank_costs
+from megapipe.schedules.simulation.simulate import simulate
 
 X_160 = Transformer.of_family(160)
 INFINIBAND = Cluster(312e12, 80e9, tensor_link=300e9, link=25e9, node_size=16)
@@ -25,22 +28,25 @@ DAY = 86400.0
 
 
 @pytest.mark.parametrize(
-    ("method", "stages", "microbatches", "layers", "idle"),
+    ("method", "stages", "microbatches", "chunks", "idle"),
     [
-        ("modular", 5, 5, 160, 0.025),
-        ("modular", 4, 8, 16, 0.09375),
-        ("modular", 4, 4, 16, 0.1875),
-        ("modular", 4, 3, 16, 0.5),
-        ("3d", 4, 8, 16, 0.375),
-        ("3d", 8, 32, 16, 0.21875),
-        ("3d", 160, 172, 160, 159 / 172),
+        ("modular", 5, 5, 32, 0.025),
+        ("modular", 4, 8, 4, 0.09375),
+        ("modular", 4, 4, 4, 0.1875),
+        ("modular", 4, 3, 4, 0.5),
+        ("3d", 4, 8, 1, 0.375),
+        ("3d", 8, 32, 1, 0.21875),
     ],
 )
 def test_bubbles_are_the_simulated_ones(
-    method: Method, stages: int, microbatches: int, layers: int, idle: float
+    method: Method, stages: int, microbatches: int, chunks: int, idle: float
 ) -> None:
-    layout = Layout(method, 1, stages, 1, 1, microbatches)
-    assert bubble(Transformer(layers, 64, 4, 64), layout) == pytest.approx(idle)
+    model = Transformer(stages * chunks, 64, 4, 64)
+    assert bubble(model, Layout(method, 1, stages, 1, 1, microbatches)) == pytest.approx(idle)
+    name, options = ("modular", {"chunks": chunks}) if method == "modular" else ("1f1b", {})
+    schedule = build(name, stages, microbatches, **options)  # type: ignore[arg-type]
+    simulation = simulate(schedule, rank_costs(schedule.header))
+    assert simulation.finish / simulation.ideal - 1 == pytest.approx(idle)
 
 
 def test_a_lone_device_at_peak_trains_the_trillion_parameters_for_632_years() -> None:
