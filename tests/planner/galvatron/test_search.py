@@ -65,7 +65,19 @@ def test_costs_of_a_layer_by_hand() -> None:
     assert stage(both).steady_seconds(LAYER, both) == pytest.approx(4 * 3 / 2 + gathered)
     assert stage(both).extra_seconds(LAYER, both) == pytest.approx(overlapped(4, 40 / 10, 1.3) - 4)
     assert stage(both).memory(LAYER, both) == (4 * 80 / 2 + 3 * 4 * (2 + 4), 0)
+    again = Strategy(1, (("data", 2), ("tensor", 2)), recompute=True)
+    assert stage(again).steady_seconds(LAYER, again) == pytest.approx(4 * 4 / 2 + 1.5 * gathered)
+    assert stage(again).memory(LAYER, again) == (4 * 80 / 2 + 3 * 4 * 2, 4 * (2 + 4))
     assert stage(data, micro_size=6).steady_seconds(LAYER, data) == float("inf")
+
+
+def test_a_stage_that_is_not_the_last_sends_its_output_and_takes_its_gradient() -> None:
+    options = (Strategy(2, (("data", 2),)), Strategy(2, (("tensor", 2),)))
+    last = StageCosts(MACHINE, (LAYER, LAYER), options, 8, in_flight=1, microbatches=2, last=True).tables()
+    first = StageCosts(MACHINE, (LAYER, LAYER), options, 8, in_flight=1, microbatches=2, last=False).tables()
+    sent = first.seconds - last.seconds
+    assert sent[0].tolist() == [0, 0]
+    assert sent[1].tolist() == pytest.approx([2 * 2 * 4 / 10, 2 * 2 * 8 / 10])
 
 
 def test_a_transition_moves_what_a_device_lacks_both_ways() -> None:
@@ -147,9 +159,9 @@ def brute_force(layers: list[LayerProfile], machine: Machine, batch_sizes: tuple
 def test_the_search_is_that_of_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     layers = [
-        LayerProfile(rng.uniform(1, 3), rng.uniform(5, 90), rng.uniform(9, 30), rng.uniform(1, 9)) for _ in range(3)
+        LayerProfile(rng.uniform(1, 3), rng.uniform(5, 30), rng.uniform(9, 30), rng.uniform(1, 9)) for _ in range(3)
     ]
-    machine = Machine(2, 2, memory_bytes=rng.uniform(500, 1200), fast=rng.uniform(5, 50), slow=5.0)
+    machine = Machine(2, 2, memory_bytes=rng.uniform(130, 450), fast=rng.uniform(5, 50), slow=5.0)
     plan = search(layers, machine, (4, 8), units=4096)
     assert plan.sequences_per_second == pytest.approx(brute_force(layers, machine, (4, 8)), rel=1e-9)
     within(plan, layers, machine)

@@ -68,6 +68,24 @@ def test_memory_of_the_modular_layout_is_the_sum_of_its_terms() -> None:
     assert memory_bytes(X_160, layout) == pytest.approx(state + checkpoints + 2 * 2 * weights + activations, rel=2e-3)
 
 
+def test_memory_of_a_contiguous_pipeline_holds_the_micro_batches_in_flight() -> None:
+    model = Transformer(8, 64, 4, 32)
+    activations = 2 * 32 * (34 * 64 + 5 * 4 * 32) / 2
+    for microbatches, in_flight in ((3, 3), (9, 4)):
+        layout = Layout("3d", 5, 4, 2, 2, microbatches)
+        expected = 16 * 12 * 64**2 * 8 / (4 * 2) + 2 * 32 * 64 * 8 * 2 * in_flight / (4 * 2) + activations
+        assert memory_bytes(model, layout) == pytest.approx(expected)
+
+
+def test_a_slow_link_shows_in_the_pipeline_by_the_layers_of_a_chunk() -> None:
+    model = Transformer(8, 64, 4, 32)
+    cluster = Cluster(1e12, 1e9, tensor_link=1e9, link=1e12 / (24 * 64 * 3), node_size=1)  # hides behind three layers
+    contiguous, modular = (overheads(model, cluster, Layout(method, 1, 4, 1, 1, 4)) for method in ("3d", "modular"))
+    assert contiguous.pipeline == pytest.approx(3 / 2 - 1)
+    assert modular.pipeline == pytest.approx(3 - 1)
+    assert modular.efficiency == pytest.approx(1 / ((1 + 3 / 8) * 3))
+
+
 def test_both_methods_halve_the_shortest_time_and_need_no_fast_network() -> None:
     """The paper's abstract: shortest time cut by half, InfiniBand not needed."""
     ethernet = Cluster(312e12, 80e9, 300e9, 3.125e9, 16)
