@@ -107,7 +107,11 @@ def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
     if not levels:
         raise ValueError("levels must name at least one link; give the devices' own")
     compute, weights = _sums(layers)
-    inner: Callable[[int, int], Partition] = lambda first, last: Partition(compute(first, last), ())  # noqa: E731
+
+    def on_one(first: int, last: int) -> Partition:
+        return Partition(compute(first, last), ())
+
+    inner: Callable[[int, int], Partition] = on_one
     for level in levels:
         inner = _level(len(layers), level, inner, weights, [layer.activation_bytes for layer in layers])
     return inner(0, len(layers))

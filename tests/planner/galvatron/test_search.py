@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.planner.galvatron.costs import LayerProfile, Machine, StageCosts, overlapped
@@ -21,6 +21,7 @@ MACHINE = Machine(devices=4, devices_per_node=2, memory_bytes=1e9, fast=40.0, sl
 seconds = st.floats(0, 1e3)
 
 
+@settings(max_examples=40)
 @given(compute=seconds, communication=seconds, more=seconds, slow_down=st.floats(1, 2))
 def test_overlap_is_monotone_and_between_side_by_side_and_in_turn(
     compute: float, communication: float, more: float, slow_down: float
@@ -32,6 +33,7 @@ def test_overlap_is_monotone_and_between_side_by_side_and_in_turn(
     assert overlapped(compute, communication + more, slow_down) >= both - slack
 
 
+@settings(max_examples=40)
 @given(compute=st.floats(0.1, 100), step=st.floats(1e-9, 1e-3), slow_down=st.floats(1, 2))
 def test_overlap_is_continuous_where_the_longer_side_changes(compute: float, step: float, slow_down: float) -> None:
     before, after = (overlapped(compute, compute + each, slow_down) for each in (-step, step))
@@ -115,7 +117,7 @@ def test_an_iteration_of_equal_stages_is_the_simulated(stages: int, microbatches
     assert iteration_seconds(steady, [0.0] * stages, microbatches) == pytest.approx(3.0 * (microbatches + stages - 1))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_an_iteration_of_unequal_stages_is_about_the_simulated(seed: int) -> None:
     rng = random.Random(seed)
     stages, microbatches = rng.choice([2, 3, 4]), rng.choice([1, 2, 4, 8])
@@ -180,7 +182,7 @@ def within(plan: Plan, layers: list[LayerProfile], machine: Machine) -> None:
         assert total <= machine.memory_bytes
 
 
-@pytest.mark.parametrize("budget", [150.0, 250.0, 400.0, 1000.0])
+@pytest.mark.parametrize("budget", [150.0, 400.0])
 def test_plans_of_four_devices_stay_within_memory(budget: float) -> None:
     layers = [LayerProfile(1.0 + index / 4, 30.0, 12.0, 3.0) for index in range(4)]
     machine = Machine(4, 2, budget, fast=40.0, slow=10.0)
