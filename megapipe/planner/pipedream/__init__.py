@@ -1,0 +1,1 @@
+"""The PipeDream-2BW planner and PipeDream's partitioners, as their papers state them."""

@@ -1,0 +1,60 @@
+"""Intensities, thresholds and sizes of the trillion-parameter model X_160 beside figures worked out by hand."""
+
+import pytest
+
+from megapipe.planner.training_time.intensity import (
+    Transformer,
+    critical_batch_tokens,
+    data_intensity,
+    link_threshold,
+    partitioned_intensity,
+    pipeline_intensity,
+    tensor_intensity,
+)
+
+X_160 = Transformer.of_family(160)
+A100 = 312e12
+
+
+@pytest.mark.parametrize(("size", "parameters"), [(160, 1.258e12), (108, 176e9), (64, 12.9e9), (32, 403e6)])
+def test_the_family_has_its_sizes(size: int, parameters: float) -> None:
+    assert Transformer.of_family(size).parameters == pytest.approx(parameters, rel=3e-3)
+    assert Transformer.of_family(size).parameters == 12 * size**5
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "threshold"), [(300e9, 1040), (31.5e9, 9905), (25e9, 12480), (3.125e9, 99840)]
+)
+def test_thresholds_of_an_a100(bytes_per_second: float, threshold: float) -> None:
+    assert round(link_threshold(A100, bytes_per_second)) == threshold
+
+
+def test_intensities_of_one_sequence_and_five_micro_batches() -> None:
+    assert round(partitioned_intensity(X_160, 1)) == 3413
+    assert round(partitioned_intensity(X_160, 1, 5)) == 17067
+    assert data_intensity(X_160, 1, 5) == 5 * 3840
+    assert pipeline_intensity(X_160, 1) == 614_400
+    assert round(tensor_intensity(X_160, 16)) == 6827
+    assert tensor_intensity(X_160, 1) == float("inf")
+    assert link_threshold(A100, 300e9) / tensor_intensity(X_160, 16) == pytest.approx(0.15, abs=0.005)
+
+
+def test_checkpoints_of_a_sequence_over_the_devices_of_the_modular_layout() -> None:
+    assert X_160.checkpoint_bytes == pytest.approx(21.0e9, rel=2e-3)
+    assert X_160.checkpoint_bytes * 2415 / 38640 == pytest.approx(1.31e9, rel=2e-3)
+
+
+def test_the_critical_batch_goes_through_gpt_3_with_the_cube_root() -> None:
+    assert critical_batch_tokens(175e9) == pytest.approx(3.2e6)
+    assert critical_batch_tokens(8 * 175e9) == pytest.approx(2 * 3.2e6)
+    assert critical_batch_tokens(X_160.parameters) == pytest.approx(6.2e6, rel=5e-3)
+    assert critical_batch_tokens(1e9) / 1e3 == pytest.approx(572, rel=1e-3)
+
+
+def test_values_out_of_range_are_named() -> None:
+    with pytest.raises(ValueError, match=r"num_layers must be an integer of at least 1, got 0"):
+        Transformer(0, 8, 1, 8)
+    with pytest.raises(ValueError, match=r"bytes per second must be a finite number above 0, got 0"):
+        link_threshold(A100, 0)
+    with pytest.raises(ValueError, match=r"parameters must be a finite number above 0, got nan"):
+        critical_batch_tokens(float("nan"))
