@@ -37,7 +37,7 @@ test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-# Its commands write to the repository and to the environment that they run in: one after the other, in one process.
-pytestmark = pytest.mark.xdist_group("readme")
-
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -74,6 +71,7 @@ def test_every_command_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINING)
 def test_training_commands_run_as_written_and_learn(command: str, tmp_path: Path) -> None:
+    """But for the folders that they write to: other tests run the same commands at the same time."""
     margin = 0.5
     if "runs/quickstart" in command:
         # A model of its own, which 100 steps of stale gradients bring less far than 200 steps bring the byte model.
@@ -81,7 +79,8 @@ def test_training_commands_run_as_written_and_learn(command: str, tmp_path: Path
         run("make quickstart", 300, QUICKSTART_STEPS="6", QUICKSTART_FOLDER=str(tmp_path))
         command = command.replace("runs/quickstart", str(tmp_path)).replace("runs/2bw", str(tmp_path / "2bw"))
     else:
-        run(COMMANDS[COMMANDS.index(TRAINING[0]) - 1], 120)
+        run(COMMANDS[COMMANDS.index(TRAINING[0]) - 1].replace("data/stdlib", f"{tmp_path}/stdlib"), 240)
+        command += f" --data.prefix {tmp_path}/stdlib_text_document --training.directory {tmp_path}/run"
     output = run(command, 900)
     unigram = float(re.findall(r"unigram entropy (\d+\.\d+)", output)[0])
     losses = [float(loss) for loss in re.findall(r"\| loss (\d+\.\d+)", output)]
