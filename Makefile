@@ -7,13 +7,14 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: help setup quickstart quickstart-bert test test-slow gpu-check lint docs format clean
+.PHONY: help setup quickstart quickstart-bert test test-slow test-exhaustive gpu-check lint docs format clean
 
 help:
 	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample, export"
 	@echo "make quickstart-bert  the same for a BERT: sentences, masked tokens, gaps filled in"
 	@echo "make test             fast tests, under 15 minutes on two cores"
-	@echo "make test-slow        the rest"
+	@echo "make test-slow        what takes longer, under 45 minutes"
+	@echo "make test-exhaustive  more layouts and schedules of what those two show"
 	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one"
 	@echo "make lint             ruff, mypy, import-linter"
 	@echo "make docs             API reference in build/docs"
@@ -34,10 +35,13 @@ quickstart-bert: setup
 	@BIN=$(BIN) bash examples/bert_quickstart.sh
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slow and not exhaustive and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "slow and not exhaustive and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+test-exhaustive: setup
+	$(BIN)/python -m pytest -m "exhaustive and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py

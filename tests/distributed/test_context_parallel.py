@@ -26,7 +26,7 @@ BERTS = {
     "masked-tokens-alone": replace(POST_NORM, sentence_head=False, tie_embeddings=False, positions="rotary"),
 }
 STEPS = 4
-SLOW = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,9 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("model", "sizes", "kind", "documents"), [*FAST, *(pytest.param(*each, marks=SLOW) for each in MORE)], ids=str
+    ("model", "sizes", "kind", "documents"),
+    [*FAST, *(pytest.param(*each, marks=EXHAUSTIVE) for each in MORE)],
+    ids=str,
 )
 def test_gpt_trains_as_in_one_process(
     corpus: str, model: str, sizes: dict[str, int], kind: str, documents: bool
@@ -105,13 +107,13 @@ def bert_config(
     [
         ("post-norm", {"context": 2}, "ring"),
         ("pre-norm-dropout", {"context": 2, "pipeline": 2}, "all_to_all"),
-        pytest.param("post-norm", {"context": 2}, "all_to_all", marks=SLOW),
-        pytest.param("pre-norm-dropout", {"context": 4}, "ring", marks=SLOW),
-        pytest.param("pre-norm-dropout", {"context": 4}, "all_to_all", marks=SLOW),
-        pytest.param("pre-norm-dropout", {"context": 2, "pipeline": 2}, "ring", marks=SLOW),
-        pytest.param("post-norm", {"context": 2, "tensor": 2}, "ring", marks=SLOW),
-        pytest.param("masked-tokens-alone", {"context": 2, "data": 2}, "ring", marks=SLOW),
-        pytest.param("masked-tokens-alone", {"context": 2, "data": 2}, "all_to_all", marks=SLOW),
+        pytest.param("post-norm", {"context": 2}, "all_to_all", marks=EXHAUSTIVE),
+        pytest.param("pre-norm-dropout", {"context": 4}, "ring", marks=EXHAUSTIVE),
+        pytest.param("pre-norm-dropout", {"context": 4}, "all_to_all", marks=EXHAUSTIVE),
+        pytest.param("pre-norm-dropout", {"context": 2, "pipeline": 2}, "ring", marks=EXHAUSTIVE),
+        pytest.param("post-norm", {"context": 2, "tensor": 2}, "ring", marks=EXHAUSTIVE),
+        pytest.param("masked-tokens-alone", {"context": 2, "data": 2}, "ring", marks=EXHAUSTIVE),
+        pytest.param("masked-tokens-alone", {"context": 2, "data": 2}, "all_to_all", marks=EXHAUSTIVE),
     ],
     ids=str,
 )

@@ -27,7 +27,7 @@ from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, run_gpt, wr
 from tests.support.meshes import run_mesh
 
 DEEP = replace(GPT2_SHAPE, num_layers=4, hidden_dropout=0.1)
-SLOW = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,11 @@ def one_process(corpus: str) -> RankRun:
 SPLIT = [{"name": "zb_h1"}, {"name": "zb_v"}, {"name": "interleaved_1f1b", "two_bp": True}]
 
 
-@pytest.mark.parametrize("kind", ["ring", pytest.param("all_to_all", marks=SLOW)])
+@pytest.mark.parametrize("kind", ["ring", pytest.param("all_to_all", marks=EXHAUSTIVE)])
 @pytest.mark.parametrize(
-    "schedule", [SPLIT[0], *(pytest.param(each, marks=SLOW) for each in (*SPLIT[1:], {"name": "modular"}))], ids=str
+    "schedule",
+    [SPLIT[0], *(pytest.param(each, marks=EXHAUSTIVE) for each in (*SPLIT[1:], {"name": "modular"}))],
+    ids=str,
 )
 def test_schedules_and_split_backwards(corpus: str, schedule: dict[str, Any], kind: str) -> None:
     sizes = {"context": 2, "pipeline": 2}
@@ -63,9 +65,9 @@ def test_schedules_and_split_backwards(corpus: str, schedule: dict[str, Any], ki
     ("recompute", "kind"),
     [
         ({"method": "full"}, "ring"),
-        pytest.param({"method": "full"}, "all_to_all", marks=SLOW),
-        pytest.param({"method": "selective"}, "ring", marks=SLOW),
-        pytest.param({"method": "selective"}, "all_to_all", marks=SLOW),
+        pytest.param({"method": "full"}, "all_to_all", marks=EXHAUSTIVE),
+        pytest.param({"method": "selective"}, "ring", marks=EXHAUSTIVE),
+        pytest.param({"method": "selective"}, "all_to_all", marks=EXHAUSTIVE),
     ],
     ids=str,
 )
@@ -79,7 +81,7 @@ def test_what_runs_again_changes_no_bit(corpus: str, recompute: dict[str, Any], 
         check_bits([one], other)
 
 
-@SLOW
+@EXHAUSTIVE
 def test_a_schedule_that_never_flushes_and_shares_samples(corpus: str) -> None:
     (expected,) = run_mesh({}, trained, config_of(corpus, GPT2_SHAPE, {}, schedule={"name": "2bw"}), (), False)
     config = config_of(corpus, GPT2_SHAPE, {"context": 2, "pipeline": 2}, schedule={"name": "2bw"})
@@ -88,7 +90,7 @@ def test_a_schedule_that_never_flushes_and_shares_samples(corpus: str) -> None:
         assert losses == pytest.approx([result.loss for result in expected.results], rel=1e-4)
 
 
-@SLOW
+@EXHAUSTIVE
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 def test_compiled_blocks_share_samples(corpus: str, kind: str) -> None:
     sizes = {"context": 2}
@@ -112,7 +114,7 @@ def evaluated(mesh: Mesh, config: PretrainConfig) -> EvaluationRecord:
     return Evaluation(config, mesh, replica, open_samples(config, "validation")).run(3)
 
 
-@pytest.mark.parametrize("kind", ["ring", pytest.param("all_to_all", marks=SLOW)])
+@pytest.mark.parametrize("kind", ["ring", pytest.param("all_to_all", marks=EXHAUSTIVE)])
 def test_shared_samples_are_evaluated_alike(corpus: str, sentences: BertDataConfig, kind: str) -> None:
     sizes, rule = {"context": 2}, {"every": 1, "samples": 20}
     for plain, shared in (

@@ -65,9 +65,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 TIED, UNTIED = MODELS
-SLOW = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 ALTERNATING = [
-    pytest.param(model, *case, id=f"{model}-{case[0]}-{case[1]}", marks=() if turn == index % 2 else SLOW)
+    pytest.param(model, *case, id=f"{model}-{case[0]}-{case[1]}", marks=() if turn == index % 2 else EXHAUSTIVE)
     for index, case in enumerate(CASES)
     for turn, model in enumerate(MODELS)
 ]
@@ -82,7 +82,7 @@ def test_what_comes_back_gives_the_bits_of_one_process_that_moves_nothing(
     check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, model))
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=SLOW), "zb_h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=EXHAUSTIVE), "zb_h1"])
 def test_bf16_with_its_master_in_host_memory_is_the_same(corpus: str, schedule: str) -> None:
     config = config_of(corpus, UNTIED, {"pipeline": 2}, EVERYTHING, "bf16", name=schedule)
     check_bits(run_mesh({"pipeline": 2}, run_gpt, config, STEPS), resident(corpus, UNTIED, "bf16"))
@@ -93,8 +93,8 @@ def test_bf16_with_its_master_in_host_memory_is_the_same(corpus: str, schedule: 
     [
         ("2bw", "bf16"),
         ("pipedream", "fp32"),
-        pytest.param("2bw", "fp32", marks=SLOW),
-        pytest.param("pipedream", "bf16", marks=SLOW),
+        pytest.param("2bw", "fp32", marks=EXHAUSTIVE),
+        pytest.param("pipedream", "bf16", marks=EXHAUSTIVE),
     ],
 )
 def test_stale_gradients_are_the_same_ones(corpus: str, schedule: str, precision: str) -> None:
@@ -111,8 +111,8 @@ def test_stale_gradients_are_the_same_ones(corpus: str, schedule: str, precision
     [
         pytest.param("1f1b", PRE_NORM, id="1f1b-pre"),
         pytest.param("zb_h1", POST_NORM, id="zb_h1-post"),
-        pytest.param("1f1b", POST_NORM, id="1f1b-post", marks=SLOW),
-        pytest.param("zb_h1", PRE_NORM, id="zb_h1-pre", marks=SLOW),
+        pytest.param("1f1b", POST_NORM, id="1f1b-post", marks=EXHAUSTIVE),
+        pytest.param("zb_h1", PRE_NORM, id="zb_h1-pre", marks=EXHAUSTIVE),
     ],
 )
 def test_bert_is_the_same_too(tmp_path: Path, schedule: str, model: BertModelConfig) -> None:
@@ -148,7 +148,7 @@ def test_a_traced_run_tells_what_auto_decided_and_is_laid_over(
     assert "predicted" in capsys.readouterr().out
 
 
-@SLOW
+@EXHAUSTIVE
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_compiled_blocks_move_theirs_too(corpus: str, schedule: str) -> None:
     results = []

@@ -27,7 +27,7 @@ MODELS = {
     "bert-rotary-untied": replace(POST_NORM, sentence_head=False, tie_embeddings=False, positions="rotary"),
 }
 STEPS = 4
-SLOW = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +74,16 @@ def check_run(ranks: list[RankRun], expected: RankRun) -> None:
         ("gpt2-tied-dropout", {"tensor": 2}, 1),
         ("llama", {"tensor": 2, "pipeline": 2}, 2),
         ("bert-post", {"tensor": 4}, 3),
-        pytest.param("gpt2-tied-dropout", {"tensor": 4}, 2, marks=SLOW),
-        pytest.param("bert-pre-dropout", {"tensor": 2}, 1, marks=SLOW),
-        pytest.param("gpt2-untied", {"tensor": 2, "pipeline": 2}, 4, marks=SLOW),
-        pytest.param("gpt2-tied-dropout", {"tensor": 2, "data": 2}, 1, marks=SLOW),
-        pytest.param("llama-4-kv-heads", {"tensor": 4}, 1, marks=SLOW),
-        pytest.param("qwen3", {"tensor": 2}, 1, marks=SLOW),
-        pytest.param("qwen3", {"tensor": 2, "pipeline": 2}, 1, marks=SLOW),
-        pytest.param("bert-post", {"tensor": 2, "pipeline": 2}, 1, marks=SLOW),
-        pytest.param("bert-pre-dropout", {"tensor": 2, "data": 2}, 2, marks=SLOW),
-        pytest.param("bert-rotary-untied", {"tensor": 2}, 1, marks=SLOW),
+        pytest.param("gpt2-tied-dropout", {"tensor": 4}, 2, marks=EXHAUSTIVE),
+        pytest.param("bert-pre-dropout", {"tensor": 2}, 1, marks=EXHAUSTIVE),
+        pytest.param("gpt2-untied", {"tensor": 2, "pipeline": 2}, 4, marks=EXHAUSTIVE),
+        pytest.param("gpt2-tied-dropout", {"tensor": 2, "data": 2}, 1, marks=EXHAUSTIVE),
+        pytest.param("llama-4-kv-heads", {"tensor": 4}, 1, marks=EXHAUSTIVE),
+        pytest.param("qwen3", {"tensor": 2}, 1, marks=EXHAUSTIVE),
+        pytest.param("qwen3", {"tensor": 2, "pipeline": 2}, 1, marks=EXHAUSTIVE),
+        pytest.param("bert-post", {"tensor": 2, "pipeline": 2}, 1, marks=EXHAUSTIVE),
+        pytest.param("bert-pre-dropout", {"tensor": 2, "data": 2}, 2, marks=EXHAUSTIVE),
+        pytest.param("bert-rotary-untied", {"tensor": 2}, 1, marks=EXHAUSTIVE),
     ],
     ids=str,
 )
@@ -98,16 +98,16 @@ def test_layouts_train_the_model_of_one_process(
     ("model", "schedule", "recompute"),
     [
         ("llama", {"name": "zb_h1"}, {"method": "selective"}),
-        pytest.param("gpt2-tied-dropout", {"name": "zb_v"}, {}, marks=SLOW),
-        pytest.param("llama", {"name": "1f1b"}, {"method": "full", "logits": True}, marks=SLOW),
-        pytest.param("bert-pre-dropout", {"name": "zb_h1"}, {}, marks=SLOW),
-        pytest.param("gpt2-tied-dropout", {"name": "gpipe"}, {"method": "selective"}, marks=SLOW),
-        pytest.param("gpt2-tied-dropout", {"name": "interleaved_1f1b"}, {"method": "full"}, marks=SLOW),
-        pytest.param("llama", {"name": "modular"}, {}, marks=SLOW),
-        pytest.param("llama", {"name": "zb_h2"}, {"method": "full"}, marks=SLOW),
-        pytest.param("qwen3", {"name": "zb_auto"}, {}, marks=SLOW),
-        pytest.param("qwen3", {"name": "1f1b", "two_bp": True}, {"method": "selective"}, marks=SLOW),
-        pytest.param("bert-post", {"name": "1f1b"}, {"method": "full", "logits": True}, marks=SLOW),
+        pytest.param("gpt2-tied-dropout", {"name": "zb_v"}, {}, marks=EXHAUSTIVE),
+        pytest.param("llama", {"name": "1f1b"}, {"method": "full", "logits": True}, marks=EXHAUSTIVE),
+        pytest.param("bert-pre-dropout", {"name": "zb_h1"}, {}, marks=EXHAUSTIVE),
+        pytest.param("gpt2-tied-dropout", {"name": "gpipe"}, {"method": "selective"}, marks=EXHAUSTIVE),
+        pytest.param("gpt2-tied-dropout", {"name": "interleaved_1f1b"}, {"method": "full"}, marks=EXHAUSTIVE),
+        pytest.param("llama", {"name": "modular"}, {}, marks=EXHAUSTIVE),
+        pytest.param("llama", {"name": "zb_h2"}, {"method": "full"}, marks=EXHAUSTIVE),
+        pytest.param("qwen3", {"name": "zb_auto"}, {}, marks=EXHAUSTIVE),
+        pytest.param("qwen3", {"name": "1f1b", "two_bp": True}, {"method": "selective"}, marks=EXHAUSTIVE),
+        pytest.param("bert-post", {"name": "1f1b"}, {"method": "full", "logits": True}, marks=EXHAUSTIVE),
     ],
     ids=str,
 )

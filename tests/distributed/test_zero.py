@@ -68,7 +68,7 @@ def each_with_one_model(cases: list[Any]) -> list[Any]:
     found = []
     for number, case in enumerate(cases):
         for index, model in enumerate(MODELS):
-            found.append(pytest.param(*case, model, marks=[] if number % 2 == index else [pytest.mark.slow]))
+            found.append(pytest.param(*case, model, marks=[] if number % 2 == index else [pytest.mark.exhaustive]))
     return found
 
 
@@ -85,7 +85,7 @@ def test_shared_state_trains_what_one_process_trains(
     [
         (DATA, "bf16", "llama-untied"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in itertools.product((DATA, BOTH), ("fp32", "bf16"), MODELS)
             if case != (DATA, "bf16", "llama-untied")
         ),
@@ -116,7 +116,10 @@ def test_two_replicas_get_the_bits_of_plain_ones(
     "zero",
     [
         {"stage": 3},
-        *(pytest.param(zero, marks=pytest.mark.slow) for zero in ({"stage": 2, "reduce_dtype": "bf16"}, {"stage": 1})),
+        *(
+            pytest.param(zero, marks=pytest.mark.exhaustive)
+            for zero in ({"stage": 2, "reduce_dtype": "bf16"}, {"stage": 1})
+        ),
     ],
     ids=str,
 )
@@ -136,7 +139,7 @@ def test_hybrid_shards_train_what_one_process_trains(corpus: str, zero: dict[str
     assembled([rank.weights for rank in ranks])
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2))])
 def test_bert_shares_state_too(tmp_path: Path, stage: int) -> None:
     data = write_corpus(tmp_path)
     (expected,) = run_mesh({}, run_gpt, make_bert_config(data, PRE_NORM), STEPS)
@@ -148,7 +151,7 @@ def test_bert_shares_state_too(tmp_path: Path, stage: int) -> None:
     ("schedule", "method"),
     [
         ("zb_h1", "selective"),
-        *(pytest.param("1f1b", method, marks=pytest.mark.slow) for method in ("full", "selective")),
+        *(pytest.param("1f1b", method, marks=pytest.mark.exhaustive) for method in ("full", "selective")),
     ],
 )
 def test_what_runs_again_finds_its_weights(corpus: str, schedule: str, method: str) -> None:

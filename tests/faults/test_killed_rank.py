@@ -81,7 +81,13 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, links: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [["--parallel.pipeline=2"], ["--parallel.tensor=2"], ["--parallel.data=2"]], ids=lambda each: each[0]
+    "arguments",
+    [
+        ["--parallel.pipeline=2"],
+        pytest.param(["--parallel.tensor=2"], marks=pytest.mark.exhaustive),
+        pytest.param(["--parallel.data=2"], marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda each: each[0],
 )
 def test_a_hanging_rank_is_named_after_the_time_out(tmp_path: Path, arguments: list[str]) -> None:
     # torchrun itself gives a process that ignores its signals half a minute before it kills it.

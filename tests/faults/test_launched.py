@@ -114,6 +114,7 @@ def test_a_killed_rank_costs_nothing_where_torchrun_starts_the_job_again(tmp_pat
     corpus = write_shard(tmp_path)
     arguments = [f"--data.prefix={corpus}", f"--training.steps={STEPS}", "--training.log_every=1"]
     arguments += ["--parallel.data=2", "--checkpoint.every=3", "--checkpoint.keep_last=1"]
+    arguments += ["--checkpoint.asynchronous=false"]  # a save is durable before the step after it is told
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     for folder in (disturbed, whole):
         folder.mkdir()

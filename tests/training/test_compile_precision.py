@@ -41,7 +41,7 @@ def check(found: list[RankRun], expected: list[RankRun], tolerance: float) -> No
         assert (ours[name] - gradient).norm() <= 10 * tolerance * gradient.norm() + 1e-6, name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_traced_blocks_multiply_in_fp8_whole_and_in_halves(corpus: str) -> None:
     whole = trained(corpus, "gpt2", "aot_eager", {}, **FP8)
     check(whole, trained(corpus, "gpt2", None, {}, **FP8), 1e-4)
@@ -49,7 +49,7 @@ def test_traced_blocks_multiply_in_fp8_whole_and_in_halves(corpus: str) -> None:
     check_bits(halves, whole[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("groups", "sizes", "tolerance"),
     [(FP8, {"tensor": 2}, 1e-3), ({**FP16, **FULL}, {"pipeline": 2}, 1e-3), (FULL, {"tensor": 2}, 1e-5)],
@@ -62,7 +62,7 @@ def test_traced_blocks_train_the_same_model(
     check(trained(corpus, "llama", "aot_eager", sizes, **groups), expected, tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("groups", "tolerance"), [(FP16, 2e-3), (ROWWISE, 1e-2)], ids=["fp16", "fp8-rowwise"])
 def test_generated_code_trains_the_same_model(corpus: str, groups: dict[str, Any], tolerance: float) -> None:
     """Fused operations round less often, and fp8 behind them lands on another neighbour at times."""
