@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_offload import SLOW, STEPS, TIED, UNTIED, config_of, resident
+from tests.distributed.test_offload import STEPS, TIED, UNTIED, config_of, resident
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_close
 from tests.support.gpt_runs import run_gpt, write_shard
 from tests.support.meshes import run_mesh
+
+SLOW = pytest.mark.slow
 
 WEIGHTS = {"optimizer": True, "weights": True}
 
