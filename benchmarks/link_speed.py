@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.links import Edge, Link, LinkKind, make_links
-from megapipe.parallel.mesh import MeshShape
 
 KINDS: tuple[LinkKind, ...] = ("shared_memory", "gloo")
 

@@ -33,8 +33,8 @@ from pipeline_contest.orders import RACES
 from pipeline_contest.race import Size, Track
 from pipeline_contest.report import REACHES, show_bubble, show_gpt, show_race
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import MeshShape
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.bert import bert_layers
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes, state_bytes
-from megapipe.training.assemble import VOCABULARY_ALIGNMENT, lay_out
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, lay_out
 from megapipe.training.validate import validate
 
 ROOT = Path(__file__).resolve().parents[1]

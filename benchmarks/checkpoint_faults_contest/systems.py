@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 from megapipe.checkpoint import DamagedCheckpointError, RunState, load_weights, newest_valid, save
 from megapipe.checkpoint.directory import quarantine
 from megapipe.checkpoint.storage import StorageWriter
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 
 SHAPE = (32, 96)

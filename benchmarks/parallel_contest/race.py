@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 
 from .ours import LAYERED_STAGES, STAGES, megapipe, plain_copy
 from .peers import alone, ddp, fsdp

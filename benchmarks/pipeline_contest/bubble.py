@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megapipe.config.mesh_shape import MeshShape, Partition
 from megapipe.engine.wiring import LinkPool
-from megapipe.parallel.mesh import Mesh, MeshShape, Partition
+from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from pipeline_contest.ours import Feed, sleeping
 from pipeline_contest.setting import Setting

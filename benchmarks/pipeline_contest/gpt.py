@@ -16,8 +16,9 @@ from megapipe.engine.stage import Stage
 from megapipe.engine.wiring import LinkPool
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.mesh import Mesh
+from megapipe.planner.runs.layout import lay_out
 from megapipe.schedules import build
-from megapipe.training.assemble import Assembly, lay_out
+from megapipe.training.assemble import Assembly
 from pipeline_contest.measure import in_turns
 from pipeline_contest.orders import Race
 from pipeline_contest.ours import fed

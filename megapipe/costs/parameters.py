@@ -1,6 +1,7 @@
 """ParameterSpec: the one declaration of a parameter, for layers, initialisation, segment tables and checkpoints."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,3 +117,12 @@ def tied_names(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
         for name in {spec.name for spec in layer.parameters.values()}:
             seen[name] = seen.get(name, 0) + 1
     return tuple(name for name, uses in seen.items() if uses > 1)
+
+
+def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
+    """Per tied weight, in order of first use, the stages that use it. ranges[s]: layers of stage s."""
+    groups = []
+    for name in tied_names(tuple(layers)):
+        users = [i for i, layer in enumerate(layers) if any(s.name == name for s in layer.parameters.values())]
+        groups.append(tuple(stage for stage, members in enumerate(ranges) if any(i in members for i in users)))
+    return tuple(groups)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
+from megapipe.costs.parameters import tied_stages
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.groups import communicators, counted_states
@@ -22,7 +23,6 @@ from megapipe.engine.module_stages import ModuleStages
 from megapipe.engine.plan_layers import Layer, ModelPlan, plan_layers
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import described
-from megapipe.engine.stages import tied_stages
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.engine.units import Loss, Microbatch
 from megapipe.engine.wiring import LinkPool, connect

@@ -4,22 +4,13 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from megapipe.costs.parameters import LayerSpec, ParameterSpec, tied_names
+from megapipe.costs.parameters import LayerSpec, ParameterSpec, tied_names, tied_stages
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.schedule import Header
 
 MakeState = Callable[[str, list[ParameterSpec], int], UnitState]
 """(name, parameters, number of uses) -> state."""
-
-
-def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
-    """Per tied weight, in order of first use, the stages that use it. ranges[s]: layers of stage s."""
-    groups = []
-    for name in tied_names(tuple(layers)):
-        users = [i for i, layer in enumerate(layers) if any(s.name == name for s in layer.parameters.values())]
-        groups.append(tuple(stage for stage, members in enumerate(ranges) if any(i in members for i in users)))
-    return tuple(groups)
 
 
 class StageBuilder:

@@ -10,6 +10,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from megapipe.config.model import ModelConfig
+from megapipe.costs.attention_path import faster_path
+from megapipe.costs.token_order import Share
 from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention_probabilities import causal_mask
 from megapipe.kernels.registry import Registry
@@ -21,20 +23,14 @@ from megapipe.layers.norms import RMSNorm
 from megapipe.layers.remade import Remade, run_again
 from megapipe.layers.rotary import RotaryAngles
 from megapipe.parallel.groups import Group
-from megapipe.parallel.token_order import Share
 
 AttentionPath = Literal["sdpa", "unfused"]
 
 
 def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPath:
-    """The faster path, forward and backward, on this device type.
-
-    Measured on one CPU thread, 4 heads of 64 channels: in fp32 the two are level up to 256 tokens and SDPA is ahead
-    from 512 on. In bf16 unfused is ahead up to 512 tokens with AMX (by 2.6 at 256) and up to 128 without.
-    """
-    if device != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return "sdpa"
-    return "unfused" if num_tokens <= (512 if _has_amx() else 128) else "sdpa"
+    """The faster path, forward and backward, on this device type; `costs.attention_path` has the rule."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return faster_path(device, half, num_tokens, amx=half and device == "cpu" and _has_amx())
 
 
 @constant_when_compiled

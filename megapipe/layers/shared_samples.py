@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
+from megapipe.costs.token_order import ContextAttention, Share, order_of
 from megapipe.layers.attention import Attention
 from megapipe.layers.head_exchange import HeadExchange
 from megapipe.layers.ring_attention import Ring
 from megapipe.layers.ring_pieces import Visibility
 from megapipe.parallel.groups import Group
-from megapipe.parallel.token_order import ContextAttention, Share, order_of
 
 
 def share_samples(attention: Attention, group: Group, kind: ContextAttention) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from megapipe.config.mesh_shape import MeshShape, Partition
 from megapipe.parallel.groups import Group, ThreadGroup, ThreadWorld
 from megapipe.parallel.groups.threads import ThreadBoard
-from megapipe.parallel.mesh import Mesh, MeshShape, Partition
+from megapipe.parallel.mesh import Mesh
 
 
 class InProcessMesh(Mesh):

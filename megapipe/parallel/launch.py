@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
 from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup, Group
 from megapipe.parallel.links.exchange import SharedMemoryExchange
-from megapipe.parallel.mesh import DIMENSIONS, WORLD, Mesh, MeshShape, Partition
+from megapipe.parallel.mesh import WORLD, Mesh
 from megapipe.parallel.rendezvous import fresh_store, shares_store_with_earlier_starts
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]

@@ -1,89 +1,25 @@
 """The process mesh: where this rank stands in each parallel dimension, and the groups it speaks in.
 
-Ranks are numbered with tensor fastest, then context, pipeline and data, so that the ranks that talk most are nearest
-(Narayanan et al. 2021, arXiv 2104.04473, section 3.2). A `Mesh` is passed to whoever needs it; there is no global one.
+`config.mesh_shape` numbers the ranks. A `Mesh` is passed to whoever needs it; there is no global one.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import torch
 
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
 from megapipe.parallel.groups import Group, SoloGroup
-
-DIMENSIONS = ("data", "pipeline", "context", "tensor")
-"""Dimension names, slowest first."""
 
 COMBINATIONS = (("data", "context"), ("pipeline", "tensor"))
 """Pairs of dimensions that have a group of their own: replicas of one weight, and holders of one model replica."""
 
-Partition = tuple[tuple[int, ...], ...]
 GroupFactory = Callable[[str, Partition], Group | None]
 """Makes the group of this rank out of disjoint lists of global ranks, or None where this rank is in none of them. The
 group called `WORLD` is the one that torch was started with; any other is new. A collective call: every rank makes the
 same calls in the same order."""
 
 WORLD = "world"
-
-
-class MeshShape:
-    """The sizes of the dimensions, and the arithmetic between global ranks and coordinates.
-
-    Args:
-        sizes: ranks along each dimension of `DIMENSIONS`; one that is left out has size 1.
-
-    Raises:
-        ValueError: an unknown dimension or a size below 1.
-    """
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        for name, size in sizes.items():
-            if name not in DIMENSIONS:
-                raise ValueError(f"unknown mesh dimension {name!r}: the dimensions are {', '.join(DIMENSIONS)}")
-            if size < 1:
-                raise ValueError(f"mesh dimension {name} has size {size}, but sizes are 1 or more")
-        self.sizes = MappingProxyType({name: sizes.get(name, 1) for name in DIMENSIONS})
-
-    def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
-
-    @property
-    def world_size(self) -> int:
-        return math.prod(self.sizes.values())
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of a global rank, by dimension."""
-        coordinates = {}
-        for name in reversed(DIMENSIONS):
-            rank, coordinates[name] = divmod(rank, self.sizes[name])
-        return coordinates
-
-    def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The global rank at full coordinates; the inverse of `coordinates`."""
-        rank = 0
-        for name in DIMENSIONS:
-            rank = rank * self.sizes[name] + coordinates[name]
-        return rank
-
-    def partition(self, *names: str) -> Partition:
-        """The world cut into the lists of ranks that differ only in the dimensions `names`."""
-        fixed = [name for name in DIMENSIONS if name not in names]
-        free = [name for name in DIMENSIONS if name in names]
-        return tuple(
-            tuple(self.rank_of(dict(outer) | dict(inner)) for inner in self._walk(free)) for outer in self._walk(fixed)
-        )
-
-    def stage_partition(self, stages: tuple[int, ...]) -> Partition:
-        """For each tensor coordinate, all replicas' ranks at the pipeline coordinates `stages`, replica by replica."""
-        return tuple(
-            tuple(rank for rank in part if self.coordinates(rank)["pipeline"] in stages)
-            for part in self.partition("data", "pipeline", "context")
-        )
-
-    def _walk(self, names: list[str]) -> list[tuple[tuple[str, int], ...]]:
-        return list(itertools.product(*[[(name, index) for index in range(self.sizes[name])] for name in names]))
 
 
 class Mesh:

@@ -1,18 +1,17 @@
 """From a configuration, a mesh and a schedule to this rank's stages: the one place where model and layout meet."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputeConfig, RecomputedPart
+from megapipe.config.recompute import RecomputedPart
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.compute import layer_flops
-from megapipe.costs.parameters import LayerSpec, ParameterSpec
+from megapipe.costs.parameters import ParameterSpec, tied_names
+from megapipe.costs.token_order import ContextAttention
 from megapipe.engine.stage import Stage, TensorSpec
-from megapipe.engine.stages import StageBuilder, tied_names, tied_stages
+from megapipe.engine.stages import StageBuilder
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
@@ -24,72 +23,12 @@ from megapipe.parallel.groups import Group
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
-from megapipe.parallel.token_order import ContextAttention
 from megapipe.parallel.unit_state import UnitState
-from megapipe.schedules.balance import balance_layers, check_assignment
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.schedules.schedule import Header
 from megapipe.training.families import family_of
 
-VOCABULARY_ALIGNMENT = 64
-"""Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class StageLayout:
-    """How a model's layers fall into stages.
-
-    ranges[s]: layers of stage s. tied[g]: stages that use the g-th tied weight, one entry a stage.
-    """
-
-    layers: tuple[LayerSpec, ...]
-    ranges: tuple[range, ...]
-    tied: tuple[tuple[int, ...], ...]
-
-    @property
-    def units_per_stage(self) -> tuple[int, ...]:
-        """Layers in each stage; a unit is a layer."""
-        return tuple(len(each) for each in self.ranges)
-
-    def recomputed(self, config: RecomputeConfig) -> list[list[range]]:
-        """Per stage, the runs of units that are computed again: blocks alone, `every` at a time. Embeddings keep
-        nothing of note, and the backward of a head follows its forward."""
-        if config.method != "full":
-            return []
-        found = []
-        for members in self.ranges:
-            blocks = [unit for unit, layer in enumerate(members) if self.layers[layer].kind == "block"]
-            blocks = blocks[: config.num_blocks]
-            chunks = (blocks[at : at + config.every] for at in range(0, len(blocks), config.every))
-            found.append([range(chunk[0], chunk[-1] + 1) for chunk in chunks])
-        return found
-
-
-def lay_out(
-    layers: tuple[LayerSpec, ...],
-    model: ModelConfig,
-    num_stages: int,
-    sequence_length: int,
-    layers_per_stage: Sequence[int] | None = None,
-    predictions: int | None = None,
-    recompute_logits: bool = False,
-) -> StageLayout:
-    """Split layers into contiguous stages, by hand or balanced by their FLOPs.
-
-    predictions: tokens of a sample that the head predicts, by default all. recompute_logits: as in `layer_flops`.
-
-    Raises ScheduleError with more stages than layers, or numbers by hand that do not fit.
-    """
-    if layers_per_stage is None:
-        flops = [
-            layer_flops(model, layer, 1, sequence_length, predictions, recompute_logits).executed for layer in layers
-        ]
-        bounds = balance_layers(flops, num_stages)
-    else:
-        bounds = check_assignment(layers_per_stage, len(layers), num_stages)
-    ranges = tuple(range(first, stop) for first, stop in bounds)
-    return StageLayout(layers, ranges, tied_stages(layers, ranges))
 
 
 class Assembly:

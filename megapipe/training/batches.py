@@ -19,7 +19,7 @@ from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.document_blocks import block_lists, document_blocks, why_a_mask
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.batch_plan import BatchPlan
+from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.context_layout import ALL_TOKENS, HeldTokens, runs_ring
 from megapipe.training.loader import Consumer, Loader
 from megapipe.training.transfer import tensor_on

@@ -11,7 +11,7 @@ from megapipe.data.splits import SplitName
 from megapipe.engine.step import Counts
 from megapipe.layers.context import BertContext
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.batch_plan import BatchPlan
+from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.loader import Consumer, Loader
 from megapipe.training.transfer import tensor_on

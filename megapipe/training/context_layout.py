@@ -1,23 +1,18 @@
-"""Which tokens of its samples a rank trains on, and whether a configuration can share samples out at all."""
+"""Which tokens of its samples a rank trains on."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.costs.token_order import token_numbers
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.token_order import TokenOrder, chunks_per_rank, order_of, token_numbers
+from megapipe.planner.runs.validation import token_order
 
 
 def runs_ring(config: PretrainConfig) -> bool:
     """Whether attention is a ring's, which has kernels and paths of its own."""
     return config.parallel.context > 1 and config.parallel.context_attention == "ring"
-
-
-def token_order(config: PretrainConfig) -> TokenOrder:
-    """How a sample's tokens lie on the context ranks. A BERT sees both ways."""
-    return order_of(config.parallel.context_attention, causal=not isinstance(config, BertPretrainConfig))
 
 
 @dataclass(frozen=True)
@@ -69,32 +64,3 @@ class HeldTokens:
 
 
 ALL_TOKENS = HeldTokens()
-
-
-def context_problems(config: PretrainConfig) -> list[str]:
-    """Why samples cannot be shared out over parallel.context ranks, one message per rule; the sizes are valid."""
-    size, kind = config.parallel.context, config.parallel.context_attention
-    if size == 1:
-        return []
-    problems = []
-    length, parts = config.data.sequence_length, chunks_per_rank(token_order(config)) * size
-    if length % parts:
-        near = " or ".join(str(each) for each in (length // parts * parts, (length // parts + 1) * parts) if each)
-        problems.append(
-            f"data.sequence_length {length} is not divisible by {parts}, the chunks of a sample on parallel.context "
-            f"{size} ranks ({token_order(config)}); use for example {near}"
-        )
-    heads = config.model.num_heads // config.parallel.tensor
-    if kind == "all_to_all" and heads % size:
-        working = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
-        problems.append(
-            f"model.num_heads {config.model.num_heads} over parallel.tensor {config.parallel.tensor} are {heads} a "
-            f"rank, which parallel.context_attention all_to_all cannot share out over parallel.context {size}; use "
-            f"ring, or parallel.context one of {working}"
-        )
-    if kind == "ring" and config.model.attention == "flex":
-        problems.append(
-            "model.attention is 'flex', which parallel.context_attention ring has no use for; set the one to auto or "
-            "the other to all_to_all"
-        )
-    return problems

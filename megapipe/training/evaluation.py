@@ -9,7 +9,7 @@ import torch
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.batch_plan import BatchPlan
+from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
 from megapipe.training.sources import Samples, open_loader

@@ -8,13 +8,12 @@ from torch import nn
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.bert import bert_layers
-from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.parameters import LayerSpec
 from megapipe.kernels.registry import Registry
 from megapipe.models import bert, bert_kernels, gpt, gpt_kernels
 from megapipe.models.gpt_kernels import KernelUse
 from megapipe.parallel.groups import Group
+from megapipe.planner.runs.layout import layers_of, predictions_of
 from megapipe.training.context_layout import runs_ring
 
 PAIR_TERMS = {"order": "sop", "next": "nsp"}
@@ -55,9 +54,9 @@ def family_of(config: PretrainConfig) -> ModelFamily:
         encoder = config.model
         pairs = [PAIR_TERMS[config.data.pairs]] if config.data.pairs != "none" else []
         return ModelFamily(
-            bert_layers(encoder),
+            layers_of(config),
             ("mlm", *pairs),
-            config.data.max_predictions,
+            predictions_of(config),
             lambda spec, group, alignment, kernels: bert.build_layer(
                 spec, encoder, group, alignment, kernels, recompute
             ),
@@ -67,7 +66,7 @@ def family_of(config: PretrainConfig) -> ModelFamily:
         )
     decoder = config.model
     return ModelFamily(
-        gpt_layers(decoder),
+        layers_of(config),
         ("lm",),
         None,
         lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels, recompute),

@@ -11,8 +11,8 @@ from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
+from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training import skipping
-from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.guards import Guards
 from megapipe.training.loader import Loader, StepBatch

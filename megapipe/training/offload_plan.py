@@ -17,14 +17,15 @@ from megapipe.costs.offload import BlockCost, DoesNotFit, Treatments, treat
 from megapipe.costs.parameters import LayerSpec
 from megapipe.models.gpt_kernels import runs_unfused
 from megapipe.parallel.mesh import Mesh
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout
+from megapipe.planner.runs.scheduling import splits_backwards
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.memory import microbatches_held
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule
-from megapipe.training.assemble import DTYPES, VOCABULARY_ALIGNMENT, StageLayout
+from megapipe.training.assemble import DTYPES
 from megapipe.training.families import family_of
 from megapipe.training.matrix_product import product_flops
-from megapipe.training.scheduling import splits_backwards
 
 COPIED = 64 * 2**20
 """Bytes of a copy that is timed."""

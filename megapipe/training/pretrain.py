@@ -11,8 +11,10 @@ from megapipe.costs.memory import Precision
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
+from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.planner.runs.scheduling import eager_cost
+from megapipe.planner.runs.validation import data_parallel_size
 from megapipe.training import loss_curve, metrics
-from megapipe.training.batch_plan import BatchPlan
 from megapipe.training.determinism import require_determinism
 from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
@@ -28,12 +30,11 @@ from megapipe.training.records import Listeners
 from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
-from megapipe.training.scheduling import eager_cost
 from megapipe.training.skipping import SkippedSamplesFile
 from megapipe.training.sources import Samples, open_loader, open_samples
 from megapipe.training.throughput import UtilisationMeter, device_peak
 from megapipe.training.trackers import open_trackers
-from megapipe.training.validate import data_parallel_size, validate
+from megapipe.training.validate import validate
 from megapipe.training.watchdog import Heartbeat, Watchdog
 
 Say = Callable[[str], None]

@@ -23,22 +23,22 @@ from megapipe.optim.make import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
+from megapipe.planner.runs.layout import lay_out
+from megapipe.planner.runs.scheduling import build_schedule, num_stages
+from megapipe.planner.runs.validation import num_microbatches
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
 from megapipe.training.action_places import ActionPlaces
 from megapipe.training.assemble import (
     Assembly,
     compile_blocks,
-    lay_out,
     recompute_parts,
     share_samples_of,
     use_fp8,
 )
 from megapipe.training.families import family_of
 from megapipe.training.offload_plan import ActivationPlan, plan_activations
-from megapipe.training.scheduling import build_schedule, num_stages
 from megapipe.training.sequence import shard_sequences
-from megapipe.training.validate import num_microbatches
 from megapipe.training.watchdog import Heartbeat
 
 

@@ -8,7 +8,7 @@ from megapipe.engine.stage import Stage
 from megapipe.layers.sequence_products import SequenceProducts
 from megapipe.layers.sequence_shard import shard_sequence
 from megapipe.parallel.groups import Group
-from megapipe.training.assemble import StageLayout
+from megapipe.planner.runs.layout import StageLayout
 
 
 def shard_sequences(stages: Mapping[int, Stage], layout: StageLayout, group: Group, chunks: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megapipe.training.batch_plan import BatchPlan
+from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.records import Listener
 
 FILE_NAME = "skipped_samples.jsonl"

@@ -7,7 +7,7 @@ from megapipe.data.bert_samples import BertSamples
 from megapipe.data.sample_set import SampleSet
 from megapipe.data.splits import SplitName
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.batch_plan import BatchPlan
+from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.bert_batches import BertLoader, bert_samples
 from megapipe.training.loader import Consumer, Loader

@@ -21,6 +21,7 @@ from megapipe.costs.context import (
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import LayerSpec
+from megapipe.costs.token_order import ContextAttention, Share, order_of
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.shared_samples import share_samples
 from megapipe.models import bert, gpt
@@ -28,7 +29,6 @@ from megapipe.models.gpt import Block
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.parallel.token_order import ContextAttention, Share, order_of
 from tests.support.meshes import run_threads
 from tests.support.partial_groups import PartialGroup
 

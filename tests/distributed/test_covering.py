@@ -15,7 +15,7 @@ import pytest
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.planner.rank import RankPrediction
-from megapipe.training.prediction import predict_rank
+from megapipe.planner.runs.prediction import predict_rank
 from megapipe.training.validate import validate
 from tests.support.bert_runs import write_corpus
 from tests.support.counting_groups import counts_of

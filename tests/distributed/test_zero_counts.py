@@ -18,8 +18,8 @@ from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
 from megapipe.training import replica as replica_module
-from megapipe.training.assemble import VOCABULARY_ALIGNMENT
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 from tests.support.counting_groups import CountingGroup, Traffic

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.generators.registry import Options
 

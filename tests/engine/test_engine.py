@@ -5,11 +5,12 @@ import os
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from tests.engine.toy import ROWS, Outcome, contexts, merged, reference_gradients, toy, train
 from tests.support.meshes import Backend, in_mesh, run_mesh, run_threads
 from tests.support.ranks import run_ranks

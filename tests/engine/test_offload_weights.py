@@ -22,9 +22,9 @@ from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
-from megapipe.training.assemble import VOCABULARY_ALIGNMENT
 from megapipe.training.replica import Replica
 from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
 from tests.optim.test_optimizer import SPECS

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.engine.step import StepInput
 from megapipe.parallel.groups import SoloGroup, Work
 from megapipe.parallel.groups.group import ReduceOperation
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import MeshShape
 from megapipe.schedules import Schedule
 from tests.engine.toy import ROWS, contexts, toy
 

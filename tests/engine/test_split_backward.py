@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import MeshShape
 from megapipe.schedules import Kind, Schedule
 from megapipe.schedules.actions import KIND
 from megapipe.schedules.schedule import Sections

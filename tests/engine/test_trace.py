@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.engine.clocks import clock_offset
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.measured.trace_file import Event
 from megapipe.schedules.tokens import write_action
 from tests.engine.toy import ROWS, contexts, toy

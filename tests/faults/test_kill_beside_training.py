@@ -17,9 +17,9 @@ import torch
 
 from megapipe.checkpoint import newest_valid
 from megapipe.checkpoint.directory import set_aside
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import MeshShape
 from megapipe.training import resume, saving
 from tests.checkpoint.runs import assert_same_bits, config_in, run, train
 from tests.faults.test_kill_during_save import DeadlyDisk

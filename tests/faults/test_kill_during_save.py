@@ -19,9 +19,9 @@ import torch
 
 from megapipe.checkpoint import newest_valid
 from megapipe.checkpoint.directory import set_aside
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import MeshShape
 from megapipe.training import resume
 from tests.checkpoint.disks import CountingDisk
 from tests.checkpoint.runs import assert_same_bits, config_in, run, train

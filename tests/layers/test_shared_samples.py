@@ -11,6 +11,7 @@ from torch import Tensor
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.costs.gpt import transformer_block
+from megapipe.costs.token_order import ContextAttention, order_of, token_numbers
 from megapipe.kernels.ops import OPS
 from megapipe.layers.attention import Attention
 from megapipe.layers.bidirectional_attention import BidirectionalAttention
@@ -19,7 +20,6 @@ from megapipe.layers.linear import within
 from megapipe.layers.shared_samples import share_samples
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.parallel.token_order import ContextAttention, order_of, token_numbers
 from tests.support.meshes import run_mesh
 
 SEED = 11

@@ -7,11 +7,12 @@ import time
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import DistributedGroup
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.links.exchange import CHUNK_BYTES, SLOTS, SharedMemoryExchange
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import run_mesh
 from tests.support.ranks import run_ranks
 

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import Backend, run_mesh
 from tests.support.ranks import run_ranks
 

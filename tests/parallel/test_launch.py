@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.errors import CommunicationError, LaunchError
 from megapipe.parallel.groups import DistributedGroup, SoloGroup
 from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, shutdown
-from megapipe.parallel.mesh import MeshShape
 from tests.support.ranks import run_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.links import Edge, Link, LinkKind, Transfer, make_links
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import run_mesh, run_threads
 from tests.support.ranks import run_ranks
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.parallel.launch import device_mesh
-from megapipe.parallel.mesh import DIMENSIONS, Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import Backend, run_mesh
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in DIMENSIONS})

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import StateBytes
 from megapipe.engine.shared_state import GradientReduction
@@ -18,7 +19,7 @@ from megapipe.layers.context import BertContext
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.parallel.mesh import DIMENSIONS, Mesh
+from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.training.families import family_of

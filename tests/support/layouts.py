@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.config.bert import BertDataConfig
+from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.mesh import DIMENSIONS
 from megapipe.schedules import GENERATORS
 from tests.support.bert_runs import PRE_NORM, make_bert_config
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import MeshShape
 from tests.support.ranks import run_ranks
 
 Backend = Literal["processes", "threads"]

@@ -17,14 +17,15 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.context_layout import HeldTokens, context_problems
+from megapipe.planner.runs.validation import context_problems, data_parallel_size
+from megapipe.training.context_layout import HeldTokens
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import on_layout
 from megapipe.training.kernel_choices import attention_kept, document_attention
 from megapipe.training.loader import StepBatch
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
-from megapipe.training.validate import data_parallel_size, validate
+from megapipe.training.validate import validate
 from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_threads

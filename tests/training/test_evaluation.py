@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from megapipe.training.evaluation import Evaluation, perplexity
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica

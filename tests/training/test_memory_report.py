@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.memory import activation_bytes
@@ -20,7 +21,7 @@ from megapipe.models.gpt import build_layer
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.memory_report import (
     OutOfMemory,

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig, TrainingConfig
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.mesh import Mesh, MeshShape
+from megapipe.parallel.mesh import Mesh
 from megapipe.training import precision
 from megapipe.training.matrix_product import product_flops, product_seconds
 from megapipe.training.precision import with_precision

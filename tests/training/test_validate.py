@@ -10,10 +10,11 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig, RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.config.schedule import ScheduleConfig
+from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
 from megapipe.schedules import GENERATORS, build
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.text import dumps
-from megapipe.training.validate import data_parallel_size, num_microbatches, validate
+from megapipe.training.validate import validate
 
 
 def make(**groups: dict[str, Any]) -> PretrainConfig:

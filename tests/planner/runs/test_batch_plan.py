@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.run import BatchConfig
-from megapipe.training.batch_plan import BatchPlan, ramp_problems
+from megapipe.planner.runs.batch_plan import BatchPlan, ramp_problems
 
 
 @st.composite

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.parallel.token_order import Share, TokenOrder, chunks_per_rank, order_of, token_numbers
+from megapipe.costs.token_order import Share, TokenOrder, chunks_per_rank, order_of, token_numbers
 
 
 @given(st.sampled_from(["head_tail", "contiguous"]), st.integers(1, 9), st.integers(1, 9))

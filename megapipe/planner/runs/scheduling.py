@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.schedules import Schedule, ScheduleError, build, check_microbatches, rank_costs, simulate
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import check_assignment
@@ -12,7 +13,6 @@ from megapipe.schedules.load_file import fit_for_training, read_file
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Mode
-from megapipe.training.batch_plan import BatchPlan
 
 STEPS_COMPARED = 8
 """Steps over which the cost of an eager update is predicted, after as many that fill the pipeline."""
