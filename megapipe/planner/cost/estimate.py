@@ -1,0 +1,103 @@
+"""What the cost model answers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megapipe.config.run import PretrainConfig
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a step's time, as `explain` prints it.
+
+    name: such as `compute`, `bubble`, `tensor`, `pipeline`, `data`, `update`. seconds: that it adds to the step; the
+    terms of a step add up to its time. source: the formula, paper and section, or measurement that it comes from.
+    """
+
+    name: str
+    seconds: float
+    source: str
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the device of a rank at one pipeline coordinate.
+
+    weights to moments: what lives between steps. activations: the most that any moment of a step holds.
+    buffers: whole weights and gradients of sharded units, and what their sums need, at the most.
+    """
+
+    weights: int
+    master: int
+    gradients: int
+    moments: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it: a bound, as its parts need not peak together."""
+        return self.weights + self.master + self.gradients + self.moments + self.activations + self.buffers
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step of one layout on one machine.
+
+    config: with parallel.data filled in. world_size: ranks. step_seconds: of one optimizer step. terms: see there.
+    memory: by pipeline coordinate. memory_limit: bytes of the smallest device. model_flops: of a step, nothing
+    recomputed. executed_flops: with what is recomputed, as Narayanan et al. (2021, arXiv 2104.04473, equation 3) count
+    where all of it is.
+    """
+
+    config: PretrainConfig
+    world_size: int
+    step_seconds: float
+    terms: tuple[Term, ...]
+    memory: tuple[RankMemory, ...]
+    memory_limit: float
+    model_flops: float
+    executed_flops: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole machine."""
+        return self.config.batch.global_size * self.config.data.sequence_length / self.step_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(memory.total for memory in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits its device."""
+        return self.peak_bytes <= self.memory_limit
+
+    @property
+    def missing_bytes(self) -> float:
+        """By how much the fullest rank exceeds its device; 0 where it fits."""
+        return max(0.0, self.peak_bytes - self.memory_limit)
+
+    def seconds_of(self, name: str) -> float:
+        """Of all terms of a name; 0 without any."""
+        return sum(term.seconds for term in self.terms if term.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that `tools/plan.py --json` promises."""
+        parallel = self.config.parallel
+        layout = {name: getattr(parallel, name) for name in ("data", "tensor", "pipeline", "context", "sequence")}
+        layout |= {"micro_size": self.config.batch.micro_size, "schedule": self.config.schedule.name}
+        layout |= {"chunks": self.config.schedule.chunks, "zero": self.config.zero.stage}
+        layout |= {"recompute": self.config.recompute.method}
+        return {
+            "step_time_s": self.step_seconds,
+            "tokens_per_s_per_device": self.tokens_per_second / self.world_size,
+            "model_tflops_per_device": self.model_flops / self.step_seconds / self.world_size / 1e12,
+            "executed_tflops_per_device": self.executed_flops / self.step_seconds / self.world_size / 1e12,
+            "memory_bytes": [memory.total for memory in self.memory],
+            "memory_limit_bytes": self.memory_limit,
+            "fits": self.fits,
+            "layout": layout,
+            "terms": [vars(term) for term in self.terms],
+        }
