@@ -21,6 +21,7 @@ from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
 from megapipe.training.folders import make_folders
 from megapipe.training.guards import Guards
+from megapipe.training.host_memory import keep_freed_memory
 from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.muon_shards import muon_shards
@@ -69,6 +70,8 @@ def _connected(
         device=parallel.device,
         timeout=parallel.timeout_seconds,
     )
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     try:
         return _train(config, mesh, samples, validation, heartbeat)
     finally:
