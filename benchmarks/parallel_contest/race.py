@@ -1,15 +1,17 @@
-"""All contestants in one world of processes, taking turns."""
+"""All contestants taking turns: ours in one world of processes, torch's in another."""
 
 import copy
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,14 @@ import torch.distributed as dist
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
+from megapipe.training.host_memory import keep_freed_memory
+from megapipe.training.replica import Replica
 
 from .ours import LAYERED_STAGES, STAGES, megapipe, plain_copy
 from .peers import alone, ddp, fsdp
 from .setting import SIZES, Setting, Step
+
+Build = Callable[[Mesh, Setting], dict[str, Step]]
 
 WARM_UP = 2
 TOLERANCE = 1e-4
@@ -46,44 +52,88 @@ class Figure:
 
 def race(size: str, replicas: int, repeats: int) -> list[Figure]:
     """Start the ranks, run, and return every contestant's figure."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe()
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=_rank, args=(rank, replicas, store, size, repeats, theirs))
-            for rank in range(replicas)
-        ]
-        for rank in ranks:
-            rank.start()
-        theirs.close()
+        worlds = [World(build, replicas, Path(folder) / str(number), size) for number, build in enumerate(WORLDS)]
         try:
-            figures: list[Figure] = ours.recv()
+            found = in_turns(worlds, repeats)
+        finally:
+            for world in worlds:
+                world.end()
+    check_losses(found)
+    return [_figure(name, values) for name, values in found.items()]
+
+
+class World:
+    """Processes of some contestants alone, as a user of theirs would start them: what one does to its process, such as
+    how memory is allocated, does not reach those it is compared with.
+
+    build: makes the contestants of a rank. store: a file by which the ranks find each other.
+    """
+
+    def __init__(self, build: Build, replicas: int, store: Path, size: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._ranks = []
+        for rank in range(replicas):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(build, rank, replicas, str(store), size, theirs))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._ranks.append(process)
+        self.names: list[str] = self._answers()[0]
+
+    def step(self, name: str) -> tuple[float, float]:
+        """Seconds of the slower rank, and the loss over all ranks, of one contestant's step."""
+        for pipe in self._pipes:
+            pipe.send(name)
+        answers = self._answers()
+        return max(seconds for seconds, _ in answers), statistics.mean(loss for _, loss in answers)
+
+    def end(self) -> None:
+        """Let the ranks go; those that do not are killed."""
+        for pipe, rank in zip(self._pipes, self._ranks, strict=True):
+            with suppress(BrokenPipeError):
+                pipe.send(None)
+            rank.join(timeout=60.0)
+            rank.kill()
+
+    def _answers(self) -> list[Any]:
+        try:
+            return [pipe.recv() for pipe in self._pipes]
         except EOFError:
             raise RuntimeError("a rank ended early; its error stands above") from None
-        finally:
-            for rank in ranks:
-                rank.join(timeout=60.0)
-                rank.kill()
-    return figures
 
 
-def contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:
-    """Name -> this rank's step. All start from the same weights."""
-    rank, replicas = mesh.rank, mesh.world_size
-    by_itself = Mesh(MeshShape({}), 0, torch.device("cpu"), lambda name, partition: None)
-    steps: dict[str, Step] = {}
-    steps[f"{OURS}, {ALONE}"], whole = megapipe(by_itself, setting, rank)
-    plain = plain_copy(whole, setting)
+def our_contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:
+    """Name -> this rank's step of megapipe, under every stage of ZeRO, as the trainer runs it."""
+    keep_freed_memory()
+    steps = {f"{OURS}, {ALONE}": _by_itself(setting, mesh.rank)[0]}
     for stage in STAGES:
-        steps[f"{OURS}, ZeRO {stage}" if stage else OURS] = megapipe(mesh, setting, rank, stage)[0]
+        steps[f"{OURS}, ZeRO {stage}" if stage else OURS] = megapipe(mesh, setting, mesh.rank, stage)[0]
     for stage in LAYERED_STAGES:
-        steps[f"{OURS}, ZeRO {stage}, layered"] = megapipe(mesh, setting, rank, stage, layered=True)[0]
-    steps["DDP"] = ddp(copy.deepcopy(plain), setting, rank)
-    steps["FSDP2"] = fsdp(copy.deepcopy(plain), setting, rank, True, replicas)
-    steps["FSDP2, weights kept"] = fsdp(copy.deepcopy(plain), setting, rank, False, replicas)
-    steps[f"plain torch, {ALONE}"] = alone(plain, setting, rank)
+        steps[f"{OURS}, ZeRO {stage}, layered"] = megapipe(mesh, setting, mesh.rank, stage, layered=True)[0]
     return steps
+
+
+def peers(mesh: Mesh, setting: Setting) -> dict[str, Step]:
+    """Name -> this rank's step of torch's own data parallelism. All start from megapipe's weights."""
+    rank, replicas = mesh.rank, mesh.world_size
+    plain = plain_copy(_by_itself(setting, rank)[1], setting)
+    return {
+        "DDP": ddp(copy.deepcopy(plain), setting, rank),
+        "FSDP2": fsdp(copy.deepcopy(plain), setting, rank, True, replicas),
+        "FSDP2, weights kept": fsdp(copy.deepcopy(plain), setting, rank, False, replicas),
+        f"plain torch, {ALONE}": alone(plain, setting, rank),
+    }
+
+
+WORLDS: tuple[Build, ...] = (our_contestants, peers)
+
+
+def _by_itself(setting: Setting, rank: int) -> tuple[Step, Replica]:
+    """megapipe on a rank's share of the batch alone."""
+    return megapipe(Mesh(MeshShape({}), 0, torch.device("cpu"), lambda name, partition: None), setting, rank)
 
 
 def num_parameters(size: str) -> int:
@@ -93,23 +143,17 @@ def num_parameters(size: str) -> int:
     return sum(parameter.numel() for parameter in PlainGpt(SIZES[size].shape).parameters())
 
 
-def in_turns(steps: Mapping[str, Step], repeats: int) -> dict[str, list[tuple[float, float]]]:
+def in_turns(worlds: Sequence[World], repeats: int) -> dict[str, list[tuple[float, float]]]:
     """(seconds of the slower rank, loss over all ranks) by contestant; the order turns from round to round, and rounds
     of warm-up are left out."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    names = list(steps)
+    world_of = {name: world for world in worlds for name in world.names}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in world_of}
+    names = list(world_of)
     for round_ in range(WARM_UP + repeats):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            loss = steps[name]()
-            seconds = time.perf_counter() - start
-            both = torch.tensor([[seconds, loss]], dtype=torch.float64)
-            everyone = [torch.zeros_like(both) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, both)
-            ranks = torch.cat(everyone)
+            measured = world_of[name].step(name)
             if round_ >= WARM_UP:
-                found[name].append((float(ranks[:, 0].max()), float(ranks[:, 1].mean())))
+                found[name].append(measured)
     return found
 
 
@@ -123,16 +167,18 @@ def check_losses(figures: Mapping[str, list[tuple[float, float]]]) -> None:
                 raise RuntimeError(f"{name} is at loss {loss:.6f} in step {step}, and {OURS} at {wanted:.6f}")
 
 
-def _rank(rank: int, replicas: int, store: str, size: str, repeats: int, pipe: Connection) -> None:
+def _rank(build: Build, rank: int, replicas: int, store: str, size: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     files = dist.FileStore(store, replicas)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=replicas, timeout=timedelta(seconds=300))
     mesh = connected_mesh(MeshShape({"data": replicas}), torch.device("cpu"))
-    steps = contestants(mesh, SIZES[size])
-    found = in_turns(steps, repeats)
-    check_losses(found)
-    if rank == 0:
-        pipe.send([_figure(name, values) for name, values in found.items()])
+    steps = build(mesh, SIZES[size])
+    pipe.send(list(steps))
+    while (name := pipe.recv()) is not None:
+        dist.barrier()
+        start = time.perf_counter()
+        loss = steps[name]()
+        pipe.send((time.perf_counter() - start, loss))
     dist.barrier()
     dist.destroy_process_group()
 
