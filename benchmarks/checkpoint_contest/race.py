@@ -26,7 +26,8 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of the slower rank, medians over the rounds; the first save of all, which allocates, by itself.
+    """Seconds of the slower rank, medians over the rounds; the first save of all by itself. There DCP allocates its
+    copy's memory; training with megapipe does that beside its first steps, so here it is done before.
 
     stall: until training could go on. durable: until all is on the disk. load, resharded: from the page cache; None
     for who cannot.
@@ -87,6 +88,8 @@ def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: in
     copies = [torch.empty_like(tensor) for tensor in tensors_of(rows).values()]
     times: dict[str, list[dict[str, float]]] = {each.name: [] for each in entered}
     copied = []
+    for each in entered:
+        each.prepare(_parent(place, each), rows)
     for number in range(1 + rounds):
         turn = number % len(entered)
         for each in [*entered[turn:], *entered[:turn]]:
@@ -105,7 +108,7 @@ def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: in
 def _saved_and_loaded(
     mesh: Mesh, each: Contestant, rows: Sequence, columns: Sequence, place: Path, number: int
 ) -> dict[str, float]:
-    parent = place / each.name.replace(", ", "-").replace(" ", "-")
+    parent = _parent(place, each)
     if mesh.rank == 0:
         parent.mkdir(exist_ok=True)
     folder = parent / str(number)
@@ -127,6 +130,10 @@ def _saved_and_loaded(
         shutil.rmtree(parent)
     mesh.world.barrier()
     return found
+
+
+def _parent(place: Path, each: Contestant) -> Path:
+    return place / each.name.replace(", ", "-").replace(" ", "-")
 
 
 def _slower(mesh: Mesh, work: Callable[[], object]) -> float:

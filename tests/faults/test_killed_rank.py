@@ -8,31 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import command, environment
 
-LIMIT_SECONDS = 60
-
-
-def children(pid: int) -> dict[int, int]:
-    """Rank -> process of the workers that a torchrun process has started."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue
-        if parent == pid:
-            for variable in variables:
-                if variable.startswith(b"RANK="):
-                    found[int(variable[5:])] = int(entry.name)
-    return found
-
-
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc")
+pytestmark = needs_proc
 
 
 def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str, limit: float = LIMIT_SECONDS) -> str:

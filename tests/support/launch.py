@@ -20,13 +20,13 @@ TINY = [
 ]
 
 
-def command(num_processes: int, *arguments: str) -> list[str]:
+def command(num_processes: int, *arguments: str, program: Path = ROOT / "pretrain_gpt.py") -> list[str]:
     """The command line; one process runs plain python, more run under torchrun on a free port."""
-    program = [str(ROOT / "pretrain_gpt.py"), *TINY, *arguments]
+    started = [str(program), *TINY, *arguments]
     if num_processes == 1:
-        return [sys.executable, *program]
+        return [sys.executable, *started]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    return [*launcher, *program]
+    return [*launcher, *started]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -1,0 +1,76 @@
+"""Jobs under torchrun as tests see them: their processes, what they told and what they saved."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+LIMIT_SECONDS = 60
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc")
+
+
+def children(pid: int) -> dict[int, int]:
+    """Rank -> process of the workers that a torchrun process has started."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+        if parent == pid:
+            for variable in variables:
+                if variable.startswith(b"RANK="):
+                    found[int(variable[5:])] = int(entry.name)
+    return found
+
+
+def children_of(parent: int) -> list[int]:
+    """Processes that another one has started."""
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in listed.split()]
+
+
+def wait_for_the_end(processes: list[int]) -> None:
+    """Return once none of them is left."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while left := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"processes {left} are left"
+        time.sleep(0.05)
+
+
+def told_steps(run: Path) -> dict[int, dict[str, Any]]:
+    """What metrics.jsonl in a run's folder tells last of every step, without times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    steps = {line["step"]: line for line in lines if "event" not in line}
+    return {n: {k: v for k, v in line.items() if k not in ("seconds", "mfu")} for n, line in steps.items()}
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps whose checkpoints are whole by their names."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, by file and key."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    return {
+        f"{file.name}: {name}": tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same_run(found: Path, expected: Path, step: int) -> None:
+    """What two runs told of every step up to `step`, and saved after it, is the same, bit for bit."""
+    assert told_steps(found) == told_steps(expected)
+    ours, theirs = saved_tensors(found, step), saved_tensors(expected, step)
+    assert ours.keys() == theirs.keys() != set()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

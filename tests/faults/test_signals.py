@@ -1,0 +1,155 @@
+"""Signals at awkward moments of a job under torchrun: what was done is saved, the exit status says so, no process is
+left, and the job goes on from there as if nothing had happened.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
+from tests.faults.jobs import LIMIT_SECONDS, assert_same_run, children, needs_proc, saved_steps, wait_for_the_end
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import command, environment
+
+pytestmark = [pytest.mark.slow, needs_proc]
+
+PROGRAM = Path(__file__).with_name("faulty_pretrain.py")
+ROOT = Path(__file__).parents[2]
+RUN = Path("runs/default")
+
+
+class Job:
+    """A job of two ranks with a fault, started as users start it."""
+
+    def __init__(self, folder: Path, fault: Fault | None, *arguments: str, options: tuple[str, ...] = ()) -> None:
+        told = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
+        line = command(2, *arguments, program=PROGRAM)
+        line[line.index("--standalone") + 1 : line.index("--standalone") + 1] = options
+        self.output: list[str] = []
+        self.workers: list[int] = []
+        self.process = subprocess.Popen(
+            line,
+            cwd=folder,
+            env=environment(PYTHONPATH=str(ROOT), **told),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, words: str) -> None:
+        """Read on until a line holds them; its workers are known then."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if words in line:
+                self.workers = [*children(self.process.pid).values()]
+                return
+        pytest.fail(f"never said {words!r}: {''.join(self.output)}")
+
+    def end(self) -> str:
+        """What it said, once it has ended and nothing of it is left."""
+        try:
+            output, _ = self.process.communicate(timeout=LIMIT_SECONDS)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.communicate()
+        wait_for_the_end(self.workers)
+        return "".join([*self.output, output])
+
+
+def ended(folder: Path, fault: Fault | None, *arguments: str) -> str:
+    """What a job says that is left alone."""
+    job = Job(folder, fault, *arguments)
+    if fault is not None:
+        job.wait_for(MARK)
+    return job.end()
+
+
+def statuses(output: str) -> set[int]:
+    """Exit statuses of the ranks that torchrun tells of as failed."""
+    return {int(found) for found in re.findall(r"exitcode +: (-?\d+)", output)}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
+
+
+def test_signals_in_evaluations_and_saves_cost_nothing(tmp_path: Path, corpus: str) -> None:
+    """One job, four lives: each is ended where a signal is easily lost, and the next goes on behind it. The run is that
+    of a job that nothing disturbed."""
+    arguments = [f"--data.prefix={corpus}", "--data.split=50,50,0", "--parallel.data=2", "--training.steps=14"]
+    arguments += ["--evaluation.every=3", "--evaluation.samples=16", "--checkpoint.every=5"]
+    disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
+    for folder in (disturbed, whole):
+        folder.mkdir()
+    between, beside = "--checkpoint.asynchronous=false", "--checkpoint.asynchronous=true"
+    lives = [
+        (Fault("evaluation", 1, signal.SIGTERM), beside, 3, {143, 130}),
+        (Fault("save", 1, signal.SIGINT), between, 5, {130}),
+        (Fault("save beside training", 0, signal.SIGTERM), beside, None, {143, 130}),
+    ]
+    for fault, how, step, expected in lives:
+        output = ended(disturbed, fault, *arguments, how)
+        assert statuses(output) <= expected, output
+        assert "stopped by" in output
+        if step is not None:
+            assert saved_steps(disturbed / RUN)[-1] == step, "no further step was made"
+    last = saved_steps(disturbed / RUN)[-1]
+    assert 10 < last < 14, "the save of step 10 was under way, and training went on beside it"
+    for folder in (disturbed, whole):
+        output = ended(folder, None, *arguments, beside)
+        assert "finished after step 14/14" in output, output
+    assert_same_run(disturbed / RUN, whole / RUN, 14)
+
+
+def test_a_signal_during_the_first_compile_saves_two_steps(tmp_path: Path, corpus: str) -> None:
+    arguments = [f"--data.prefix={corpus}", "--training.compile=true", "--training.steps=4", "--checkpoint.every=100"]
+    disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
+    for folder in (disturbed, whole):
+        folder.mkdir()
+    pipeline = "--parallel.pipeline=2"
+    output = ended(disturbed, Fault("compile", 1, signal.SIGTERM), *arguments, pipeline)
+    assert statuses(output) <= {143, 130}, output
+    assert saved_steps(disturbed / RUN) == [2], "ranks agree as a step begins: the first one had begun"
+    for folder in (disturbed, whole):
+        assert "finished after step 4/4" in ended(folder, None, *arguments, pipeline)
+    assert_same_run(disturbed / RUN, whole / RUN, 4)
+
+
+@pytest.mark.parametrize(
+    ("place", "number"), [("process groups", signal.SIGTERM), ("process groups", signal.SIGINT), ("model", None)]
+)
+def test_before_training_a_job_ends_at_once(
+    tmp_path: Path, corpus: str, place: str, number: signal.Signals | None
+) -> None:
+    """Where one rank waits in C for another, which sleeps; or where a rank is asked to end while it builds its model."""
+    arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=3", "--checkpoint.every=1"]
+    job = Job(tmp_path, Fault(place, 1, -1 if number else signal.SIGTERM), *arguments)
+    job.wait_for(MARK)
+    if number is not None:
+        job.process.send_signal(number)
+    asked = time.monotonic()
+    output = job.end()
+    assert time.monotonic() - asked < 20, "torchrun kills what does not end within 30 s"
+    assert job.process.returncode != 0
+    if number is None:
+        assert -signal.SIGTERM in statuses(output), output
+    assert saved_steps(tmp_path / RUN) == []
+    assert "Traceback" not in "".join(line for line in output.splitlines() if "[rank" in line)
+
+
+def test_sigusr1_to_a_rank_saves_and_training_goes_on(tmp_path: Path, corpus: str) -> None:
+    arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=8", "--checkpoint.every=100"]
+    output = ended(tmp_path, Fault("step", 1, signal.SIGUSR1, step=3), *arguments)
+    assert "finished after step 8/8" in output
+    assert saved_steps(tmp_path / RUN) in ([4, 8], [5, 8]), "noticed in that step or the next"
