@@ -1,18 +1,14 @@
 """All contestants in one world of processes, taking turns."""
 
 import copy
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import in_ranks
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
@@ -46,26 +42,7 @@ class Figure:
 
 def race(size: str, replicas: int, repeats: int) -> list[Figure]:
     """Start the ranks, run, and return every contestant's figure."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe()
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=_rank, args=(rank, replicas, store, size, repeats, theirs))
-            for rank in range(replicas)
-        ]
-        for rank in ranks:
-            rank.start()
-        theirs.close()
-        try:
-            figures: list[Figure] = ours.recv()
-        except EOFError:
-            raise RuntimeError("a rank ended early; its error stands above") from None
-        finally:
-            for rank in ranks:
-                rank.join(timeout=60.0)
-                rank.kill()
-    return figures
+    return in_ranks(replicas, _measured, replicas, size, repeats)
 
 
 def contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:
@@ -123,18 +100,12 @@ def check_losses(figures: Mapping[str, list[tuple[float, float]]]) -> None:
                 raise RuntimeError(f"{name} is at loss {loss:.6f} in step {step}, and {OURS} at {wanted:.6f}")
 
 
-def _rank(rank: int, replicas: int, store: str, size: str, repeats: int, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    files = dist.FileStore(store, replicas)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=replicas, timeout=timedelta(seconds=300))
+def _measured(rank: int, replicas: int, size: str, repeats: int) -> list[Figure]:
     mesh = connected_mesh(MeshShape({"data": replicas}), torch.device("cpu"))
     steps = contestants(mesh, SIZES[size])
     found = in_turns(steps, repeats)
     check_losses(found)
-    if rank == 0:
-        pipe.send([_figure(name, values) for name, values in found.items()])
-    dist.barrier()
-    dist.destroy_process_group()
+    return [_figure(name, values) for name, values in found.items()]
 
 
 def _figure(name: str, values: list[tuple[float, float]]) -> Figure:

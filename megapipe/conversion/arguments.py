@@ -2,6 +2,7 @@
 
 import argparse
 
+from megapipe.config.command_line import positive
 from megapipe.conversion.formats import FORMATS
 from megapipe.conversion.target import SHARD_BYTES
 
@@ -97,16 +98,16 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-shard-bytes",
-        type=_positive,
+        type=positive,
         default=SHARD_BYTES,
         metavar="N",
         help=f"hf: largest file of weights ({SHARD_BYTES:,})",
     )
     megatron = parser.add_argument_group("megatron: over how many ranks the checkpoint is laid out")
-    megatron.add_argument("--tensor", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
-    megatron.add_argument("--pipeline", type=_positive, default=1, metavar="N", help="pipeline stages (1)")
+    megatron.add_argument("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
+    megatron.add_argument("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (1)")
     megatron.add_argument(
-        "--chunks", type=_positive, default=1, metavar="N", help="model chunks on each stage, its virtual stages (1)"
+        "--chunks", type=positive, default=1, metavar="N", help="model chunks on each stage, its virtual stages (1)"
     )
     megatron.add_argument(
         "--layer-names",
@@ -118,10 +119,3 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
 
 def _formats() -> str:
     return "; ".join(f"{name}: {known.title}" for name, known in FORMATS.items())
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number

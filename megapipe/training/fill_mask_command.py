@@ -5,10 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megapipe.config.command_line import positive, with_hyphens
 from megapipe.config.errors import ConfigError
-from megapipe.data.preprocess.arguments import with_hyphens
 from megapipe.training.checkpoint_command import status_of
-from megapipe.training.generate_arguments import positive
 
 if TYPE_CHECKING:
     from megapipe.training.fill_mask import Filled

@@ -2,6 +2,8 @@
 
 import argparse
 
+from megapipe.config.command_line import positive
+
 DESCRIPTION = """\
 Continues prompts with a trained model. Texts go to standard output, everything else to standard error.
 
@@ -72,11 +74,3 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="a GPU where there is one")
     return parser
-
-
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C end the run after the step in progress, agreed by all ranks, a second one at once; SIGUSR1 asks for
-a checkpoint and lets the run go on.
+"""SIGTERM and Ctrl-C end the run between two steps, agreed by all ranks, a second one at once; SIGUSR1 asks for a
+checkpoint and lets the run go on.
 
-A handler only notes. What it noted is looked at where all ranks agree: at every step's end, within evaluations and
+A handler only notes. What it noted is looked at where all ranks agree: as every step begins, within evaluations and
 behind saves.
 """
 
@@ -64,8 +64,8 @@ class SignalRequests:
         return asked
 
     def end(self) -> int:
-        """All ranks stop. The exit status of a run that was stopped, as shells have it; another rank's signal counts as
-        Ctrl-C."""
+        """All ranks stop. The exit status of a run that was stopped, as shells have it; a signal to another rank
+        counts as Ctrl-C."""
         self._ends = True
         return 128 + (self.number or signal.SIGINT)
 

@@ -33,7 +33,8 @@ MARK = "the fault is here"
 @dataclass(frozen=True)
 class Fault:
     """place: one of PLACES. rank: which one has it, None for all. what: number of a signal that it sends to itself,
-    or -1 to sleep for long. step: in which step, from 0; from which sample on, where batches are spoilt."""
+    or -1 to sleep for long. step: in which step, from 0; after which step, where weights are changed; from
+    which sample on, where batches are."""
 
     place: str
     rank: int | None = 1
@@ -41,7 +42,7 @@ class Fault:
     step: int = 0
 
     def strike(self) -> None:
-        """Where it happens."""
+        """Sleep, or send the signal."""
         print(MARK, flush=True)
         if self.what < 0:
             time.sleep(1000)
@@ -78,6 +79,7 @@ def flipped_bit(fault: Fault) -> None:
 
     def flip(guards: Guards, replica: Replica, step: int) -> None:
         if step == fault.step:
+            print(MARK, flush=True)
             replica.states()[0].master.view(torch.int32)[0] ^= 1
 
     wrap(Guards, "compare", flip)
@@ -89,6 +91,8 @@ def spoilt_batches(fault: Fault) -> None:
 
     def loaded(loader: BatchLoader, consumed: int) -> Any:
         batch = load(loader, consumed)
+        if consumed == fault.step:
+            print(MARK, flush=True)
         for context in batch.contexts if consumed >= fault.step else ():
             if context.labels is not None:
                 context.labels.fill_(60)

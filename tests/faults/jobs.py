@@ -1,7 +1,12 @@
 """Jobs under torchrun as tests see them: their processes, what they told and what they saved."""
 
 import json
+import os
+import re
+import signal
+import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
+from tests.support.launch import ROOT, command, environment
+
 LIMIT_SECONDS = 60
+RUN = Path("runs/default")
+"""Folder of a run, within that of its job."""
+
+PROGRAM = Path(__file__).with_name("faulty_pretrain.py")
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc")
 
@@ -74,3 +86,57 @@ def assert_same_run(found: Path, expected: Path, step: int) -> None:
     ours, theirs = saved_tensors(found, step), saved_tensors(expected, step)
     assert ours.keys() == theirs.keys() != set()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Job:
+    """A job of two ranks with a fault, started as users start it."""
+
+    def __init__(self, folder: Path, fault: Fault | None, *arguments: str, options: tuple[str, ...] = ()) -> None:
+        told = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
+        line = command(2, *arguments, program=PROGRAM)
+        line[line.index("--standalone") + 1 : line.index("--standalone") + 1] = options
+        self.output: list[str] = []
+        self.workers: list[int] = []
+        self.process = subprocess.Popen(
+            line,
+            cwd=folder,
+            env=environment(PYTHONPATH=str(ROOT), **told),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, words: str) -> None:
+        """Read on until a line holds them; its workers are known then."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if words in line:
+                self.workers = [*children(self.process.pid).values()]
+                return
+        pytest.fail(f"never said {words!r}: {''.join(self.output)}")
+
+    def end(self) -> str:
+        """What it said, once it has ended and nothing of it is left."""
+        try:
+            output, _ = self.process.communicate(timeout=LIMIT_SECONDS)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.communicate()
+        wait_for_the_end(self.workers)
+        return "".join([*self.output, output])
+
+
+def ended(folder: Path, fault: Fault | None, *arguments: str) -> str:
+    """What a job says that is left alone, and that its fault struck."""
+    job = Job(folder, fault, *arguments)
+    if fault is not None:
+        job.wait_for(MARK)
+    return job.end()
+
+
+def statuses(output: str) -> set[int]:
+    """Exit statuses of the ranks that torchrun tells of as failed."""
+    return {int(found) for found in re.findall(r"exitcode +: (-?\d+)", output)}

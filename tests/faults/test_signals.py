@@ -2,81 +2,17 @@
 left, and the job goes on from there as if nothing had happened.
 """
 
-import json
-import os
-import re
 import signal
-import subprocess
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
-from tests.faults.jobs import LIMIT_SECONDS, assert_same_run, children, needs_proc, saved_steps, wait_for_the_end
+from tests.faults.faulty_pretrain import MARK, Fault
+from tests.faults.jobs import RUN, Job, assert_same_run, ended, needs_proc, saved_steps, statuses
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment
 
 pytestmark = [pytest.mark.slow, needs_proc]
-
-PROGRAM = Path(__file__).with_name("faulty_pretrain.py")
-ROOT = Path(__file__).parents[2]
-RUN = Path("runs/default")
-
-
-class Job:
-    """A job of two ranks with a fault, started as users start it."""
-
-    def __init__(self, folder: Path, fault: Fault | None, *arguments: str, options: tuple[str, ...] = ()) -> None:
-        told = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
-        line = command(2, *arguments, program=PROGRAM)
-        line[line.index("--standalone") + 1 : line.index("--standalone") + 1] = options
-        self.output: list[str] = []
-        self.workers: list[int] = []
-        self.process = subprocess.Popen(
-            line,
-            cwd=folder,
-            env=environment(PYTHONPATH=str(ROOT), **told),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_for(self, words: str) -> None:
-        """Read on until a line holds them; its workers are known then."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            if words in line:
-                self.workers = [*children(self.process.pid).values()]
-                return
-        pytest.fail(f"never said {words!r}: {''.join(self.output)}")
-
-    def end(self) -> str:
-        """What it said, once it has ended and nothing of it is left."""
-        try:
-            output, _ = self.process.communicate(timeout=LIMIT_SECONDS)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.communicate()
-        wait_for_the_end(self.workers)
-        return "".join([*self.output, output])
-
-
-def ended(folder: Path, fault: Fault | None, *arguments: str) -> str:
-    """What a job says that is left alone."""
-    job = Job(folder, fault, *arguments)
-    if fault is not None:
-        job.wait_for(MARK)
-    return job.end()
-
-
-def statuses(output: str) -> set[int]:
-    """Exit statuses of the ranks that torchrun tells of as failed."""
-    return {int(found) for found in re.findall(r"exitcode +: (-?\d+)", output)}
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +21,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_signals_in_evaluations_and_saves_cost_nothing(tmp_path: Path, corpus: str) -> None:
-    """One job, four lives: each is ended where a signal is easily lost, and the next goes on behind it. The run is that
-    of a job that nothing disturbed."""
+    """One job, four lives: each is ended where a signal is easily lost, and the next goes on behind it. The oracle is
+    the job that nothing disturbed."""
     arguments = [f"--data.prefix={corpus}", "--data.split=50,50,0", "--parallel.data=2", "--training.steps=14"]
     arguments += ["--evaluation.every=3", "--evaluation.samples=16", "--checkpoint.every=5"]
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
@@ -132,7 +68,7 @@ def test_a_signal_during_the_first_compile_saves_two_steps(tmp_path: Path, corpu
 def test_before_training_a_job_ends_at_once(
     tmp_path: Path, corpus: str, place: str, number: signal.Signals | None
 ) -> None:
-    """Where one rank waits in C for another, which sleeps; or where a rank is asked to end while it builds its model."""
+    """Where one rank waits in C for another, which sleeps, or where a rank is asked to end as it builds its model."""
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=3", "--checkpoint.every=1"]
     job = Job(tmp_path, Fault(place, 1, -1 if number else signal.SIGTERM), *arguments)
     job.wait_for(MARK)

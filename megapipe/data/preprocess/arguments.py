@@ -2,9 +2,8 @@
 
 import argparse
 import os
-import re
-from collections.abc import Sequence
 
+from megapipe.config.command_line import positive
 from megapipe.data.preprocess.sampled_texts import SAMPLE_BYTES
 from megapipe.data.tokenizers.training import TRAINERS
 
@@ -42,11 +41,6 @@ example:
   tools/preprocess.py train-tokenizer --input python-stdlib --type sentencepiece-bpe --vocabulary-size 8192 \\
       --output data/python.model
 """
-
-
-def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """--json_keys means --json-keys."""
-    return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in argv]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -140,10 +134,3 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         help="fields of JSON lines, columns of tables (text)",
     )
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at what cannot be read (stop)")
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
