@@ -89,16 +89,14 @@ def assert_same_run(found: Path, expected: Path, step: int) -> None:
 
 
 class Job:
-    """A job of two ranks with a fault, started as users start it."""
+    """A job with a fault, started as users start it: under torchrun, or one rank by itself."""
 
-    def __init__(self, folder: Path, fault: Fault | None, *arguments: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, fault: Fault | None, *arguments: str, ranks: int = 2) -> None:
         told = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
-        line = command(2, *arguments, program=PROGRAM)
-        line[line.index("--standalone") + 1 : line.index("--standalone") + 1] = options
         self.output: list[str] = []
         self.workers: list[int] = []
         self.process = subprocess.Popen(
-            line,
+            command(ranks, *arguments, program=PROGRAM),
             cwd=folder,
             env=environment(PYTHONPATH=str(ROOT), **told),
             stdout=subprocess.PIPE,

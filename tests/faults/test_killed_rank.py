@@ -52,7 +52,8 @@ def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str,
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, links: str, victim: int) -> None:
     arguments = ["--parallel.pipeline=2", f"--parallel.links={links}"]
-    errors = errors_after(signal.SIGKILL, victim, tmp_path, *arguments)
+    # torchrun kills what does not end by itself after 30 s: the survivor does, in spite of torchrun's SIGTERM.
+    errors = errors_after(signal.SIGKILL, victim, tmp_path, *arguments, limit=25)
     # torchrun names the rank that died, and the survivor the peer that it waited for and the action it was in.
     assert f"rank      : {victim}" in errors
     assert f"pipeline rank {1 - victim}, step" in errors

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.training.signals import ECHO_SECONDS
 from tests.faults.faulty_pretrain import MARK, Fault
 from tests.faults.jobs import RUN, Job, assert_same_run, ended, needs_proc, saved_steps, statuses
 from tests.support.gpt_runs import write_shard
@@ -82,6 +83,23 @@ def test_before_training_a_job_ends_at_once(
         assert -signal.SIGTERM in statuses(output), output
     assert saved_steps(tmp_path / RUN) == []
     assert "Traceback" not in "".join(line for line in output.splitlines() if "[rank" in line)
+
+
+def test_a_second_signal_ends_a_job_that_is_stuck_in_its_save(tmp_path: Path, corpus: str) -> None:
+    """The first one is noted, and the save goes on; there is no checkpoint then, and the next start begins anew."""
+    arguments = [f"--data.prefix={corpus}", "--training.steps=3", "--checkpoint.every=2"]
+    job = Job(tmp_path, Fault("save", 0), *arguments, "--checkpoint.asynchronous=false", ranks=1)
+    job.wait_for(MARK)
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(2 * ECHO_SECONDS)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    assert job.end().count("Traceback") == 0
+    assert job.process.returncode == -signal.SIGINT
+    assert saved_steps(tmp_path / RUN) == []
+    again = Job(tmp_path, None, *arguments, ranks=1)
+    assert "finished after step 3/3" in again.end()
+    assert saved_steps(tmp_path / RUN) == [2, 3]
 
 
 def test_sigusr1_to_a_rank_saves_and_training_goes_on(tmp_path: Path, corpus: str) -> None:
