@@ -6,6 +6,17 @@ import sys
 from collections.abc import Callable, Sequence
 
 
+def tool_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """The parser of a tool: texts are shown as they are written, examples last, and no flag may be shortened."""
+    return argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=examples,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def with_hyphens(argv: Sequence[str]) -> list[str]:
     """--json_keys means --json-keys."""
     return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in argv]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megapipe.config.command_line import positive
+from megapipe.config.command_line import positive, tool_parser
 from megapipe.conversion.formats import FORMATS
 from megapipe.conversion.target import SHARD_BYTES
 
@@ -27,13 +27,7 @@ docs/conversion.md tells what each format keeps.
 
 def build_parser() -> argparse.ArgumentParser:
     """Wrong values are told by the parser, which exits with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="convert_checkpoint.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("convert_checkpoint.py", DESCRIPTION, EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True)
 
     convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megapipe.config.command_line import positive
+from megapipe.config.command_line import positive, tool_parser
 
 DESCRIPTION = """\
 Continues prompts with a trained model. Texts go to standard output, everything else to standard error.
@@ -22,13 +22,7 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """Wrong values are told by the parser, which exits with status 2; rules that need the model come later."""
-    parser = argparse.ArgumentParser(
-        prog="generate.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("generate.py", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a step's folder, or a run's: its newest whole checkpoint"
     )

@@ -1,5 +1,6 @@
 """The memory of a copy: allocated beside what the caller does, kept from copy to copy, equal to what was copied."""
 
+import mmap
 import resource
 import sys
 from pathlib import Path
@@ -55,8 +56,9 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_a_prepared_copy_touches_no_new_page() -> None:
+def test_a_prepared_copy_touches_no_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MB, of which each 4 kB would otherwise cost an interruption within the first save."""
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     snapshot, given = Snapshot(pinned=False), contents(1 << 24)
     snapshot.prepare(given)
     snapshot.settle()

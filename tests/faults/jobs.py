@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
-from tests.support.launch import ROOT, command, environment
+from tests.support.launch import ROOT, start
 
 LIMIT_SECONDS = 60
 RUN = Path("runs/default")
@@ -95,15 +95,8 @@ class Job:
         told = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
         self.output: list[str] = []
         self.workers: list[int] = []
-        self.process = subprocess.Popen(
-            command(ranks, *arguments, program=PROGRAM),
-            cwd=folder,
-            env=environment(PYTHONPATH=str(ROOT), **told),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        told["PYTHONPATH"] = str(ROOT)
+        self.process = start(ranks, *arguments, folder=folder, program=PROGRAM, errors=subprocess.STDOUT, **told)
 
     def wait_for(self, words: str) -> None:
         """Read on until a line holds them; its workers are known then."""

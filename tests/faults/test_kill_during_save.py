@@ -16,7 +16,7 @@ from megapipe.training import resume
 from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc
 from tests.faults.kill_loop import DeadlyDisk, survives
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment
+from tests.support.launch import start
 
 
 def save_on(disk: DeadlyDisk) -> None:
@@ -41,15 +41,7 @@ def test_a_killed_job_is_started_again_and_goes_on(tmp_path: Path) -> None:
     ]
     steps = [0]
     for life in range(3):
-        process = subprocess.Popen(
-            command(2, *arguments),
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        process = start(2, *arguments, folder=tmp_path, errors=subprocess.DEVNULL)
         try:
             assert process.stdout is not None
             first = ""

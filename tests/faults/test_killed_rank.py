@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment
+from tests.support.launch import start
 
 pytestmark = needs_proc
 
@@ -20,15 +19,7 @@ def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str,
 
     The job must fail within `limit` seconds and leave no process behind.
     """
-    process = subprocess.Popen(
-        command(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments, folder=folder)
     try:
         assert process.stdout is not None
         for line in process.stdout:

@@ -14,7 +14,7 @@ import pytest
 from megapipe.training.exit_codes import ExitCode
 from tests.faults.jobs import LIMIT_SECONDS, assert_same_run, children, children_of, needs_proc, wait_for_the_end
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment, launch
+from tests.support.launch import command, environment, launch, start
 
 pytestmark = [pytest.mark.slow, needs_proc]
 
@@ -25,15 +25,8 @@ STEPS = 12
 def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
     """A job of two ranks after ten steps, and its workers by rank. Its errors go to `errors` in `folder`."""
     with (folder / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            command(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments),
-            cwd=folder,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
+        endless = ["--data.prefix", write_shard(folder), "--training.steps=1000000"]
+        process = start(2, *endless, *arguments, folder=folder, errors=errors.fileno())
     assert process.stdout is not None
     output = process.stdout
     try:

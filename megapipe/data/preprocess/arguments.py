@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from megapipe.config.command_line import positive
+from megapipe.config.command_line import positive, tool_parser
 from megapipe.data.preprocess.sampled_texts import SAMPLE_BYTES
 from megapipe.data.tokenizers.training import TRAINERS
 
@@ -44,13 +44,7 @@ example:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="preprocess.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("preprocess.py", DESCRIPTION, EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument(
         "--tokenizer",
@@ -88,13 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_training_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"preprocess.py {TRAIN_TOKENIZER}",
-        description=TRAINING_DESCRIPTION,
-        epilog=TRAINING_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser(f"preprocess.py {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")
     parser.add_argument(
