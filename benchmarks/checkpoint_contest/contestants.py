@@ -32,6 +32,9 @@ class Contestant(ABC):
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
+    def prepare(self, parent: Path, states: Sequence[UnitState]) -> None:  # noqa: B027 (most do nothing)
+        """What training does beside its first steps, ahead of the first save into a folder under `parent`."""
+
     @abstractmethod
     def save(self, folder: Path, states: Sequence[UnitState]) -> Wait:
         """Save into a folder that does not exist, and return as soon as training could go on."""
@@ -53,18 +56,28 @@ class Megapipe(Contestant):
         self._asynchronous = asynchronous
         self._savers: dict[Path, BackgroundSaver] = {}
 
+    def prepare(self, parent: Path, states: Sequence[UnitState]) -> None:
+        if self._asynchronous:
+            saver = self._saver(parent)
+            saver.plan(states)
+            saver.prepare()
+            saver.finish()  # when it is allocated: steps take long enough for that
+
     def save(self, folder: Path, states: Sequence[UnitState]) -> Wait:
         run = RunState(int(folder.name), 0, {}, "fp32", (), {"model": {}})
         applied = {state.name: 1 for state in states}
         if not self._asynchronous:
             save(folder.parent, states, applied, run, self.mesh)
             return lambda: None
-        saver = self._savers.setdefault(folder.parent, BackgroundSaver(folder.parent, self.mesh))
+        saver = self._saver(folder.parent)
         saver.start(states, applied, run)
         return saver.finish
 
     def load(self, folder: Path, states: Sequence[UnitState], axis: int) -> None:
         load(folder.parent / f"step-{int(folder.name):08d}", states, {}, self.mesh, moments=Moments())
+
+    def _saver(self, parent: Path) -> BackgroundSaver:
+        return self._savers.setdefault(parent, BackgroundSaver(parent, self.mesh))
 
 
 class TorchSave(Contestant):

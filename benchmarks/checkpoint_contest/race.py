@@ -1,18 +1,15 @@
 """All contestants in one world of processes, taking turns with the same state."""
 
-import multiprocessing
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from gloo_ranks import in_ranks
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
@@ -26,7 +23,8 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of the slower rank, medians over the rounds; the first save of all, which allocates, by itself.
+    """Seconds of the slower rank, medians over the rounds; the first save of all by itself. There DCP allocates its
+    copy's memory; training with megapipe does that beside its first steps, so here it is done before.
 
     stall: until training could go on. durable: until all is on the disk. load, resharded: from the page cache; None
     for who cannot.
@@ -51,34 +49,13 @@ class Race:
 
 def race(matrices: int, rounds: int, folder: Path) -> Race:
     """Start the ranks, run, and return what they measured. folder: on the disk that is to be measured."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        ours, theirs = context.Pipe()
-        ranks = [context.Process(target=_rank, args=(rank, place, matrices, rounds, theirs)) for rank in range(RANKS)]
-        for rank in ranks:
-            rank.start()
-        theirs.close()
-        try:
-            found: Race = ours.recv()
-        except EOFError:
-            raise RuntimeError("a rank ended early; its error stands above") from None
-        finally:
-            for rank in ranks:
-                rank.join(timeout=60.0)
-                rank.kill()
-    return found
+        return in_ranks(RANKS, _measured, matrices, rounds, Path(place))
 
 
-def _rank(rank: int, place: str, matrices: int, rounds: int, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    files = dist.FileStore(str(Path(place) / "store"), RANKS)
-    dist.init_process_group("cpu:gloo", store=files, rank=rank, world_size=RANKS, timeout=timedelta(seconds=600))
+def _measured(rank: int, matrices: int, rounds: int, place: Path) -> Race:
     mesh = connected_mesh(MeshShape({"tensor": RANKS}), torch.device("cpu"))
-    found = measure(mesh, contestants(mesh), matrices, rounds, Path(place))
-    if rank == 0:
-        pipe.send(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return measure(mesh, contestants(mesh), matrices, rounds, place)
 
 
 def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: int, place: Path) -> Race:
@@ -87,6 +64,8 @@ def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: in
     copies = [torch.empty_like(tensor) for tensor in tensors_of(rows).values()]
     times: dict[str, list[dict[str, float]]] = {each.name: [] for each in entered}
     copied = []
+    for each in entered:
+        each.prepare(_parent(place, each), rows)
     for number in range(1 + rounds):
         turn = number % len(entered)
         for each in [*entered[turn:], *entered[:turn]]:
@@ -105,7 +84,7 @@ def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: in
 def _saved_and_loaded(
     mesh: Mesh, each: Contestant, rows: Sequence, columns: Sequence, place: Path, number: int
 ) -> dict[str, float]:
-    parent = place / each.name.replace(", ", "-").replace(" ", "-")
+    parent = _parent(place, each)
     if mesh.rank == 0:
         parent.mkdir(exist_ok=True)
     folder = parent / str(number)
@@ -127,6 +106,10 @@ def _saved_and_loaded(
         shutil.rmtree(parent)
     mesh.world.barrier()
     return found
+
+
+def _parent(place: Path, each: Contestant) -> Path:
+    return place / each.name.replace(", ", "-").replace(" ", "-")
 
 
 def _slower(mesh: Mesh, work: Callable[[], object]) -> float:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import joined
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
@@ -168,19 +168,14 @@ def check_losses(figures: Mapping[str, list[tuple[float, float]]]) -> None:
 
 
 def _rank(build: Build, rank: int, replicas: int, store: str, size: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    files = dist.FileStore(store, replicas)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=replicas, timeout=timedelta(seconds=300))
-    mesh = connected_mesh(MeshShape({"data": replicas}), torch.device("cpu"))
-    steps = build(mesh, SIZES[size])
-    pipe.send(list(steps))
-    while (name := pipe.recv()) is not None:
-        dist.barrier()
-        start = time.perf_counter()
-        loss = steps[name]()
-        pipe.send((time.perf_counter() - start, loss))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, replicas, store):
+        steps = build(connected_mesh(MeshShape({"data": replicas}), torch.device("cpu")), SIZES[size])
+        pipe.send(list(steps))
+        while (name := pipe.recv()) is not None:
+            dist.barrier()
+            start = time.perf_counter()
+            loss = steps[name]()
+            pipe.send((time.perf_counter() - start, loss))
 
 
 def _figure(name: str, values: list[tuple[float, float]]) -> Figure:

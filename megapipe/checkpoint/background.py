@@ -80,6 +80,7 @@ class BackgroundSaver:
         self._snapshot = Snapshot(pinned=mesh.device.type == "cuda")
         self._plan: list[Shard] | None = None
         self._planned: list[int] = []
+        self._prepared = False
         self._job: _Job | None = None
         self._ended: list[EndedSave] = []
         self.waited = 0.0
@@ -93,6 +94,17 @@ class BackgroundSaver:
     def snapshot_bytes(self) -> int:
         """Host memory that the copy takes on this rank."""
         return self._snapshot.num_bytes
+
+    def plan(self, states: Sequence[UnitState]) -> None:
+        """Share out the writing of these states, ahead of the first save. A collective call."""
+        self._plan_of(states)
+
+    def prepare(self) -> None:
+        """Begin to allocate the memory of the copies for what was planned, once. No collective; to be called when
+        optimizers have their moments."""
+        if self._plan is not None and not self._prepared:
+            self._prepared = True
+            self._snapshot.prepare(contents_of(self._plan))
 
     def start(
         self,
@@ -121,18 +133,16 @@ class BackgroundSaver:
         # Nobody begins while somebody still writes for the save before.
         gathered(self._mesh.world, lambda: self._give_up())
         self.waited = time.perf_counter() - begun
-        if self._plan is None or self._planned != [id(state) for state in states]:
-            self._plan = shards_to_write(states, self._mesh.world)
-            self._planned = [id(state) for state in states]
+        plan = self._plan_of(states)
         on_first_rank(self._mesh.world, lambda: begin(self._storage, self._directory, run.step))
         if self._mesh.device.type == "cuda":
             # The thread reads on a stream of its own, which waits for nothing.
             torch.cuda.synchronize(self._mesh.device)
-        contents = contents_of(self._plan)
+        contents = contents_of(plan)
         if copied:
             contents = self._snapshot.take(contents)
         path = step_folder(self._directory, run.step)
-        counts = counts_of(self._plan, applied)
+        counts = counts_of(plan, applied)
         self._job = _Job(run.step, path, lambda job: self._persist(job, run, contents, counts))
         return path
 
@@ -150,6 +160,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: it failed or was given up. The same on every rank.
         """
+        self._snapshot.settle()
         job = self._job
         if job is None:
             return
@@ -161,6 +172,13 @@ class BackgroundSaver:
         if self._job is not None:
             self._job.join(patience)
             self._job.abandoned.set()
+
+    def _plan_of(self, states: Sequence[UnitState]) -> list[Shard]:
+        """This rank's share of the writing, found once. A collective call."""
+        if self._plan is None or self._planned != [id(state) for state in states]:
+            self._plan = shards_to_write(states, self._mesh.world)
+            self._planned = [id(state) for state in states]
+        return self._plan
 
     def _give_up(self) -> None:
         """Raise CheckpointError when this rank still writes."""

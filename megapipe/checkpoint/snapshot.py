@@ -1,5 +1,8 @@
 """A copy of a rank's share of the state in host memory, to be written while training changes the state."""
 
+import contextlib
+import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +14,9 @@ from megapipe.checkpoint.save import Content
 _ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every element size."""
 
+_TOUCHED_AT_ONCE = 1 << 26
+"""Bytes whose pages one operation touches: few enough for torch to stay within the thread that calls it."""
+
 
 class Snapshot:
     """Host memory that is allocated once and holds one copy at a time: the only extra memory of a background save.
@@ -21,22 +27,38 @@ class Snapshot:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._allocation: threading.Thread | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds on to."""
         return self._memory.numel()
 
+    def prepare(self, contents: Sequence[Content]) -> None:
+        """Allocate the memory for such contents beside what the caller does next. `take` waits for it.
+
+        The first touch of its pages takes several times as long as a copy.
+        """
+        self.settle()
+        _, num_bytes = _places(contents)
+        if num_bytes > self.num_bytes:
+            self._allocation = threading.Thread(
+                target=self._allocate_or_leave, args=(num_bytes,), name="memory for checkpoints", daemon=True
+            )
+            self._allocation.start()
+
+    def settle(self) -> None:
+        """Return once nothing is being allocated."""
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
+
     def take(self, contents: Sequence[Content]) -> list[Content]:
         """The same contents with copied elements, complete on return. It overwrites the copy before it."""
-        starts, end = [], 0
-        for content in contents:
-            starts.append(end)
-            end += -(-content.tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if end > self._memory.numel():
-            # The old memory goes first, so that there never are two.
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
+        self.settle()
+        starts, end = _places(contents)
+        if end > self.num_bytes:
+            self._allocate(end)
         copies = [self._copy(content, start) for content, start in zip(contents, starts, strict=True)]
         for device in {content.tensor.values.device for content in contents}:
             if device.type == "cuda":
@@ -48,3 +70,36 @@ class Snapshot:
         place: Tensor = self._memory[start : start + content.tensor.num_bytes].view(values.dtype)
         place.copy_(values.detach(), non_blocking=self._pinned)
         return replace(content, tensor=replace(content.tensor, values=place))
+
+    def _allocate(self, num_bytes: int) -> None:
+        # The old memory goes first, so that there never are two.
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = (
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if self._pinned else _pages(num_bytes)
+        )
+
+    def _allocate_or_leave(self, num_bytes: int) -> None:
+        """What the thread does. Where memory is short, `take` tries again and tells of it."""
+        with contextlib.suppress(MemoryError, OSError, RuntimeError):
+            self._allocate(num_bytes)
+        for part in self._memory.split(_TOUCHED_AT_ONCE):
+            part[:: mmap.PAGESIZE].zero_()
+
+
+def _places(contents: Sequence[Content]) -> tuple[list[int], int]:
+    """Where each of the contents begins, and how many bytes all of them take."""
+    starts, end = [], 0
+    for content in contents:
+        starts.append(end)
+        end += -(-content.tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
+
+
+def _pages(num_bytes: int) -> Tensor:
+    """Host memory in huge pages, where the system has them: fewer interruptions when it is first touched."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel that was built without
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)

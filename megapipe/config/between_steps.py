@@ -19,8 +19,8 @@ class CheckpointConfig:
     """Saving and resuming. A checkpoint can be resumed on any layout."""
 
     every: int | Literal["auto"] | None = None
-    """Steps between saves; one more is made at the end and on a signal. auto measures what a save costs and saves as
-    often as max_overhead lets it; null saves nothing at all, unless every_minutes is given."""
+    """Steps between saves; one more is made at the end and on a signal, SIGUSR1 included. auto measures what a save
+    costs and saves as often as max_overhead lets it; null saves nothing at all, unless every_minutes is given."""
     every_minutes: float | None = None
     """Longest time from one save to the next, in minutes of training steps, whatever `every` says; null: no limit."""
     max_overhead: float = 0.035
@@ -29,8 +29,8 @@ class CheckpointConfig:
     """Copy the state to host memory and train on while it is written; false writes between two steps, for no memory
     beside the state."""
     signal_deadline_seconds: float = 300.0
-    """Give up the save that SIGTERM, SIGINT or SIGUSR1 asked for after so long; set it below the time that the cluster
-    leaves a job between its signal and its end."""
+    """Give up the save that SIGTERM or SIGINT asked for after so long; set it below the time that the cluster leaves a
+    job between its signal and its end."""
     keep_last: int | None = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is durable; null keeps all."""
     keep_every: int | None = None

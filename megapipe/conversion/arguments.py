@@ -2,6 +2,7 @@
 
 import argparse
 
+from megapipe.config.command_line import positive, tool_parser
 from megapipe.conversion.formats import FORMATS
 from megapipe.conversion.target import SHARD_BYTES
 
@@ -26,13 +27,7 @@ docs/conversion.md tells what each format keeps.
 
 def build_parser() -> argparse.ArgumentParser:
     """Wrong values are told by the parser, which exits with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="convert_checkpoint.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("convert_checkpoint.py", DESCRIPTION, EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True)
 
     convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")
@@ -97,16 +92,16 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-shard-bytes",
-        type=_positive,
+        type=positive,
         default=SHARD_BYTES,
         metavar="N",
         help=f"hf: largest file of weights ({SHARD_BYTES:,})",
     )
     megatron = parser.add_argument_group("megatron: over how many ranks the checkpoint is laid out")
-    megatron.add_argument("--tensor", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
-    megatron.add_argument("--pipeline", type=_positive, default=1, metavar="N", help="pipeline stages (1)")
+    megatron.add_argument("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
+    megatron.add_argument("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (1)")
     megatron.add_argument(
-        "--chunks", type=_positive, default=1, metavar="N", help="model chunks on each stage, its virtual stages (1)"
+        "--chunks", type=positive, default=1, metavar="N", help="model chunks on each stage, its virtual stages (1)"
     )
     megatron.add_argument(
         "--layer-names",
@@ -118,10 +113,3 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
 
 def _formats() -> str:
     return "; ".join(f"{name}: {known.title}" for name, known in FORMATS.items())
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number

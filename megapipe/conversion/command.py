@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe.config.command_line import exit_status, with_hyphens
 from megapipe.conversion.arguments import build_parser
 from megapipe.conversion.formats import FORMATS, format_of
 from megapipe.conversion.heap import return_large_blocks
 from megapipe.conversion.source import SourceOptions
 from megapipe.conversion.target import TargetOptions
-from megapipe.data.preprocess.arguments import with_hyphens
 
 if TYPE_CHECKING:
     from megapipe.conversion.source import Source
@@ -30,24 +30,10 @@ def main(argv: Sequence[str]) -> int:
         "diff": _diff,
         "average": _average,
     }
-    try:
-        return commands[arguments.command](arguments)
-    except ValueError as error:  # CheckpointError, ConfigError and DataError are ValueErrors
-        if not _is_told(error):
-            raise
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+    return exit_status(lambda: commands[arguments.command](arguments), _is_told, "nothing was written")
 
 
 def _is_told(error: ValueError) -> bool:
-    """Whether an error was raised for the user to read; any other is a fault in the program."""
     from megapipe.checkpoint.errors import CheckpointError
     from megapipe.config.errors import ConfigError
     from megapipe.conversion.formats import UnknownFormatError

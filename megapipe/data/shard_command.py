@@ -1,10 +1,10 @@
 """The command line of tools/data.py."""
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from megapipe.config.command_line import exit_status
 from megapipe.data.errors import DataError
 
 EXAMPLES = """\
@@ -33,18 +33,7 @@ def main(argv: Sequence[str], others: Mapping[str, Subcommand] = NO_OTHERS) -> i
     if argv and argv[0] in others:
         return others[argv[0]].main(argv[1:])
     arguments = build_parser(others).parse_args(list(argv))
-    try:
-        _run(arguments)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; no shard was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: _run(arguments), lambda error: isinstance(error, DataError), "no shard was written")
 
 
 def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.ArgumentParser:
@@ -84,7 +73,7 @@ def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.Argum
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> int:
     # Late, so that --help does not wait for numpy.
     from megapipe.data import shard_tools
 
@@ -99,3 +88,4 @@ def _run(arguments: argparse.Namespace) -> None:
     else:
         for line in shard_tools.split(arguments.prefix, arguments.shares, arguments.output_prefix):
             print(line)
+    return 0

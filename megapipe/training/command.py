@@ -5,6 +5,7 @@ import os
 from megapipe.config.load import parse_or_exit
 from megapipe.config.run import PretrainConfig
 from megapipe.training.launcher_death import end_with_launcher
+from megapipe.training.signals import before_training, behind_training
 
 
 def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
@@ -12,6 +13,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
 
     kind: of configuration. hint: printed where there are no arguments.
     """
+    before_training()
     config = parse_or_exit(kind, description, hint)
 
     end_with_launcher()
@@ -22,9 +24,11 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     from megapipe.training.pretrain import pretrain
 
     try:
-        return pretrain(config, LaunchEnvironment.read(os.environ))
+        status = pretrain(config, LaunchEnvironment.read(os.environ))
     except Exception as error:
-        status = status_of(error)
-        if status is None:
+        failure = status_of(error)
+        if failure is None:
             raise
-        return status
+        status = failure
+    behind_training()
+    return status

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -13,6 +14,7 @@ from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
 from megapipe.training.sources import Samples, open_loader
+from megapipe.training.wishes import any_rank
 
 
 class Evaluation:
@@ -32,8 +34,10 @@ class Evaluation:
         self._loader = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0), training=False)
         self._counts_loss = replica.is_last and mesh.coordinate("tensor") == 0
 
-    def run(self, step: int) -> EvaluationRecord:
+    def run(self, step: int, stop: Callable[[], bool] = lambda: False) -> EvaluationRecord | None:
         """Evaluate after `step` steps. A collective call; every rank gets the same losses.
+
+        stop: asked behind every batch; where it is true on any rank, the evaluation is given up on all and gives None.
 
         The mean is over tokens, not over batches. Micro-batches' fp32 sums are added in float64, which is exact for
         sums of like size: their order, the layout's, does not matter.
@@ -49,6 +53,8 @@ class Evaluation:
                     totals[0] += sums[0]
                     totals[1] += torch.tensor(batch.token_counts).view(len(batch.token_counts), -1).sum(0)
                     totals[2] += sums[1] if len(sums) > 1 else torch.nan  # which the sum over ranks keeps
+                if any_rank(self._mesh, stop()):
+                    return None
         self._mesh.world.all_reduce(totals)
         losses, counts, right = totals.tolist()
         terms = tuple(total / max(count, 1.0) for total, count in zip(losses, counts, strict=True))

@@ -5,10 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megapipe.config.command_line import positive, tool_parser, with_hyphens
 from megapipe.config.errors import ConfigError
-from megapipe.data.preprocess.arguments import with_hyphens
 from megapipe.training.checkpoint_command import status_of
-from megapipe.training.generate_arguments import positive
 
 if TYPE_CHECKING:
     from megapipe.training.fill_mask import Filled
@@ -28,13 +27,7 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """Wrong values are told by the parser, which exits with status 2; rules that need the model come later."""
-    parser = argparse.ArgumentParser(
-        prog="fill_mask.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("fill_mask.py", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a step's folder, or a run's: its newest whole checkpoint"
     )

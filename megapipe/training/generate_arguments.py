@@ -2,6 +2,8 @@
 
 import argparse
 
+from megapipe.config.command_line import positive, tool_parser
+
 DESCRIPTION = """\
 Continues prompts with a trained model. Texts go to standard output, everything else to standard error.
 
@@ -20,13 +22,7 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """Wrong values are told by the parser, which exits with status 2; rules that need the model come later."""
-    parser = argparse.ArgumentParser(
-        prog="generate.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("generate.py", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a step's folder, or a run's: its newest whole checkpoint"
     )
@@ -72,11 +68,3 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="a GPU where there is one")
     return parser
-
-
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number

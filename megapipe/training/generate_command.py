@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megapipe.config.command_line import with_hyphens
 from megapipe.config.errors import ConfigError
-from megapipe.data.preprocess.arguments import with_hyphens
 from megapipe.training.checkpoint_command import status_of
 from megapipe.training.generate_arguments import build_parser
 

@@ -11,6 +11,7 @@ from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.mesh import Mesh
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training import skipping
 from megapipe.training.evaluation import Evaluation
@@ -21,10 +22,11 @@ from megapipe.training.profile import Profiler
 from megapipe.training.records import Listener, StepRecord
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
-from megapipe.training.signals import StopRequest
+from megapipe.training.signals import SignalRequests
 from megapipe.training.skipping import Range, SkippingPlan
 from megapipe.training.spikes import Spike, spike_limit
 from megapipe.training.throughput import UtilisationMeter
+from megapipe.training.wishes import any_rank
 
 LOSSES_KEPT = 100
 """Last losses that a checkpoint stores."""
@@ -64,6 +66,7 @@ class TrainingLoop:
     def __init__(
         self,
         config: PretrainConfig,
+        mesh: Mesh,
         replica: Replica,
         loader: Loader,
         evaluation: Evaluation | None,
@@ -74,6 +77,7 @@ class TrainingLoop:
         guards: Guards,
     ) -> None:
         self._config = config
+        self._mesh = mesh
         self._replica = replica
         self._loader = loader
         self._evaluation = evaluation
@@ -96,28 +100,29 @@ class TrainingLoop:
         A schedule that never flushes has a step under way while the loop turns; it is drained where something has to
         happen between two steps.
         """
-        with out_of_memory_told(self._replica.stages), StopRequest() as stop:
+        self._checkpointer.saves.plan(self._replica.states())
+        with out_of_memory_told(self._replica.stages), SignalRequests() as signals:
             while True:
-                status = self._run_until_spike(position, stop)
+                status = self._run_until_spike(position, signals)
                 if self._spike is None:
                     return status
                 self._rewind(position, self._spike)
 
-    def _run_until_spike(self, position: Position, stop: StopRequest) -> int:
+    def _run_until_spike(self, position: Position, signals: SignalRequests) -> int:
         by_hand = [(first, last) for first, last in self._config.reliability.skip_samples]
         self._plan = SkippingPlan(BatchPlan.of(self._config.batch), (*by_hand, *position.skipped))
         with self._loader.steps(position.consumed, self._plan) as batches:
             while position.step < self._config.training.last_step:
-                stopped = self._feed(position, batches, stop.requested)
+                stopped = self._feed(position, batches, signals)
                 self._tell_saves()
                 if stopped or self._save_asked or self._pauses_behind(position) or self._spike is not None:
                     stopped |= self._tell(position, self._engine.drain())
                 if self._spike is not None:
                     return 0
                 if not self._fed:
-                    self._pause(position, stopped)
+                    stopped = self._pause(position, stopped, signals)
                 if stopped:
-                    return stop.status
+                    return signals.end()
         return 0
 
     def _rewind(self, position: Position, spike: Spike) -> None:
@@ -157,15 +162,23 @@ class TrainingLoop:
         """Samples behind the step that was fed last."""
         return self._fed[-1].consumed if self._fed else position.consumed
 
-    def _pause(self, position: Position, stopped: bool) -> None:
-        """What is due between two steps."""
+    def _pause(self, position: Position, stopped: bool, signals: SignalRequests) -> bool:
+        """What is due between two steps; whether some rank wants to stop, by now."""
         last = stopped or position.step == self._config.training.last_step
         self._guards.compare(self._replica, position.step)
         if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
             self._guards.heartbeat.outside("evaluation")
-            self._listener.evaluation(self._evaluation.run(position.step))
-        if self._save_asked or self._checkpointer.is_due(position.step, last):
-            self._save(position, last, stopped)
+            evaluated = self._evaluation.run(position.step, lambda: signals.stop)
+            stopped = evaluated is None
+            if evaluated is not None:
+                self._listener.evaluation(evaluated)
+        if self._save_asked or self._checkpointer.is_due(position.step, last or stopped):
+            self._save(position, last or stopped, stopped)
+            # What came meanwhile does not wait for another step, and for a save behind that one.
+            if not (last or stopped) and any_rank(self._mesh, signals.stop):
+                stopped = True
+                self._save(position, stopped, stopped)
+        return stopped
 
     def _evaluates(self, step: int, last: bool) -> bool:
         every = self._config.evaluation.every
@@ -195,7 +208,7 @@ class TrainingLoop:
             else:
                 self._listener.say(f"warning: no checkpoint after step {save.step}: {save.error}")
 
-    def _feed(self, position: Position, batches: Iterator[StepBatch], stop: bool) -> bool:
+    def _feed(self, position: Position, batches: Iterator[StepBatch], signals: SignalRequests) -> bool:
         """Give the engine its next step and tell of those that ended; whether some rank wants to stop."""
         if not self._fed:
             self._clock = time.perf_counter()
@@ -214,9 +227,9 @@ class TrainingLoop:
             contexts=batch.contexts,
             token_counts=batch.token_counts,
             learning_rate=rate,
-            stop=stop,
+            stop=signals.stop,
             loss_scale=1.0 if scale is None else scale,
-            save=self._checkpointer.saves.wishes(),
+            save=self._checkpointer.saves.wishes(asked=signals.take_save()),
         )
         return self._tell(position, self._engine.feed(given))
 

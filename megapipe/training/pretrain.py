@@ -132,7 +132,9 @@ def _run(
         Profiler(config, mesh, listeners.say, position.step) as profiler,
     ):
         guards = Guards(config, mesh, heartbeat, listeners.say)
-        loop = TrainingLoop(config, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards)
+        loop = TrainingLoop(
+            config, mesh, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards
+        )
         status = loop.run(position)
         heartbeat.outside("the end of the run")
         listeners.event("end", status=status, step=position.step)

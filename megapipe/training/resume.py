@@ -123,6 +123,7 @@ class Checkpointer:
             CheckpointError: it could not be written; older checkpoints are untouched, and the run may go on.
         """
         if self._saved_step == step:
+            self.saves.give_up_after(within)
             return step_folder(self.directory, step)
         states = replica.states()
         run = RunState(

@@ -51,12 +51,24 @@ class Saves:
         every = self._config.every
         return self._config.saves and (last or (isinstance(every, int) and step % every == 0))
 
-    def wishes(self) -> bool:
-        """Whether this rank asks all ranks to save after the step that comes next. No collective."""
-        return self._timer is not None and self._timer.is_due
+    def wishes(self, asked: bool) -> bool:
+        """Whether this rank asks all ranks to save after the step that comes next. No collective.
+
+        asked: whether a signal asked this rank for a save, which a run that saves nothing leaves unanswered.
+        """
+        if asked and not self._config.saves:
+            print("note: SIGUSR1 asks for a checkpoint, but this run saves none: set checkpoint.every", flush=True)
+            return False
+        return asked or (self._timer is not None and self._timer.is_due)
+
+    def plan(self, states: Sequence[UnitState]) -> None:
+        """Hear of what will be saved, before the first step. A collective call."""
+        if self._config.saves and self._config.asynchronous:
+            self._background.plan(states)
 
     def step_ended(self, seconds: float) -> None:
         """Hear of a step's duration. No collective."""
+        self._background.prepare()
         if self._timer is not None:
             self._timer.step(seconds)
 
@@ -75,7 +87,7 @@ class Saves:
         `finish`, which comes next, gives up; states stay as they are until then, so nothing is copied.
         """
         begun = time.perf_counter()
-        self._deadline = None if within is None else begun + within
+        self.give_up_after(within)
         if within is not None or self._config.asynchronous:
             path = self._background.start(states, applied, run, copied=within is None, within=within)
             self._remark_on(self._background.waited)
@@ -87,6 +99,10 @@ class Saves:
         if self._timer is not None:
             self._timer.begun(time.perf_counter() - begun)
         return path
+
+    def give_up_after(self, seconds: float | None) -> None:
+        """Have `finish` give up the save under way so long from now; None: never. No collective."""
+        self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def finish(self) -> None:
         """Return once the save under way is durable; see `BackgroundSaver.finish`. A collective call."""

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.checkpoint import RunState, save
-from megapipe.config.model import ModelConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.conversion.command import main
 from megapipe.conversion.megapipe_source import MegapipeSource
@@ -20,23 +19,11 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
 from tests.checkpoint.runs import assert_same_bits, config_in, run
 from tests.conversion.test_round_trips import logits_of
-from tests.support.gpt_runs import GPT2_SHAPE, Shard, assembled, shards, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards, write_shard
 from tests.support.meshes import run_threads
 
-MODEL = ModelConfig(
-    vocabulary_size=61,  # shared out with padding
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=64,
-    normalization="rms_norm",
-    activation="swiglu",
-    positions="rotary",
-    bias="none",
-    tie_embeddings=False,
-    init_std=0.2,
-)
+MODEL = replace(LLAMA_SHAPE, max_positions=64, init_std=0.2)
+"""61 tokens, which are shared out with padding."""
 MOMENTS = ("first_moment", "second_moment")
 SIZES = {"data": 2, "tensor": 2, "pipeline": 2}
 RUN = RunState(3, 24, {"seed": 7}, "fp32", ((3, 4.25),), {"model": asdict(MODEL)})

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment, launch
+from tests.support.launch import launch, start
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +59,7 @@ def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
     arguments = ["--data.prefix", corpus, "--optimizer.decay", "constant", "--checkpoint.every", "100000"]
     arguments += ["--schedule.name", schedule]
     arguments += ["--training.steps", "100000", "--parallel.pipeline", "2"]
-    process = subprocess.Popen(
-        command(2, *arguments),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start(2, *arguments, folder=tmp_path)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):

@@ -1,30 +1,22 @@
 """Faults of whole processes under torchrun: who is named, the exit status, that nothing is left, that it goes on."""
 
 import itertools
-import json
 import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from megapipe.training.exit_codes import ExitCode
-from tests.faults.test_killed_rank import LIMIT_SECONDS, children
+from tests.faults.jobs import LIMIT_SECONDS, assert_same_run, children, children_of, needs_proc, wait_for_the_end
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment, launch
+from tests.support.launch import command, environment, launch, start
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc"),
-]
+pytestmark = [pytest.mark.slow, needs_proc]
 
 STEPS = 12
 
@@ -33,15 +25,8 @@ STEPS = 12
 def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
     """A job of two ranks after ten steps, and its workers by rank. Its errors go to `errors` in `folder`."""
     with (folder / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            command(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments),
-            cwd=folder,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
+        endless = ["--data.prefix", write_shard(folder), "--training.steps=1000000"]
+        process = start(2, *endless, *arguments, folder=folder, errors=errors.fileno())
     assert process.stdout is not None
     output = process.stdout
     try:
@@ -55,24 +40,12 @@ def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
         process.wait()
 
 
-def wait_for_the_end(workers: dict[int, int]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while left := [pid for pid in workers.values() if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"processes {left} are left"
-        time.sleep(0.05)
-
-
 def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
     with endless_job(tmp_path, "--parallel.pipeline=2") as (process, workers):
         watchers = [pid for worker in workers.values() for pid in children_of(worker)]
         assert len(workers) == len(watchers) == 2
         os.kill(process.pid, signal.SIGKILL)
-        wait_for_the_end(workers | dict(enumerate(watchers, start=2)))
-
-
-def children_of(parent: int) -> list[int]:
-    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(pid) for pid in listed.split()]
+        wait_for_the_end([*workers.values(), *watchers])
 
 
 def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Path) -> None:
@@ -80,7 +53,7 @@ def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Pat
     with endless_job(tmp_path, "--parallel.pipeline=2", *watchdog) as (process, workers):
         os.kill(workers[1], signal.SIGSTOP)
         assert process.wait(timeout=LIMIT_SECONDS) != 0
-        wait_for_the_end(workers)
+        wait_for_the_end([*workers.values()])
     errors = (tmp_path / "errors").read_text()
     told = {line.split(" made")[0]: line for line in errors.splitlines() if line.startswith("watchdog: ")}
     assert "is stopped by a signal" in told["watchdog: rank 1"]
@@ -94,7 +67,7 @@ def test_a_signal_saves_and_ends_all(tmp_path: Path, whom: str) -> None:
     with endless_job(tmp_path, "--parallel.data=2", "--checkpoint.every=1000000") as (process, workers):
         os.kill(workers[1] if whom == "one rank" else process.pid, signal.SIGTERM)
         process.wait(timeout=LIMIT_SECONDS)
-        wait_for_the_end(workers)
+        wait_for_the_end([*workers.values()])
     assert len(list((tmp_path / "runs/default/checkpoints").glob("step-*"))) == 1
     if whom == "one rank":  # torchrun tells of the first to end: the one that was asked, or the one that heard of it
         errors = (tmp_path / "errors").read_text()
@@ -145,24 +118,4 @@ def test_a_killed_rank_costs_nothing_where_torchrun_starts_the_job_again(tmp_pat
     assert len(resumed) == 2
     undisturbed = launch(2, *arguments, folder=whole)
     assert undisturbed.returncode == 0, undisturbed.stderr
-    assert told_steps(disturbed) == told_steps(whole)
-    ours, theirs = (tensors(folder) for folder in (disturbed, whole))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def told_steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """What metrics.jsonl tells last of every step, without times."""
-    lines = map(json.loads, (folder / "runs/default/metrics.jsonl").read_text().splitlines())
-    steps = {line["step"]: line for line in lines if "event" not in line}
-    return {n: {k: v for k, v in line.items() if k not in ("seconds", "mfu")} for n, line in steps.items()}
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in the last checkpoint, by file and key."""
-    (last,) = (folder / "runs/default/checkpoints").glob(f"step-*{STEPS}")
-    return {
-        f"{file.name}: {name}": tensor
-        for file in last.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    assert_same_run(disturbed / "runs/default", whole / "runs/default", STEPS)

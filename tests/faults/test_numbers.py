@@ -28,6 +28,7 @@ from megapipe.training.skipping import FILE_NAME as SKIPPED
 from megapipe.training.sources import open_loader, open_samples
 from megapipe.training.spikes import SpikeError
 from megapipe.training.stragglers import StragglerWatch
+from tests.faults.jobs import told_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, shards, write_shard
 from tests.support.meshes import run_threads
 
@@ -154,13 +155,6 @@ def spike_config(corpus: str, directory: Path, **groups: dict[str, Any]) -> Pret
             **groups,
         },
     )
-
-
-def told_steps(directory: Path) -> dict[int, dict[str, Any]]:
-    """What metrics.jsonl tells last of every step, without times."""
-    lines = map(json.loads, (directory / FILE_NAME).read_text().splitlines())
-    steps = {line["step"]: line for line in lines if "event" not in line}
-    return {n: {k: v for k, v in line.items() if k not in ("seconds", "mfu")} for n, line in steps.items()}
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ The run is made so that steps end where things change: the batch ramp, a blend's
 """
 
 import errno
+import itertools
 import json
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,26 @@ def test_a_finished_run_is_left_as_it_is(corpora: list[str], whole: Path, capsys
     run(configuration(corpora, whole))
     assert "already finished" in capsys.readouterr().out
     assert contents() == before
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    corpora: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Days forwards and back at every look; between them the run is stopped and resumed."""
+    clock, looks = time.time, itertools.count()
+    jumps = itertools.cycle([0.0, 1e6, -2e6, 3e5])
+
+    def jumping() -> float:
+        next(looks)
+        return clock() + next(jumps)
+
+    monkeypatch.setattr(time, "time", jumping)
+    config = configuration(corpora, tmp_path)
+    run(replace(config, training=replace(config.training, stop_at=3)))
+    run(config)
+    assert next(looks) > STEPS, "the clock is looked at, for what is told"
+    assert told(tmp_path) == told(whole)
+    assert saved(tmp_path) == saved(whole)
 
 
 def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "pretrain_gpt.py"
 
 TINY = [
     "--model.vocabulary_size=61",
@@ -20,19 +21,42 @@ TINY = [
 ]
 
 
-def command(num_processes: int, *arguments: str) -> list[str]:
+def command(num_processes: int, *arguments: str, program: Path = PROGRAM) -> list[str]:
     """The command line; one process runs plain python, more run under torchrun on a free port."""
-    program = [str(ROOT / "pretrain_gpt.py"), *TINY, *arguments]
+    started = [str(program), *TINY, *arguments]
     if num_processes == 1:
-        return [sys.executable, *program]
+        return [sys.executable, *started]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    return [*launcher, *program]
+    return [*launcher, *started]
 
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a launched run: one thread a rank, no launcher variables inherited."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
+
+
+def start(
+    num_processes: int,
+    *arguments: str,
+    folder: Path,
+    program: Path = PROGRAM,
+    errors: int = subprocess.PIPE,
+    **extra: str,
+) -> subprocess.Popen[str]:
+    """Start in a session of its own, which a test can signal as a terminal does.
+
+    errors: where stderr goes, as Popen has it. extra: variables of the environment.
+    """
+    return subprocess.Popen(
+        command(num_processes, *arguments, program=program),
+        cwd=folder,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def launch(

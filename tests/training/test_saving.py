@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training import saving
+from megapipe.training import evaluation, saving
 from megapipe.training.pretrain import pretrain
 from megapipe.training.saving import Saves
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -130,17 +132,72 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeyp
     assert saved(tmp_path) == [3]
 
 
-def test_sigusr1_saves_and_ends_the_run(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "every", "status", "steps"),
+    [
+        (signal.SIGTERM, 1000, 143, [4]),
+        (signal.SIGINT, 1000, 130, [4]),
+        (signal.SIGUSR1, 1000, 0, [4, 6]),
+        (signal.SIGUSR1, None, 0, []),
+    ],
+)
+def test_a_signal_saves_after_the_step_in_which_it_was_noticed(
+    tmp_path: Path,
+    corpus: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    every: int | None,
+    status: int,
+    steps: list[int],
+) -> None:
+    """SIGUSR1 ends nothing."""
     ended: list[float] = []
 
-    def stopping(self: Saves, seconds: float) -> None:
+    def signalled(self: Saves, seconds: float) -> None:
         ended.append(seconds)
         if len(ended) == 3:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(number)
 
-    monkeypatch.setattr(Saves, "step_ended", stopping)
-    assert run(configuration(corpus, tmp_path, every=1000)) == 128 + signal.SIGUSR1
-    assert saved(tmp_path) == [4], "after the step during which it was noticed"
+    monkeypatch.setattr(Saves, "step_ended", signalled)
+    assert run(configuration(corpus, tmp_path, every=every)) == status
+    assert saved(tmp_path) == steps
+    assert ("note: SIGUSR1 asks for a checkpoint, but this run saves none" in capsys.readouterr().out) == (not every)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_signal_during_a_save_waits_for_no_further_step(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    begin = Saves.begin
+
+    def signalled(self: Saves, *args: Any, **options: Any) -> Path:
+        signal.raise_signal(signal.SIGTERM)
+        return begin(self, *args, **options)
+
+    monkeypatch.setattr(Saves, "begin", signalled)
+    assert run(configuration(corpus, tmp_path, every=2, asynchronous=asynchronous)) == 128 + signal.SIGTERM
+    assert saved(tmp_path) == [2]
+
+
+def test_a_signal_during_an_evaluation_gives_that_up(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums, batches = evaluation._sums, []
+
+    def signalled(result: StepResult) -> list[torch.Tensor]:
+        batches.append(result)
+        signal.raise_signal(signal.SIGTERM)
+        return sums(result)
+
+    monkeypatch.setattr(evaluation, "_sums", signalled)
+    config = configuration(corpus, tmp_path, every=1000)
+    config.data = replace(config.data, split="50,50,0")
+    config.evaluation = replace(config.evaluation, every=3, samples=16)
+    assert run(config) == 128 + signal.SIGTERM
+    assert len(batches) == 1, "of two"
+    assert saved(tmp_path) == [3]
+    assert '"event": "evaluation"' not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_signals_save_is_given_up_after_its_deadline(
@@ -157,8 +214,8 @@ def test_a_signals_save_is_given_up_after_its_deadline(
 
     def stopping() -> float:
         if saved(tmp_path) == [2] and not sent:
-            sent.append(signal.SIGUSR1)
-            signal.raise_signal(signal.SIGUSR1)
+            sent.append(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return clock()
 
     monkeypatch.setattr("megapipe.training.loop.time.perf_counter", stopping)

@@ -1,12 +1,15 @@
-"""Signals that end a run: the first is noted, its echo is not, a later one ends at once."""
+"""Signals that end a run: the first is noted, its echo is not, a later one ends at once. SIGUSR1 asks for a save."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from megapipe.training import signals
-from megapipe.training.signals import StopRequest
+from megapipe.training.signals import SignalRequests
 
 
 @pytest.fixture(autouse=True)
@@ -18,34 +21,81 @@ def handlers() -> Iterator[None]:
         signal.signal(each, handler)
 
 
-@pytest.mark.parametrize("number", signals.SIGNALS)
+@pytest.mark.parametrize("number", signals.STOPS)
 def test_first_signal_and_its_echo_only_ask(number: signal.Signals) -> None:
-    with StopRequest() as stop:
-        assert not stop.requested
+    with SignalRequests() as requests:
+        assert not requests.stop
         signal.raise_signal(number)
         signal.raise_signal(number)
-        assert stop.requested
-        assert stop.status == 128 + number
+        assert requests.stop
+        assert requests.end() == 128 + number
 
 
 def test_later_signal_goes_to_the_handler_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
-    with StopRequest() as stop:
+    with SignalRequests() as requests:
         signal.raise_signal(signal.SIGINT)
-        assert stop.requested
+        assert requests.stop
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
+def test_sigusr1_asks_for_one_save_each_time_and_never_for_a_stop() -> None:
+    with SignalRequests() as requests:
+        assert not requests.take_save()
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert requests.take_save()
+        assert not requests.take_save()
+        signal.raise_signal(signal.SIGUSR1)
+        assert requests.take_save()
+        assert not requests.stop
+
+
 def test_handlers_are_restored() -> None:
     before = [signal.getsignal(each) for each in signals.SIGNALS]
-    with StopRequest():
+    with SignalRequests():
         assert [signal.getsignal(each) for each in signals.SIGNALS] != before
     assert [signal.getsignal(each) for each in signals.SIGNALS] == before
 
 
 def test_error_is_told_before_a_launcher_ends_the_process() -> None:
-    with pytest.raises(ValueError, match="told"), StopRequest():
+    with pytest.raises(ValueError, match="told"), SignalRequests():
         raise ValueError("told")
     signal.raise_signal(signal.SIGTERM)  # would have ended the tests
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None:
+    """Whichever rank was asked: torchrun sends SIGTERM as soon as the first one has ended."""
+    for asked in (signal.SIGTERM, None):
+        with SignalRequests() as requests:
+            if asked is not None:
+                signal.raise_signal(asked)
+            requests.end()
+        signal.raise_signal(signal.SIGTERM)  # would have ended the tests
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 0)]
+)
+def test_before_training_a_process_that_runs_no_python_answers_at_once(number: signal.Signals, status: int) -> None:
+    """It waits in C: a handler of Python's would run only behind that, and print a traceback."""
+    program = (
+        "import ctypes, signal\n"
+        "from megapipe.training.signals import before_training\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a shell's background jobs do not have
+        "before_training()\n"
+        "print('waits', flush=True)\n"
+        "for _ in range(2):\n"
+        "    ctypes.PyDLL(None).sleep(1)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert errors == ""

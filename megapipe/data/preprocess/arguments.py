@@ -2,9 +2,8 @@
 
 import argparse
 import os
-import re
-from collections.abc import Sequence
 
+from megapipe.config.command_line import positive, tool_parser
 from megapipe.data.preprocess.sampled_texts import SAMPLE_BYTES
 from megapipe.data.tokenizers.training import TRAINERS
 
@@ -44,19 +43,8 @@ example:
 """
 
 
-def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """--json_keys means --json-keys."""
-    return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in argv]
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="preprocess.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("preprocess.py", DESCRIPTION, EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument(
         "--tokenizer",
@@ -94,13 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_training_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"preprocess.py {TRAIN_TOKENIZER}",
-        description=TRAINING_DESCRIPTION,
-        epilog=TRAINING_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser(f"preprocess.py {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")
     parser.add_argument(
@@ -140,10 +122,3 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         help="fields of JSON lines, columns of tables (text)",
     )
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at what cannot be read (stop)")
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number

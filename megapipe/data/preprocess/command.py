@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megapipe.config.command_line import exit_status, with_hyphens
 from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.arguments import TRAIN_TOKENIZER, build_parser, build_training_parser, with_hyphens
+from megapipe.data.preprocess.arguments import TRAIN_TOKENIZER, build_parser, build_training_parser
 from megapipe.data.preprocess.inputs import InputFile, find_inputs
 from megapipe.data.preprocess.parts import idle_workers
 from megapipe.data.preprocess.progress import Progress
@@ -24,23 +25,16 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command. Exit status: 0, 1 for unusable input, 2 for a wrong command line, 130 for Ctrl-C."""
     words = with_hyphens(argv)
     trains = bool(words) and words[0].replace("_", "-") == TRAIN_TOKENIZER
-    try:
+
+    def work() -> int:
         if trains:
             train_tokenizer(build_training_parser().parse_args(words[1:]))
         else:
             run(build_parser().parse_args(words))
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        # Writing to a full disk fails without a file name.
-        print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        left = "nothing was written" if trains else "the same command continues where it stopped"
-        print(f"interrupted; {left}", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    left = "nothing was written" if trains else "the same command continues where it stopped"
+    return exit_status(work, lambda error: isinstance(error, DataError), left)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,64 @@
+"""Contestants in one world: processes of this host that speak gloo, one thread each, and what rank 0 measured."""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+TIMEOUT = timedelta(seconds=600)
+
+
+def in_ranks(number: int, work: Callable[..., T], *arguments: Any) -> T:
+    """Call `work(rank, *arguments)` on so many ranks, and return what it returned on rank 0.
+
+    work: a function of a module, so that a new process finds it. Raises RuntimeError when a rank ended early; what it
+    says of that stands on stderr.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = context.Pipe()
+        store = str(Path(folder) / "store")
+        ranks = [
+            context.Process(target=_rank, args=(rank, number, store, theirs, work, arguments))
+            for rank in range(number)
+        ]
+        for rank in ranks:
+            rank.start()
+        theirs.close()
+        try:
+            found: T = ours.recv()
+        except EOFError:
+            raise RuntimeError("a rank ended early; its error stands above") from None
+        finally:
+            for rank in ranks:
+                rank.join(timeout=60.0)
+                rank.kill()
+    return found
+
+
+@contextmanager
+def joined(rank: int, number: int, store: str) -> Iterator[None]:
+    """This process as a rank of a world of so many, within the block. store: a file by which ranks find each other."""
+    torch.set_num_threads(1)
+    files = dist.FileStore(store, number)
+    dist.init_process_group("cpu:gloo", store=files, rank=rank, world_size=number, timeout=TIMEOUT)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _rank(
+    rank: int, number: int, store: str, pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    with joined(rank, number, store):
+        found = work(rank, *arguments)
+        if rank == 0:
+            pipe.send(found)

@@ -1,0 +1,129 @@
+"""pretrain_gpt.py with a fault in it, which the environment tells of: a program for tests to start under torchrun.
+
+MEGAPIPE_FAULT holds the JSON of a `Fault`; without it this is pretrain_gpt.py.
+"""
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megapipe.checkpoint import background
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.engine import Engine
+from megapipe.parallel.groups.distributed import DistributedGroup
+from megapipe.training import pretrain
+from megapipe.training.batches import BatchLoader
+from megapipe.training.command import run_program
+from megapipe.training.evaluation import Evaluation
+from megapipe.training.guards import Guards
+from megapipe.training.replica import Replica
+
+VARIABLE = "MEGAPIPE_FAULT"
+MARK = "the fault is here"
+"""Printed where the fault strikes, for tests that do something then."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """place: one of PLACES. rank: which one has it, None for all. what: number of a signal that it sends to itself,
+    or -1 to sleep for long. step: in which step, from 0; after which step, where weights are changed; from
+    which sample on, where batches are."""
+
+    place: str
+    rank: int | None = 1
+    what: int = -1
+    step: int = 0
+
+    def strike(self) -> None:
+        """Sleep, or send the signal."""
+        print(MARK, flush=True)
+        if self.what < 0:
+            time.sleep(1000)
+        else:
+            os.kill(os.getpid(), self.what)
+
+
+def wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
+    """Have something happen ahead of every call of a function."""
+    function = getattr(owner, name)
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        before(*arguments, **options)
+        return function(*arguments, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def once(fault: Fault) -> Callable[..., None]:
+    """Strike at the first call alone."""
+    left = [fault]
+    return lambda *_, **__: left.pop().strike() if left else None
+
+
+def in_collective(fault: Fault) -> None:
+    """Sleep within a sum over the world, in a step."""
+    step = [-1]
+    wrap(Engine, "feed", lambda engine, given: step.__setitem__(0, given.step))
+    wrap(DistributedGroup, "all_reduce", lambda *_, **__: fault.strike() if step[0] == fault.step else None)
+
+
+def flipped_bit(fault: Fault) -> None:
+    """Flip the lowest bit of one weight ahead of the comparison of replicas."""
+
+    def flip(guards: Guards, replica: Replica, step: int) -> None:
+        if step == fault.step:
+            print(MARK, flush=True)
+            replica.states()[0].master.view(torch.int32)[0] ^= 1
+
+    wrap(Guards, "compare", flip)
+
+
+def spoilt_batches(fault: Fault) -> None:
+    """Batches from a sample on hold the rarest token alone: their loss jumps up."""
+    load = BatchLoader.load
+
+    def loaded(loader: BatchLoader, consumed: int) -> Any:
+        batch = load(loader, consumed)
+        if consumed == fault.step:
+            print(MARK, flush=True)
+        for context in batch.contexts if consumed >= fault.step else ():
+            if context.labels is not None:
+                context.labels.fill_(60)
+        return batch
+
+    BatchLoader.load = loaded  # type: ignore[method-assign]
+
+
+def in_compile(fault: Fault) -> None:
+    """As torch.compile hands its first graph to the compiler."""
+    from torch._inductor import compile_fx  # takes a second
+
+    wrap(compile_fx, "compile_fx", once(fault))
+
+
+PLACES: dict[str, Callable[[Fault], None]] = {
+    "process groups": lambda fault: wrap(dist, "init_process_group", once(fault)),
+    "model": lambda fault: wrap(pretrain, "Replica", once(fault)),
+    "compile": in_compile,
+    "evaluation": lambda fault: wrap(Evaluation, "run", once(fault)),
+    "save": lambda fault: wrap(importlib.import_module("megapipe.checkpoint.save"), "write_share", once(fault)),
+    "save beside training": lambda fault: wrap(background, "write_share", once(fault)),
+    "step": lambda fault: wrap(Engine, "feed", lambda _, given: fault.strike() if given.step == fault.step else None),
+    "collective": in_collective,
+    "weights": flipped_bit,
+    "batches": spoilt_batches,
+}
+
+if __name__ == "__main__":
+    if VARIABLE in os.environ:
+        told = Fault(**json.loads(os.environ[VARIABLE]))
+        if told.rank is None or told.rank == int(os.environ.get("RANK", "0")):
+            PLACES[told.place](told)
+    raise SystemExit(run_program(PretrainConfig, "Pretrain a GPT, with a fault.", ""))

@@ -1,0 +1,133 @@
+"""Jobs under torchrun as tests see them: their processes, what they told and what they saved."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
+from tests.support.launch import ROOT, start
+
+LIMIT_SECONDS = 60
+RUN = Path("runs/default")
+"""Folder of a run, within that of its job."""
+
+PROGRAM = Path(__file__).with_name("faulty_pretrain.py")
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc")
+
+
+def children(pid: int) -> dict[int, int]:
+    """Rank -> process of the workers that a torchrun process has started."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+        if parent == pid:
+            for variable in variables:
+                if variable.startswith(b"RANK="):
+                    found[int(variable[5:])] = int(entry.name)
+    return found
+
+
+def children_of(parent: int) -> list[int]:
+    """Processes that another one has started."""
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in listed.split()]
+
+
+def wait_for_the_end(processes: list[int]) -> None:
+    """Return once none of them is left."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while left := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"processes {left} are left"
+        time.sleep(0.05)
+
+
+def told_steps(run: Path) -> dict[int, dict[str, Any]]:
+    """What metrics.jsonl in a run's folder tells last of every step, without times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    steps = {line["step"]: line for line in lines if "event" not in line}
+    return {n: {k: v for k, v in line.items() if k not in ("seconds", "mfu")} for n, line in steps.items()}
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps whose checkpoints are whole by their names."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, by file and key."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    return {
+        f"{file.name}: {name}": tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same_run(found: Path, expected: Path, step: int) -> None:
+    """What two runs told of every step up to `step`, and saved after it, is the same, bit for bit."""
+    assert told_steps(found) == told_steps(expected)
+    ours, theirs = saved_tensors(found, step), saved_tensors(expected, step)
+    assert ours.keys() == theirs.keys() != set()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Job:
+    """A job with a fault, started as users start it: under torchrun, or one rank by itself."""
+
+    def __init__(self, folder: Path, fault: Fault | None, *arguments: str, ranks: int = 2) -> None:
+        told = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
+        self.output: list[str] = []
+        self.workers: list[int] = []
+        told["PYTHONPATH"] = str(ROOT)
+        self.process = start(ranks, *arguments, folder=folder, program=PROGRAM, errors=subprocess.STDOUT, **told)
+
+    def wait_for(self, words: str) -> None:
+        """Read on until a line holds them; its workers are known then."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if words in line:
+                self.workers = [*children(self.process.pid).values()]
+                return
+        pytest.fail(f"never said {words!r}: {''.join(self.output)}")
+
+    def end(self) -> str:
+        """What it said, once it has ended and nothing of it is left."""
+        try:
+            output, _ = self.process.communicate(timeout=LIMIT_SECONDS)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.communicate()
+        wait_for_the_end(self.workers)
+        return "".join([*self.output, output])
+
+
+def ended(folder: Path, fault: Fault | None, *arguments: str) -> str:
+    """What a job says that is left alone, and that its fault struck."""
+    job = Job(folder, fault, *arguments)
+    if fault is not None:
+        job.wait_for(MARK)
+    return job.end()
+
+
+def statuses(output: str) -> set[int]:
+    """Exit statuses of the ranks that torchrun tells of as failed."""
+    return {int(found) for found in re.findall(r"exitcode +: (-?\d+)", output)}

@@ -1,0 +1,52 @@
+"""What torchrun tells of jobs that end by a decision of their own, and of one that hangs where nothing ends it."""
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.training.exit_codes import ExitCode
+from tests.faults.faulty_pretrain import Fault
+from tests.faults.jobs import RUN, ended, needs_proc, saved_steps, statuses
+from tests.support.gpt_runs import write_shard
+
+pytestmark = [pytest.mark.slow, needs_proc]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
+
+
+def test_a_loss_that_stays_high_ends_with_its_own_status(tmp_path: Path, corpus: str) -> None:
+    arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=20", "--checkpoint.every=4"]
+    arguments += ["--spikes.deviations=10", "--spikes.window=4", "--spikes.patience=1", "--spikes.skip_batches=1"]
+    arguments += ["--optimizer.learning_rate=0.005", "--optimizer.warmup_steps=2"]
+    output = ended(tmp_path, Fault("batches", rank=None, step=24), *arguments)  # those of step 7 and of all behind it
+    assert ExitCode.SPIKES in statuses(output), output
+    assert output.count("error: the loss jumped up again") == 1
+    assert "after 1 returns to the checkpoint after step 4" in output
+    assert saved_steps(tmp_path / RUN) == [4]
+
+
+def test_replicas_that_differ_end_with_their_own_status(tmp_path: Path, corpus: str) -> None:
+    arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=8", "--checkpoint.every=2"]
+    arguments += ["--reliability.compare_every=2"]
+    output = ended(tmp_path, Fault("weights", step=4), *arguments)
+    assert ExitCode.REPLICAS_DIFFER in statuses(output), output
+    assert output.count("error: after step 4 ranks differ in what has to be equal: weights of ") == 1
+    assert "on rank 1 against rank 0" in output
+    assert saved_steps(tmp_path / RUN) == [2], "what differs is not saved"
+
+
+def test_a_rank_asleep_in_a_collective_is_named_by_its_watchdog(tmp_path: Path, corpus: str) -> None:
+    arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=1000"]
+    arguments += ["--watchdog.floor_seconds=4", "--watchdog.factor=20"]
+    output = ended(tmp_path, Fault("collective", step=20), *arguments)
+    assert ExitCode.STALLED in statuses(output), output
+    told = [line for line in output.splitlines() if line.startswith("watchdog: rank 1 ")]
+    assert told, output
+    assert " in step 20: " in told[0]
+    assert "is waiting" in told[0]
+    stacks = (tmp_path / RUN / "stacks/rank-1.txt").read_text()
+    assert "in strike" in stacks, "where it sleeps"
+    assert "in all_reduce" not in stacks, "it never entered the collective"
