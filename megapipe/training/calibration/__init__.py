@@ -1,0 +1,1 @@
+"""Measuring a machine: its layers, collectives and links, for the planner."""
