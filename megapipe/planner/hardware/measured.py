@@ -78,7 +78,7 @@ class Measurements:
     layers: tuple[MeasuredLayer, ...]
     contention: tuple[Contention, ...] = (Contention(1, 1.0),)
 
-    def slowdown(self, ranks: int) -> float:
+    def slowdown(self, ranks: float) -> float:
         """Factor while that many ranks compute: in between by straight lines, beyond the last by its share a rank."""
         before = self.contention[0]
         for each in self.contention:
