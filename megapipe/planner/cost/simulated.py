@@ -11,7 +11,7 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import StageCosts
 from megapipe.planner.cost.step_time import hop_seconds
 from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.measured.contended import simulate_measured
+from megapipe.planner.measured.contended import simulate_measured, traffic_share
 from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.schedules import Costs, Link, Schedule, Simulation, simulate
@@ -56,7 +56,14 @@ def simulated(
     def simulated_for(steps: int) -> Simulation:
         if measured is None:
             return simulate(schedule, of_actions, steps)
-        return simulate_measured(schedule, of_actions, measured, run.world_size // run.pipeline, steps)
+        return simulate_measured(
+            schedule,
+            of_actions,
+            measured,
+            processes=run.world_size // run.pipeline,
+            traffic_share=traffic_share(run.placement.nodes[0].inside, run.costs.replicas),
+            steps=steps,
+        )
 
     if schedule.flushes:
         simulation = simulated_for(1)

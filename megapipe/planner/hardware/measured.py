@@ -39,7 +39,8 @@ class MeasuredLayer:
 class MeasuredCollective:
     """A collective of `ranks` ranks of one node: a call takes latency + bytes / bandwidth.
 
-    Bytes are those of the whole buffer, as `costs.communication.Exchange` counts them. over: what carries it.
+    Bytes are those of the whole buffer, as `costs.communication.Exchange` counts them. over: what carries it. busy:
+    processor seconds that a rank spends in a second of it, 0 where a device of its own does the work.
     """
 
     operation: str
@@ -47,6 +48,7 @@ class MeasuredCollective:
     over: Transport
     latency: float
     bandwidth: float
+    busy: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Of one call."""

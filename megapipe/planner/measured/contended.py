@@ -13,8 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from megapipe.planner.hardware.description import Link
 from megapipe.planner.hardware.measured import Measurements
-from megapipe.schedules import Costs, Link, Schedule, ScheduleError, Simulation
+from megapipe.schedules import Costs, Schedule, ScheduleError, Simulation
 from megapipe.schedules.actions import COMPUTE_STREAM, Kind
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.simulation.run import Durations
@@ -64,12 +65,15 @@ def simulate_contended(
 
 
 def simulate_measured(
-    schedule: Schedule, costs: Costs, measured: Measurements, processes: int, steps: int = 1
+    schedule: Schedule,
+    costs: Costs,
+    measured: Measurements,
+    *,
+    processes: int,
+    traffic_share: float,
+    steps: int = 1,
 ) -> Simulation:
-    """`simulate_contended` with a machine's own figures. Every action takes what the engine takes around it besides.
-
-    processes: as there.
-    """
+    """`simulate_contended` with a machine's own figures; every action takes what the engine takes around it too."""
 
     def with_engine(seconds: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(each + measured.action_seconds if each > 0 else each for each in seconds)
@@ -82,7 +86,15 @@ def simulate_measured(
         backward_input=with_engine(costs.backward_input),
         backward_weight=with_engine(costs.backward_weight),
     )
-    return simulate_contended(schedule, costs, measured.slowdown, processes=processes, steps=steps)
+    return simulate_contended(
+        schedule, costs, measured.slowdown, processes=processes, traffic_share=traffic_share, steps=steps
+    )
+
+
+def traffic_share(link: Link, replicas: int) -> float:
+    """Of a busy rank, what a sum of gradients over that many replicas takes: as measured, a whole one if not."""
+    row = link.measured("all_reduce", replicas)
+    return 1.0 if row is None else row.busy
 
 
 @dataclass
@@ -227,7 +239,7 @@ class _Run:
 
     def _send(self, row: int) -> None:
         pair = self._link_of[row]
-        link: Link = self._costs.links.get(pair, self._costs.link)
+        link = self._costs.links.get(pair, self._costs.link)
         begin = max(self._now, self._link_free.get(pair, 0.0))
         self._link_free[pair] = begin + link.transfer
         self.start[row], self.end[row] = begin, begin + link.transfer + link.latency
