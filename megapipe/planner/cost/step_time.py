@@ -56,9 +56,9 @@ class _Step:
         forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
         backward_traffic = side_by_side(costs.whole_again + backward, gathers + sums, slow) - costs.whole_again - backward
         pipeline = Pipeline(
-            self._by_chunk(costs.whole_forward + forward_traffic),
-            self._by_chunk(costs.whole_again),
-            self._by_chunk(costs.input_half + backward_traffic),
+            self._by_chunk(costs.whole_forward),
+            self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
+            self._by_chunk(costs.input_half),
             self._by_chunk(costs.weight_half(apart=splits)),
             np.array([sum(each) for each in hop_seconds(self.run, self.assumptions)]),
         )
@@ -90,28 +90,35 @@ class _Step:
         yield Term("tensor", once(tensor), "rings, doi 10.1177/1094342005051521, section 4.1")
         yield Term("context", once(context), "rings beside attention, arXiv 2310.01889, section 3")
 
-    def _passes(self, sharded: bool, buffers: int) -> float:
-        """How often a micro-batch finds its unit's buffer given up since the one before, on average."""
+    def _passes(self, sharded: bool, buffers: int) -> Floats:
+        """By stage, how often a micro-batch finds a unit's buffer given up since the one before, on average."""
         if not sharded or self.run.costs.of_units.shards == 1:
-            return 0.0
-        chunk, rank = int(self.costs.layers.max()), int(self.units.max())
-        if rank <= buffers or (self.run.config.schedule.name == "modular" and chunk <= buffers):
-            return 0.0
-        if self.run.config.schedule.name == "interleaved_1f1b" and 2 * chunk <= buffers:
-            return 1.0 / self.run.pipeline
-        return 1.0
+            return np.zeros(len(self.costs.ranks))
+        ranks, name = self.costs.ranks, self.run.config.schedule.name
+        largest = np.zeros(self.run.pipeline)
+        np.maximum.at(largest, ranks, self.costs.layers)
+        found = np.ones(self.run.pipeline)
+        if name == "interleaved_1f1b":
+            found[2 * largest <= buffers] = 1.0 / self.run.pipeline
+        if name == "modular":
+            found[largest <= buffers] = 0.0
+        found[self.units <= buffers] = 0.0
+        return found[ranks]
 
     def _steady_traffic(self) -> tuple[Floats, Floats]:
         """By stage, what replicas exchange with every micro-batch: gathers ahead of either pass, sums of gradients."""
-        zero, updates = self.run.config.zero, self.policy.updates_per_step
+        zero = self.run.config.zero
         gathers = self._passes(zero.stage >= 3, zero.weight_buffers)
-        sums = 1.0 if updates > 1 else self._passes(zero.stage >= 2, zero.gradient_buffers)
+        often = self.policy.updates_per_step > 1
+        sums = np.ones(len(gathers)) if often else self._passes(zero.stage >= 2, zero.gradient_buffers)
         return self.costs.gather * gathers, self.costs.reduction * sums
 
     def _at_the_end(self, pipeline: Pipeline) -> Iterator[Term]:
-        yield Term("data", self._reductions(pipeline), "sums of gradients beside backwards, arXiv 2211.13878")
+        sums = self._reductions(pipeline)
+        yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
+        tied = tied_seconds(self.run) - (sums if self.flushes else self._slack(pipeline)[0])
+        yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
         if self.flushes:
-            yield Term("tied", tied_seconds(self.run), "sum of a tied weight's gradients over its stages")
             yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
         yield Term("update", self._update(pipeline), "bytes of the optimizer's state over memory bandwidth")
         yield Term("data", self._gathers(pipeline), "gathers of updated weights (ZeRO 1 and 2)")
@@ -134,6 +141,7 @@ class _Step:
         name, slow = self.run.config.schedule.name, self.assumptions.slow_down
         chunks, backward = self.run.chunks, (pipeline.again + pipeline.backward).sum(axis=0)
         earlier = np.concatenate([[0.0], np.cumsum(backward / chunks)[:-1]])
+        slack = self._slack(pipeline)
         worst = 0.0
         for rank, total in enumerate(totals):
             compute = float(backward[rank]) / chunks
@@ -141,12 +149,18 @@ class _Step:
                 compute += float(backward[rank]) / chunks * (chunks - 1) * self.count
             elif chunks > 1:
                 compute += float(backward[rank]) / chunks * (chunks - 1) * min(self.run.pipeline, self.count)
-            if not self.flushes and self.policy.gradient_buffers > 1:
-                compute += float(pipeline.work[rank]) * (self.count - self.run.pipeline)
+            compute += float(slack[rank])
             left = Beside(compute, float(total), int(self.units[rank])).exposed(slow)
             spare = float(earlier[rank]) if self.flushes else 0.0
             worst = max(worst, left - spare)
         return worst
+
+    def _slack(self, pipeline: Pipeline) -> Floats:
+        """Seconds by rank from a batch's last backward to the first forward that needs its update: without a flush a
+        lazy update waits for all micro-batches of the next batch that are not under way yet."""
+        if self.flushes or self.policy.gradient_buffers == 1:
+            return np.zeros(self.run.pipeline)
+        return (self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)) * pipeline.work
 
     def _gathers(self, pipeline: Pipeline) -> float:
         """Weights that updates left in shards are whole again before the next forward."""
