@@ -27,6 +27,11 @@ CAUSAL_SHARE = 0.5
 ACCUMULATED_BYTES = 2 * FULL_BYTES
 """Of an element of a weight's gradient, which a product reads and writes as it adds to the fp32 sum."""
 
+UNFUSED_LOSS_BYTES = 52
+"""Of a logit that the steps of a loss in fp32 read and write: a copy in fp32 (6), maximum (4), difference (8),
+exponential (8), sum (4), quotient (8), product with the outer gradient (8), a copy in 16 bits (6). As in Megatron-LM's
+megatron/core/tensor_parallel/cross_entropy.py."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -42,13 +47,14 @@ class Kernel:
 class LayerKernels:
     """All kernels of one layer for one micro-batch. Iterating gives them in no particular order.
 
-    config: with parallel.data filled in. Passes over memory are those of fused kernels: a norm reads and writes its
+    config: with parallel.data filled in. unfused_loss: as in `Assumptions`. Passes over memory are those of fused kernels: a norm reads and writes its
     rows once, bias and activation are one kernel, so are dropout and the residual sum.
     """
 
     config: PretrainConfig
     layer: LayerSpec
     device: Device
+    unfused_loss: bool = False
 
     def __iter__(self) -> Iterator[Kernel]:
         kinds = {"embedding": self._embedding, "block": self._block, "head": self._head}
@@ -189,8 +195,10 @@ class LayerKernels:
             elif spec.matrix:
                 yield from self._linear(path, spec, micro if path in ONCE_A_SAMPLE else rows)
         columns = self.layer.parameters["output.weight"].local_shape(config.parallel.tensor, VOCABULARY_ALIGNMENT)[0]
-        logits = rows * columns * self._size
-        # The loss reads its logits twice, for the sum and for the gradient that it leaves in their place.
-        yield from self._passes("loss", 3 * logits, 0.0, config.recompute.logits)
+        if self.unfused_loss:
+            yield from self._passes("loss", rows * columns * UNFUSED_LOSS_BYTES, 0.0)
+        else:
+            # It reads its logits twice, for the sum and for the gradient that it leaves in their place.
+            yield from self._passes("loss", 3 * rows * columns * self._size, 0.0, config.recompute.logits)
         if not of_bert or "norm.weight" in self.layer.parameters:
             yield from self._norm("norm")

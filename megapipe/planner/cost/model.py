@@ -81,7 +81,7 @@ def _predicted(run: RunLayout, times: LayerTimes | None, assumptions: Assumption
 
 def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:
     """Costs of all stages, and where the kernels' times come from."""
-    given = RooflineTimes(_slowest_device(run)) if times is None else times
+    given = RooflineTimes(_slowest_device(run), assumptions.unfused_loss) if times is None else times
     kinds = [
         layer_cost(run, run.stages.layers[index], flops, given, assumptions)
         for index, flops in zip(run.kinds, run.flops, strict=True)

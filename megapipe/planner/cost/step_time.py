@@ -68,7 +68,11 @@ class _Step:
         beside = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
         yield Term("data", beside, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
         yield Term("bubble", waiting.bubble, waiting.source)
-        yield Term("pipeline", waiting.messages, "messages that a stage waits for: latency + bytes / bandwidth")
+        messages = waiting.messages
+        if self.assumptions.waits_for_sends and self.run.pipeline > 1:
+            # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
+            messages += 2 * self.run.chunks * float(pipeline.hops.max()) * self.count
+        yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
         yield from self._at_the_end(pipeline)
 
     def _by_chunk(self, values: Floats) -> Floats:
