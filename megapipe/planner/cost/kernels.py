@@ -47,8 +47,9 @@ class Kernel:
 class LayerKernels:
     """All kernels of one layer for one micro-batch. Iterating gives them in no particular order.
 
-    config: with parallel.data filled in. unfused_loss: as in `Assumptions`. Passes over memory are those of fused kernels: a norm reads and writes its
-    rows once, bias and activation are one kernel, so are dropout and the residual sum.
+    config: with parallel.data filled in. unfused_loss: as in `Assumptions`. Passes over memory are those of fused
+    kernels: a norm reads and writes its rows once, bias and activation are one kernel, so are dropout and the residual
+    sum.
     """
 
     config: PretrainConfig
@@ -163,7 +164,7 @@ class LayerKernels:
         causal = not isinstance(config, BertPretrainConfig) and keys == length
         share = CAUSAL_SHARE if causal else 1.0
         one = forward.compute * share
-        moved = (query + 2 * key + query) / self.device.memory_bandwidth
+        moved = (query + 2 * key + query) / self.device.reached_bandwidth
         # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, one of them the scores again.
         yield Kernel("fused attention", "forward", KernelTime(2 * one, moved, forward.launch))
         yield Kernel("fused attention", "backward_input", KernelTime(5 * one, 2 * moved, forward.launch))

@@ -39,6 +39,7 @@ def estimate(
     run = lay_run(config, hardware, world_size, node_order)
     if run.config.schedule.file:
         return _predicted(run, times, assumptions).estimate
+    assumptions = assumptions.on(hardware)
     costs, source = _stage_costs(run, times, assumptions)
     return _answer(run, step_terms(run, costs, assumptions, source), rank_memories(run))
 
@@ -70,10 +71,11 @@ def explain_stages(
 ) -> tuple[StageCost, ...]:
     """What each stage costs, arguments and errors as of `estimate`."""
     run = lay_run(config, hardware, world_size, node_order)
-    return stage_details(run, _stage_costs(run, times, assumptions)[0])
+    return stage_details(run, _stage_costs(run, times, assumptions.on(hardware))[0])
 
 
 def _predicted(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> Prediction:
+    assumptions = assumptions.on(run.hardware)
     costs, source = _stage_costs(run, times, assumptions)
     schedule, simulation, terms = simulated(run, costs, assumptions, source)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
@@ -105,7 +107,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
     return Estimate(
         config=run.config,
         world_size=run.world_size,
-        step_seconds=sum(term.seconds for term in terms),
+        step_seconds=float(sum(term.seconds for term in terms)),
         terms=terms,
         memory=memory,
         memory_limit=min(node.device.memory_bytes for node in run.placement.nodes),

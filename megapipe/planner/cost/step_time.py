@@ -1,6 +1,7 @@
 """The terms of a step in closed form."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> tuple[Term, ...]:
     """All that a step's time is made of. source: of the kernels' times."""
-    return tuple(term for term in _Step(run, costs, assumptions, source).terms() if term.seconds)
+    found = _Step(run, costs, assumptions, source).terms()
+    return tuple(replace(term, seconds=float(term.seconds)) for term in found if term.seconds)
 
 
 def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, float]]:
@@ -54,7 +56,9 @@ class _Step:
         backward = costs.input_half + costs.weight_half(apart=splits)
         gathers, sums = self._steady_traffic()
         forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
-        backward_traffic = side_by_side(costs.whole_again + backward, gathers + sums, slow) - costs.whole_again - backward
+        backward_traffic = (
+            side_by_side(costs.whole_again + backward, gathers + sums, slow) - costs.whole_again - backward
+        )
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
@@ -175,8 +179,6 @@ class _Step:
             return float(totals.max()) * self.policy.updates_per_step
         forward = pipeline.forward.sum(axis=0)
         return max(
-            Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(
-                self.assumptions.slow_down
-            )
+            Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(self.assumptions.slow_down)
             for rank, total in enumerate(totals)
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megapipe.config.data import DataConfig
+from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.recompute import RecomputeConfig
@@ -16,10 +17,15 @@ from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
 from megapipe.config.schedule import ScheduleConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.hardware.description import Hardware
 
 SC21 = "Narayanan et al. 2021, arXiv 2104.04473, table 1"
 H100_TABLE = "Megatron-LM, table of training speed on H100"
-RECALLED = "as recalled, not read again"
+RECALLED = "as recalled of the same table, not read again"
+MICRO_SIZES = (1, 2, 4, 8)
+"""Samples of a micro-batch that are tried."""
 
 
 @dataclass(frozen=True)
@@ -46,48 +52,87 @@ class PublishedRow:
 class Table:
     """Rows that were run alike.
 
-    fitted: rows that parameters are fitted to. told: rows that they are not fitted to, but foretold by them.
-    counts: which FLOPs its figures count. micro_sizes, chunks: what is tried for a row, as the tables name neither;
-    the fastest that fits counts. pieces: tensor ranks gather and scatter tokens in as many pieces as there are ranks,
-    beside their products.
+    rows: those that parameters are fitted to. told: others, which they are not fitted to but foretell. counts: which
+    FLOPs its figures count. base: what all runs have in common. pieces: tensor ranks gather and scatter tokens in as
+    many pieces as there are ranks, beside their products.
     """
 
     name: str
     hardware: str
-    fitted: tuple[PublishedRow, ...]
+    title: str
+    rows: tuple[PublishedRow, ...]
     told: tuple[PublishedRow, ...]
     counts: Literal["model", "executed"]
     base: PretrainConfig
     assumptions: Assumptions
-    micro_sizes: tuple[int, ...] = (1, 2, 4, 8)
     pieces: bool = False
 
-    def candidates(self, row: PublishedRow) -> Iterator[PretrainConfig]:
-        """The row's run with every micro-batch size and number of chunks that it may have had."""
+    def runs(self) -> "tuple[PublishedRun, ...]":
+        """Rows to fit to."""
+        return tuple(PublishedRun(self, row) for row in self.rows)
+
+    def told_runs(self) -> "tuple[PublishedRun, ...]":
+        """Rows to foretell."""
+        return tuple(PublishedRun(self, row) for row in self.told)
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A row of a table, as `fit` takes it: its speed is in TFLOP/s and device."""
+
+    table: Table
+    row: PublishedRow
+
+    @property
+    def name(self) -> str:
+        """The model's size."""
+        return self.row.name
+
+    @property
+    def source(self) -> str:
+        """Where the figure stands."""
+        return self.row.source
+
+    def predict(self, hardware: Hardware) -> Estimate:
+        """The fastest run that fits of all that the row leaves open. Raises ConfigError where none does."""
+        found = [estimate(each, hardware, assumptions=self.table.assumptions) for each in self.candidates()]
+        fitting = [each for each in found if each.fits]
+        if not fitting:
+            raise ConfigError(
+                f"row {self.name}: none of {len(found)} layouts fits {hardware.name!r}; give it more memory"
+            )
+        return min(fitting, key=lambda each: each.step_seconds)
+
+    def speeds(self, estimate: Estimate) -> tuple[float, float]:
+        """Predicted and published TFLOP/s and device."""
+        flops = estimate.model_flops if self.table.counts == "model" else estimate.executed_flops
+        return flops / estimate.step_seconds / estimate.world_size / 1e12, self.row.tflops
+
+    def candidates(self) -> Iterator[PretrainConfig]:
+        """The row's run with every micro-batch size and number of chunks that it may have had: no table names them."""
+        row, base = self.row, self.table.base
         data = row.devices // (row.tensor * row.pipeline)
-        model = replace(
-            self.base.model, num_layers=row.layers, hidden_size=row.hidden, num_heads=row.heads
-        )
-        sequence = self.base.parallel.sequence and row.tensor > 1
-        for micro_size in self.micro_sizes:
+        model = replace(base.model, num_layers=row.layers, hidden_size=row.hidden, num_heads=row.heads)
+        sequence = base.parallel.sequence and row.tensor > 1
+        for micro_size in MICRO_SIZES:
             if row.batch % (micro_size * data):
                 continue
             for chunks in _chunk_counts(row, row.batch // (micro_size * data)):
+                parallel = ParallelConfig(
+                    tensor=row.tensor,
+                    pipeline=row.pipeline,
+                    data=data,
+                    sequence=sequence,
+                    sequence_chunks=row.tensor if self.table.pieces and sequence else 1,
+                    layers_per_stage=_even_stages(row, chunks),
+                )
+                interleaved = ScheduleConfig(name="interleaved_1f1b", chunks=chunks)
                 yield replace(
-                    self.base,
+                    base,
                     model=model,
                     batch=BatchConfig(global_size=row.batch, micro_size=micro_size),
-                    parallel=ParallelConfig(
-                        tensor=row.tensor,
-                        pipeline=row.pipeline,
-                        data=data,
-                        sequence=sequence,
-                        sequence_chunks=row.tensor if self.pieces and sequence else 1,
-                        layers_per_stage=_even_stages(row, chunks),
-                    ),
-                    schedule=ScheduleConfig(name="interleaved_1f1b", chunks=chunks)
-                    if row.pipeline > 1
-                    else ScheduleConfig(),
+                    parallel=parallel,
+                    schedule=interleaved if row.pipeline > 1 else ScheduleConfig(),
                 )
 
 
@@ -125,7 +170,8 @@ def _model(vocabulary: int, positions: int, *, attention: Literal["unfused", "sd
 A100 = Table(
     name="sc21",
     hardware="a100-80",
-    fitted=(
+    title="GPT on A100: " + SC21,
+    rows=(
         PublishedRow("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137.0, SC21),
         PublishedRow("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142.0, SC21),
         PublishedRow("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138.0, SC21),
@@ -151,7 +197,8 @@ A100 = Table(
 H100 = Table(
     name="h100",
     hardware="h100",
-    fitted=(
+    title="GPT on H100: " + H100_TABLE,
+    rows=(
         PublishedRow("1.7B", 16, 2048, 24, 1, 1, 48, 192, 408.8, H100_TABLE),
         PublishedRow("16B", 48, 6144, 32, 4, 1, 192, 192, 489.1, H100_TABLE),
         PublishedRow("70B", 64, 8192, 84, 8, 2, 768, 384, 419.7, H100_TABLE),
