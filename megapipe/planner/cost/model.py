@@ -40,6 +40,7 @@ def estimate(
     run = lay_run(config, hardware, world_size, node_order)
     if run.config.schedule.file:
         return _predicted(run, times, assumptions).estimate
+    assumptions = assumptions.on(hardware)
     costs, source = _stage_costs(run, times, assumptions)
     return _answer(run, step_terms(run, costs, assumptions, source), rank_memories(run))
 
@@ -75,12 +76,13 @@ def explain_stages(
 ) -> tuple[StageCost, ...]:
     """What each stage costs, arguments and errors as of `estimate`."""
     run = lay_run(config, hardware, world_size, node_order)
-    return stage_details(run, _stage_costs(run, times, assumptions)[0])
+    return stage_details(run, _stage_costs(run, times, assumptions.on(hardware))[0])
 
 
 def _predicted(
     run: RunLayout, times: LayerTimes | None, assumptions: Assumptions, contended: bool = False
 ) -> Prediction:
+    assumptions = assumptions.on(run.hardware)
     costs, source = _stage_costs(run, times, assumptions)
     schedule, simulation, terms = simulated(run, costs, assumptions, source, contended)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
@@ -88,7 +90,7 @@ def _predicted(
 
 def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:
     """Costs of all stages, and where the kernels' times come from."""
-    given = _default_times(run) if times is None else times
+    given = _default_times(run, assumptions) if times is None else times
     kinds = [
         layer_cost(run, run.stages.layers[index], flops, given, assumptions)
         for index, flops in zip(run.kinds, run.flops, strict=True)
@@ -97,8 +99,10 @@ def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumpti
     return stage_costs(run, kinds), "; ".join(sources)
 
 
-def _default_times(run: RunLayout) -> LayerTimes:
-    return MeasuredTimes(run.hardware) if shares_a_machine(run.placement) else RooflineTimes(_slowest_device(run))
+def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
+    if shares_a_machine(run.placement):
+        return MeasuredTimes(run.hardware)
+    return RooflineTimes(_slowest_device(run), assumptions.unfused_loss)
 
 
 def _slowest_device(run: RunLayout) -> Device:
@@ -116,7 +120,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
     return Estimate(
         config=run.config,
         world_size=run.world_size,
-        step_seconds=sum(term.seconds for term in terms),
+        step_seconds=float(sum(term.seconds for term in terms)),
         terms=terms,
         memory=memory,
         memory_limit=min(node.device.memory_bytes for node in run.placement.nodes),
