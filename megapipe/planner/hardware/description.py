@@ -5,9 +5,10 @@ together gives twice the number.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megapipe.config.errors import ConfigError, nearest
+from megapipe.planner.hardware.measured import MeasuredCollective, Measurements
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """Number formats of matrix products that a device may have a peak for."""
@@ -15,18 +16,22 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How far matrix products stay below the peak: the three free parameters of a device.
+    """How far a device stays below its nominal figures. Matrix products have three parameters.
 
     The rate follows Hockney's law in each dimension of a product (Hockney and Jesshope, Parallel Computers 2, 1988,
     section 1.3: r = r_max / (1 + n_half / n)). The defaults are the peak itself: a bound, not a prediction.
 
     ceiling: share of the peak that a very large product reaches, above 0, at most 1. half_size: elements of one
     dimension at which it alone halves the rate, 0 or more. launch: seconds that every kernel takes besides, 0 or more.
+    memory, links: shares of the nominal bandwidths of its memory, and of links inside and between nodes, that are
+    reached; above 0, at most 1. Not of a link_matrix, which is measured.
     """
 
     ceiling: float = 1.0
     half_size: float = 0.0
     launch: float = 0.0
+    memory: float = 1.0
+    links: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Device:
     """One accelerator, or one core of a CPU.
 
     peak_flops: by number format (`DTYPES`), dense products, no sparsity. memory_bytes: of its own memory.
-    memory_bandwidth: bytes per second, reads and writes together.
+    memory_bandwidth: nominal bytes per second, reads and writes together.
     """
 
     name: str
@@ -42,6 +47,11 @@ class Device:
     memory_bytes: float
     memory_bandwidth: float
     efficiency: Efficiency = field(default_factory=Efficiency)
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes per second of its memory that kernels reach."""
+        return self.memory_bandwidth * self.efficiency.memory
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in a number format; ConfigError where the device has none."""
@@ -58,12 +68,19 @@ class Link:
     """The links of every device inside a node.
 
     latency: seconds a message. bandwidth: of one device, to all others together, a direction. pair_bandwidth: between
-    two devices alone, less than that where no switch joins them.
+    two devices alone, less than that where no switch joins them. collectives: measured calls, which count in place of
+    formulas.
     """
 
     latency: float
     bandwidth: float
     pair_bandwidth: float
+    collectives: tuple[MeasuredCollective, ...] = ()
+
+    def measured(self, operation: str, ranks: int) -> MeasuredCollective | None:
+        """The first row of an operation among as many ranks; None without any."""
+        rows = (each for each in self.collectives if (each.operation, each.ranks) == (operation, ranks))
+        return next(rows, None)
 
     def of_ring(self, members: int) -> float:
         """Bytes per second that each of `members` devices passes on: two have only what joins the pair."""
@@ -106,18 +123,33 @@ class NodeGroup:
     num_nodes: int | None = None
     price_per_hour: float | None = None
 
+    @property
+    def reached(self) -> "NodeGroup":
+        """The same with the bandwidths of links that are reached."""
+        share = self.device.efficiency.links
+        if share == 1.0:
+            return self
+        inside, outside = self.inside, self.outside
+        return replace(
+            self,
+            inside=replace(inside, bandwidth=inside.bandwidth * share, pair_bandwidth=inside.pair_bandwidth * share),
+            outside=Network(outside.latency, outside.bandwidth * share, outside.adapters),
+        )
+
 
 @dataclass(frozen=True)
 class Hardware:
     """A machine, or an unlimited supply of its nodes.
 
     groups: of nodes, filled in this order. link_matrix: measured bytes per second from node to node, a row for each
-    sender, both numbered through the groups; the diagonal is not read.
+    sender, both numbered through the groups; the diagonal is not read. measured: layers' times, on the first group's
+    devices.
     """
 
     name: str
     groups: tuple[NodeGroup, ...]
     link_matrix: tuple[tuple[float, ...], ...] | None = None
+    measured: Measurements | None = None
 
     def nodes(self, num_devices: int) -> tuple[NodeGroup, ...]:
         """The nodes that `num_devices` ranks occupy, each given by its group; ranks fill a node before the next.

@@ -1,0 +1,169 @@
+"""The terms of a step in closed form."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.planner.cost.estimate import Term
+from megapipe.planner.cost.pipeline_time import Pipeline, waiting_of
+from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side, tied_seconds
+from megapipe.planner.cost.run_layout import RunLayout
+from megapipe.planner.cost.stages import StageCosts
+from megapipe.planner.cost.traffic_counts import traffic_counts
+from megapipe.planner.runs.scheduling import schedule_options
+from megapipe.schedules.generators.registry import find_generator
+
+Floats = npt.NDArray[np.float64]
+
+
+def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> tuple[Term, ...]:
+    """All that a step's time is made of. source: of the kernels' times."""
+    found = _Step(run, costs, assumptions, source).terms()
+    return tuple(replace(term, seconds=float(term.seconds)) for term in found if term.seconds)
+
+
+def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, float]]:
+    """Latency and transfer of a message from each pipeline rank to the next, the last one's to the first."""
+    message, tensor = run.costs.stream, run.costs.tensor
+    if run.pipeline == 1:
+        return [(0.0, 0.0)]
+    if not assumptions.scattered_sends or tensor == 1 or run.config.parallel.sequence:
+        times = [run.placement.send(message, stage) for stage in range(run.pipeline)]
+        return [(time.latency, time.transfer) for time in times]
+    gathered = run.placement.slowest("all_gather", message, "tensor").seconds
+    times = [run.placement.send(message / tensor, stage) for stage in range(run.pipeline)]
+    return [(time.latency + gathered, time.transfer) for time in times]
+
+
+class _Step:
+    def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> None:
+        self.run, self.costs, self.assumptions, self.source = run, costs, assumptions, source
+        config = run.config
+        self.generator = find_generator(config.schedule.name)
+        self.options = schedule_options(config)
+        arguments = self.generator.arguments(self.generator.policy_options, self.options)
+        self.policy = self.generator.policy(run.pipeline, run.num_microbatches, **arguments)
+        self.splits = self.generator.splits or config.schedule.two_bp
+        self.flushes = max(self.policy.versions_by_rank) == 1 and self.policy.updates_per_step == 1
+        self.count = run.num_microbatches
+        self.units = np.bincount(costs.ranks, costs.layers)
+
+    def terms(self) -> Iterator[Term]:
+        """A sharded weight's and gradient's traffic of every micro-batch runs beside its compute."""
+        costs, slow, splits = self.costs, self.assumptions.slow_down, self.splits
+        backward = costs.input_half + costs.weight_half(apart=splits)
+        gathers, sums = self._steady_traffic()
+        whole = costs.whole_again + backward
+        forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
+        backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
+        pipeline = Pipeline(
+            self._by_chunk(costs.whole_forward),
+            self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
+            self._by_chunk(costs.input_half),
+            self._by_chunk(costs.weight_half(apart=splits)),
+            np.array([sum(each) for each in hop_seconds(self.run, self.assumptions)]),
+        )
+        waiting = waiting_of(self.run.config.schedule.name, self.options, pipeline, self.count)
+        busiest = int(pipeline.work.argmax())
+        yield from self._of_rank(busiest)
+        beside = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
+        yield Term("data", beside, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
+        yield Term("bubble", waiting.bubble, waiting.source)
+        messages = waiting.messages
+        if self.assumptions.waits_for_sends and self.run.pipeline > 1:
+            # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
+            messages += 2 * self.run.chunks * float(pipeline.hops.max()) * self.count
+        yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
+        yield from self._at_the_end(pipeline)
+
+    def _by_chunk(self, values: Floats) -> Floats:
+        """From stages to [chunks, ranks], the chunks of a rank in the order of its stages."""
+        order = np.argsort(self.costs.ranks, kind="stable")
+        return values[order].reshape(self.run.pipeline, self.run.chunks).T
+
+    def _of_rank(self, rank: int) -> Iterator[Term]:
+        costs = self.costs
+
+        def once(values: Floats) -> float:
+            return float(costs.by_rank(values)[rank]) * self.count
+
+        yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), self.source)
+        yield Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {self.source}")
+        apart = self.splits
+        tensor = costs.tensor + (costs.tensor_weight if apart else 0.0)
+        context = costs.context + (costs.context_weight if apart else 0.0)
+        yield Term("tensor", once(tensor), "rings, doi 10.1177/1094342005051521, section 4.1")
+        yield Term("context", once(context), "rings beside attention, arXiv 2310.01889, section 3")
+
+    def _steady_traffic(self) -> tuple[Floats, Floats]:
+        """By stage, what replicas exchange with every micro-batch: gathers ahead of either pass, sums of gradients."""
+        counts = traffic_counts(self.run)
+        sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
+        return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
+
+    def _at_the_end(self, pipeline: Pipeline) -> Iterator[Term]:
+        sums = self._reductions(pipeline)
+        yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
+        tied = tied_seconds(self.run) - sums - self._slack(pipeline)[0]
+        yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
+        if self.flushes:
+            yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
+        yield Term("update", self._update(pipeline), "bytes of the optimizer's state over memory bandwidth")
+        yield Term("data", self._gathers(pipeline), "gathers of updated weights (ZeRO 1 and 2)")
+
+    def _update(self, pipeline: Pipeline) -> float:
+        """Of the slowest rank; without a flush each rank's is a part of its own work."""
+        updates = self.costs.by_rank(self.costs.update)
+        if self.flushes:
+            return float(updates.max())
+        work = pipeline.work * self.count
+        return float((work + updates * self.policy.updates_per_step).max() - work.max())
+
+    def _reductions(self, pipeline: Pipeline) -> float:
+        """What sums of gradients add behind the last backward, of the rank that ends last."""
+        if self.policy.updates_per_step > 1:
+            return 0.0
+        totals = self.costs.by_rank(self.costs.reduction)
+        if not totals.any():
+            return 0.0
+        name, slow = self.run.config.schedule.name, self.assumptions.slow_down
+        chunks, backward = self.run.chunks, (pipeline.again + pipeline.backward).sum(axis=0)
+        earlier = np.concatenate([[0.0], np.cumsum(backward / chunks)[:-1]])
+        slack, summed = self._slack(pipeline), self.costs.by_rank(traffic_counts(self.run).sums) > 0
+        worst = 0.0
+        for rank, total in enumerate(totals):
+            compute = float(backward[rank]) / chunks
+            if name == "modular":
+                compute += float(backward[rank]) / chunks * (chunks - 1) * self.count
+            elif chunks > 1:
+                compute += float(backward[rank]) / chunks * (chunks - 1) * min(self.run.pipeline, self.count)
+            compute += float(slack[rank])
+            # Sums of every micro-batch run beside its backward: the last unit's alone is left.
+            total = total / self.units[rank] if summed[rank] else total
+            left = Beside(compute, float(total), int(self.units[rank])).exposed(slow)
+            spare = float(earlier[rank]) if self.flushes else 0.0
+            worst = max(worst, left - spare)
+        return worst
+
+    def _slack(self, pipeline: Pipeline) -> Floats:
+        """Seconds by rank from a batch's last backward to the first forward that needs its update: without a flush a
+        lazy update waits for all micro-batches of the next batch that are not under way yet."""
+        if self.flushes or self.policy.gradient_buffers == 1:
+            return np.zeros(self.run.pipeline)
+        return (self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)) * pipeline.work
+
+    def _gathers(self, pipeline: Pipeline) -> float:
+        """Weights that updates left in shards are whole again before the next forward."""
+        if not self.run.costs.of_units.shards > 1 or self.run.config.zero.stage == 3:
+            return 0.0
+        totals = self.costs.by_rank(self.costs.gather)
+        if not self.assumptions.gathers_beside_forward:
+            return float(totals.max()) * self.policy.updates_per_step
+        forward = pipeline.forward.sum(axis=0)
+        return max(
+            Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(self.assumptions.slow_down)
+            for rank, total in enumerate(totals)
+        )
