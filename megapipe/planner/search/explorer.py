@@ -5,32 +5,27 @@ bounds is never estimated. With bounds that hold, answers are those of estimatin
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.search.layouts import Layout
+from megapipe.planner.search.layouts import Layout, Layouts, Shape
 
 Evaluate = Callable[[PretrainConfig], Estimate]
 Kind = Callable[[Layout], bool]
 
 
 class Bounds(Protocol):
-    """What no layout can go below, by a rule that is much faster than its estimate."""
+    """What no layout can go below, by rules that are much faster than its estimate."""
 
-    def seconds(self, layout: Layout) -> float:
-        """Of a step."""
-        ...
-
-    def num_bytes(self, layout: Layout) -> float:
-        """Of the fullest rank."""
+    def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
+        """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape."""
         ...
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A layout and its bounds."""
 
     layout: Layout
@@ -42,8 +37,7 @@ class Explorer:
     """Layouts of one space and what is known of them.
 
     Args:
-        base: what layouts are applied to.
-        layouts: valid ones.
+        layouts: valid ones of a run.
         bounds: lower bounds of their costs.
         evaluate: a configuration -> its cost.
         memory_limit: bytes of the smallest device.
@@ -54,15 +48,18 @@ class Explorer:
 
     def __init__(
         self,
-        base: PretrainConfig,
-        layouts: Iterable[Layout],
+        layouts: Layouts,
         bounds: Bounds,
         evaluate: Evaluate,
         memory_limit: float,
     ) -> None:
-        self._base, self._evaluate, self._limit = base, evaluate, memory_limit
-        found = [Candidate(each, bounds.seconds(each), bounds.num_bytes(each)) for each in layouts]
-        self.candidates = sorted(found, key=lambda each: each.seconds)
+        self._base, self._evaluate, self._limit = layouts.base, evaluate, memory_limit
+        found: list[Candidate] = []
+        for shape in layouts.shapes():
+            options = list(layouts.of(shape))
+            if options:
+                found += map(Candidate, options, *bounds.of(shape, options))
+        self.candidates = sorted(found, key=attrgetter("seconds"))
         self._known: dict[Layout, Estimate] = {}
 
     @property
