@@ -5,6 +5,7 @@ into stages: how many blocks a stage can have at most and at least is enough.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ class LayoutBounds:
         self._limits = StageLimiter(base)
         precision: Precision = base.training.precision  # type: ignore[assignment]
         self._weight_bytes = ELEMENT_BYTES[precision]
+        self._least_of = cache(self._find_least_blocks)
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape."""
@@ -62,7 +64,8 @@ class LayoutBounds:
     def _seconds(self, shape: Shape, layout: Layout, micro: Micro, traffic: Traffic) -> float:
         """m micro-batches on the busiest rank, and under a flush one of them on each of the others.
 
-        Some rank has at least the average of everything, and at least the average of blocks, rounded up.
+        Some rank has at least the average of everything, and at least the average of blocks, rounded up; the last one
+        has the head beside the blocks that no other has room for.
         """
         schedule, pipeline, chunks = self._base.schedule, shape.pipeline, self._chunks(shape)
         if schedule.file:
@@ -70,6 +73,9 @@ class LayoutBounds:
         blocks = -(-self._base.model.num_layers // pipeline)
         each_block = self._with_traffic(shape, layout, micro.block, traffic)
         busiest = max(self._sum(micro, "whole") / pipeline, blocks * each_block)
+        if shape.schedule != "zb_v":
+            own = float(self._least_blocks(shape, chunks)[-1].sum())
+            busiest = max(busiest, own * each_block + micro.head.whole)
         total = self._count(shape) * busiest
         if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
             passing = self._sum(micro, "forward") + self._sum(micro, "backward")
@@ -97,10 +103,14 @@ class LayoutBounds:
     def _least_blocks(self, shape: Shape, chunks: int) -> Floats:
         """Of every stage, shape [pipeline, chunks] as ranks hold them: stages between the first and the last have at
         least one, and each as many as the others have no room for."""
-        stages = shape.pipeline * chunks
-        found = np.zeros((shape.pipeline, chunks))
-        if self._base.parallel.layers_per_stage is not None or self._base.schedule.file or shape.schedule == "zb_v":
-            return found
+        by_hand = self._base.parallel.layers_per_stage is not None or self._base.schedule.file
+        if by_hand or shape.schedule == "zb_v":
+            return np.zeros((shape.pipeline, chunks))
+        return self._least_of(shape.pipeline, chunks)
+
+    def _find_least_blocks(self, pipeline: int, chunks: int) -> Floats:
+        stages = pipeline * chunks
+        found = np.zeros((pipeline, chunks))
         limits, blocks = self._limits.of(stages), self._base.model.num_layers
         if stages == 1:
             return found + blocks
