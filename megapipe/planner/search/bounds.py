@@ -4,6 +4,7 @@ Both leave out what only ever adds, so that they stay below `planner.cost.model.
 into stages: how many blocks a stage can have at most and at least is enough.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -33,6 +34,7 @@ class LayoutBounds:
 
     def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
         self._base = base
+        self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
         self._limits = StageLimiter(base)
         precision: Precision = base.training.precision  # type: ignore[assignment]
@@ -40,18 +42,20 @@ class LayoutBounds:
         self._least_of = cache(self._find_least_blocks)
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
-        """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape."""
+        """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape; no time where already
+        the bytes are too many."""
         figures, replicas = self._figures, shape.data * shape.context
         micros = [
             figures.micro(shape.tensor, shape.context, shape.micro_size, each.sequence, each.recompute)
             for each in layouts
         ]
         states = [figures.state(shape.tensor, each.zero, replicas) for each in layouts]
+        num_bytes = self._num_bytes(shape, layouts, micros, states).tolist()
         seconds = [
-            self._seconds(shape, each, micro, figures.traffic(shape, each.zero) if replicas > 1 else Traffic(0.0, 0.0))
-            for each, micro in zip(layouts, micros, strict=True)
+            self._seconds(shape, each, micro) if size <= self._memory_limit else math.inf
+            for each, micro, size in zip(layouts, micros, num_bytes, strict=True)
         ]
-        return seconds, self._num_bytes(shape, layouts, micros, states).tolist()
+        return seconds, num_bytes
 
     def _chunks(self, shape: Shape) -> int:
         if self._base.schedule.file:
@@ -61,7 +65,7 @@ class LayoutBounds:
     def _count(self, shape: Shape) -> int:
         return self._base.batch.global_size // (shape.micro_size * shape.data)
 
-    def _seconds(self, shape: Shape, layout: Layout, micro: Micro, traffic: Traffic) -> float:
+    def _seconds(self, shape: Shape, layout: Layout, micro: Micro) -> float:
         """m micro-batches on the busiest rank, and under a flush one of them on each of the others.
 
         Some rank has at least the average of everything, and at least the average of blocks, rounded up; the last one
@@ -71,31 +75,28 @@ class LayoutBounds:
         if schedule.file:
             return 0.0
         blocks = -(-self._base.model.num_layers // pipeline)
-        each_block = self._with_traffic(shape, layout, micro.block, traffic)
-        busiest = max(self._sum(micro, "whole") / pipeline, blocks * each_block)
+        traffic = self._figures.traffic(shape, layout.zero) if layout.zero else Traffic(0.0, 0.0)
+        each_block = self._with_traffic(shape, layout, micro.block, traffic) if layout.zero >= 2 else micro.block.whole
+        busiest = max(micro.whole / pipeline, blocks * each_block)
         if shape.schedule != "zb_v":
             own = float(self._least_blocks(shape, chunks)[-1].sum())
-            busiest = max(busiest, own * each_block + micro.head.whole)
+            busiest = max(busiest, own * micro.block.whole + micro.head.whole)
         total = self._count(shape) * busiest
         if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
-            passing = self._sum(micro, "forward") + self._sum(micro, "backward")
-            total += max(0.0, passing - busiest) / chunks
+            total += max(0.0, micro.passing - busiest) / chunks
         if layout.zero in (1, 2) and not ENGINE.gathers_beside_forward:
             total += blocks * traffic.gather
         return total
 
-    def _sum(self, micro: Micro, name: str) -> float:
-        """Of all layers."""
-        edges = getattr(micro.embedding, name) + getattr(micro.head, name)
-        return float(self._base.model.num_layers * getattr(micro.block, name) + edges)
-
     def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
-        """Seconds of a block with what its replicas exchange for every micro-batch beside it."""
+        """Seconds of a block, on a rank with many, with what its replicas exchange for every micro-batch beside it."""
         zero, slow_down = self._base.zero, ENGINE.slow_down
-        parts = shape.pipeline * (self._chunks(shape) if shape.schedule == "modular" else 1)
-        fullest = -(-(self._base.model.num_layers + 2) // parts)
-        gathers = traffic.gather if layout.zero >= 3 and fullest > zero.weight_buffers else 0.0
-        reductions = traffic.reduction if layout.zero >= 2 and fullest > zero.gradient_buffers else 0.0
+        fullest = -(-self._base.model.num_layers // shape.pipeline)
+        chunk = -(-fullest // self._chunks(shape))
+        # Layers that a buffer has to go round, as `planner.cost.step_time` tells it.
+        turns = {"modular": chunk, "interleaved_1f1b": min(fullest, 2 * chunk)}.get(shape.schedule, fullest)
+        gathers = traffic.gather if layout.zero >= 3 and turns > zero.weight_buffers else 0.0
+        reductions = traffic.reduction if layout.zero >= 2 and turns > zero.gradient_buffers else 0.0
         return overlapped(work.forward, gathers, slow_down) + overlapped(
             work.backward + work.again, gathers + reductions, slow_down
         )

@@ -106,15 +106,18 @@ class Explorer:
                 best = estimate
         return best
 
-    def front(self, slowest: float) -> list[Estimate]:
-        """The layouts that no other one betters in both speed and memory, of at most `slowest` seconds a step; the
-        fastest first."""
+    def front(self, slowest: float, tolerance: float) -> list[Estimate]:
+        """Layouts that no other of these betters in both speed and memory, the fastest first: of all layouts of at
+        most `slowest` seconds a step that fit, each has one here that needs at most `tolerance` more of either, a
+        share."""
         found: list[Estimate] = []
+        more = 1.0 + tolerance
         for each in self.candidates:
             if each.seconds > slowest:
                 break
             if each.num_bytes > self._limit or any(
-                other.step_seconds <= each.seconds and other.peak_bytes <= each.num_bytes for other in found
+                other.step_seconds <= each.seconds * more and other.peak_bytes <= each.num_bytes * more
+                for other in found
             ):
                 continue
             estimate = self.estimate(each.layout)

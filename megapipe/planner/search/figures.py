@@ -38,12 +38,14 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch on one rank. block, embedding, head: seconds of a layer, of blocks the fastest. Bytes of a layer
-    are held until its backward; working: of one that runs again besides; stream: of a message between stages."""
+    """One micro-batch on one rank. block, head: seconds of a layer, of blocks the fastest; whole: of all layers;
+    passing: without what runs again. Bytes of a layer are held until its backward; working: of one that runs again
+    besides; stream: of a message between stages."""
 
     block: LayerWork
-    embedding: LayerWork
     head: LayerWork
+    whole: float
+    passing: float
     block_bytes: float
     embedding_bytes: float
     head_bytes: float
@@ -122,10 +124,14 @@ class LayerFigures:
         stream = float(costs.stream)
         full = recompute == "full"
         works = [self._work(config, costs, placement, each) for each in self._blocks]
+        block, head = min(works, key=lambda work: work.whole), self._work(config, costs, placement, self._head)
+        edges = self._work(config, costs, placement, self._embedding).whole + head.whole
+        blocks = base.model.num_layers
         return Micro(
-            min(works, key=lambda work: work.whole),
-            self._work(config, costs, placement, self._embedding),
-            self._work(config, costs, placement, self._head),
+            block,
+            head,
+            blocks * block.whole + edges,
+            blocks * (block.forward + block.backward) + edges,
             min(whole, stream / config.recompute.every) if full else whole,
             float(costs.kept(self._embedding)),
             float(costs.kept(self._head)),

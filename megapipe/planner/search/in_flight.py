@@ -17,8 +17,8 @@ COLLECTS = {"gpipe", "modular"}
 def held_at_least(schedule: ScheduleConfig, shape: Shape, chunks: int, count: int) -> Floats:
     """Micro-batches of each chunk, shape [pipeline, chunks], at one moment of each rank.
 
-    schedule: what the layout leaves as it is. count: micro-batches of a step. One of each chunk where the order of a
-    schedule is not told by a formula, not all of them at one moment: of these only the least counts.
+    schedule: what the layout leaves as it is. count: micro-batches of a step. 0 where no formula tells the order of a
+    schedule.
     """
     pipeline = shape.pipeline
     ahead = pipeline - np.arange(pipeline)
