@@ -39,6 +39,7 @@ def estimate(
     run = lay_run(config, hardware, world_size, node_order)
     if run.config.schedule.file:
         return _predicted(run, times, assumptions).estimate
+    assumptions = assumptions.on(hardware)
     costs, source = _stage_costs(run, times, assumptions)
     return _answer(run, step_terms(run, costs, assumptions, source), rank_memories(run))
 
@@ -70,10 +71,11 @@ def explain_stages(
 ) -> tuple[StageCost, ...]:
     """What each stage costs, arguments and errors as of `estimate`."""
     run = lay_run(config, hardware, world_size, node_order)
-    return stage_details(run, _stage_costs(run, times, assumptions)[0])
+    return stage_details(run, _stage_costs(run, times, assumptions.on(hardware))[0])
 
 
 def _predicted(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> Prediction:
+    assumptions = assumptions.on(run.hardware)
     costs, source = _stage_costs(run, times, assumptions)
     schedule, simulation, terms = simulated(run, costs, assumptions, source)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
@@ -81,7 +83,7 @@ def _predicted(run: RunLayout, times: LayerTimes | None, assumptions: Assumption
 
 def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:
     """Costs of all stages, and where the kernels' times come from."""
-    given = RooflineTimes(_slowest_device(run)) if times is None else times
+    given = RooflineTimes(_slowest_device(run), assumptions.unfused_loss) if times is None else times
     kinds = [
         layer_cost(run, run.stages.layers[index], flops, given, assumptions)
         for index, flops in zip(run.kinds, run.flops, strict=True)
@@ -105,7 +107,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
     return Estimate(
         config=run.config,
         world_size=run.world_size,
-        step_seconds=sum(term.seconds for term in terms),
+        step_seconds=float(sum(term.seconds for term in terms)),
         terms=terms,
         memory=memory,
         memory_limit=min(node.device.memory_bytes for node in run.placement.nodes),
@@ -116,7 +118,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
 
 def _recomputed_flops(run: RunLayout) -> int:
     """Of a micro-batch's forwards that run again as a whole."""
-    spans = run.stages.recomputed(run.config.recompute)
+    spans = run.recomputed
     ranges = run.stages.ranges
     again = Counter(
         run.classes[ranges[stage].start + unit] for stage, own in enumerate(spans) for span in own for unit in span
