@@ -81,9 +81,7 @@ def test_exactly_the_layouts_that_can_run(
     if "schedule.chunks" not in pinned and "1f1b" in schedules:
         # On one rank they are no better than the plain schedule.
         expected = {
-            each
-            for each in expected
-            if not (each.shape.pipeline == 1 and each.shape.schedule == "interleaved_1f1b")
+            each for each in expected if not (each.shape.pipeline == 1 and each.shape.schedule == "interleaved_1f1b")
         }
     assert set(layouts) == expected
 
@@ -105,11 +103,15 @@ def test_a_looped_1f1b_on_one_rank_saves_neither_time_nor_memory(chunks: int) ->
 
 def test_what_breaks_a_rule_whatever_the_layout_is_told_before_any_work() -> None:
     base = run()
-    with pytest.raises(ConfigError, match=r"pinned field 'parallel.tensors' is in no .*did you mean 'parallel.tensor'"):
+    with pytest.raises(
+        ConfigError, match=r"pinned field 'parallel.tensors' is in no .*did you mean 'parallel.tensor'"
+    ):
         Layouts(base, 4, frozenset({"parallel.tensors"}), SearchSpace())
     with pytest.raises(ConfigError, match="0 devices asked for"):
         Layouts(base, 0, frozenset(), SearchSpace())
-    with pytest.raises(ConfigError, match="max_chunks is 0; it must be at least 1\nschedules: unknown schedule '1f2b'"):
+    with pytest.raises(
+        ConfigError, match="max_chunks is 0; it must be at least 1\nschedules: unknown schedule '1f2b'"
+    ):
         Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f2b",), max_chunks=0))
     too_long = replace(base, data=replace(base.data, sequence_length=256))
     with pytest.raises(ConfigError, match="data.sequence_length 256 exceeds model.max_positions 128"):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.published import A100
@@ -13,6 +14,7 @@ from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.differences import differences
 from megapipe.planner.search.findings import Findings, NothingFits
+from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.plan import Effort, search_speed
 from megapipe.planner.search.space import SearchSpace
 from megapipe.training.validate import validate
@@ -26,12 +28,12 @@ def seconds(base: PretrainConfig, devices: int, **hardware: float) -> float:
     """Of the best layout; endless where nothing fits."""
     try:
         found = search_speed(base, machine(**hardware), devices, space=SPACE, effort=replace(CLOSED, slowest=0))  # type: ignore[arg-type]
-    except NothingFits:
+    except ConfigError:  # nothing fits, or nothing can run
         return float("inf")
     return found.best.estimate.step_seconds
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(base=runs(), devices=st.sampled_from([1, 4, 8]), memory=st.floats(2e6, 1e8), more=st.floats(1, 4))
 def test_more_memory_never_makes_the_best_plan_slower(
     base: PretrainConfig, devices: int, memory: float, more: float
@@ -39,7 +41,7 @@ def test_more_memory_never_makes_the_best_plan_slower(
     assert seconds(base, devices, memory=memory * more) <= seconds(base, devices, memory=memory)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     base=runs(),
     devices=st.sampled_from([4, 8]),
@@ -55,21 +57,26 @@ def test_faster_links_never_make_the_best_plan_slower(
     assert after <= before * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     base=runs(),
     devices=st.sampled_from([2, 4, 8]),
     memory=st.floats(5e6, 2e8),
-    pinned=st.sets(st.sampled_from(["parallel.tensor", "zero.stage", "recompute.method", "schedule.name"]), max_size=2),
+    pinned=st.sets(
+        st.sampled_from(["parallel.tensor", "zero.stage", "recompute.method", "schedule.name"]), max_size=2
+    ),
 )
 def test_plans_stay_within_memory_and_can_start(
     base: PretrainConfig, devices: int, memory: float, pinned: set[str]
 ) -> None:
-    effort = Effort(actions=2000, alternatives=False)
+    effort = Effort(actions=300, alternatives=False)
     try:
         found = search_speed(base, machine(memory), devices, frozenset(pinned), space=SPACE, effort=effort)
     except NothingFits as error:
         assert error.nearest.peak_bytes > memory
+        return
+    except ConfigError:
+        assert not list(Layouts(base, devices, frozenset(pinned), SPACE))
         return
     proposed = (*found.ranked, *found.pareto)
     for each in proposed:
@@ -93,7 +100,8 @@ def test_the_best_is_as_fast_as_the_authors_layout_and_says_what_differs(name: s
     """SC21 table 1, everything recomputed and nothing sharded there. Micro-batch size and chunks are free for them."""
     row, hardware = ROWS[name].row, load_hardware("a100-80")
     theirs = min(
-        (estimate(each, hardware) for each in ROWS[name].candidates()), key=lambda each: (not each.fits, each.step_seconds)
+        (estimate(each, hardware) for each in ROWS[name].candidates()),
+        key=lambda each: (not each.fits, each.step_seconds),
     )
     base = replace(theirs.config, parallel=replace(theirs.config.parallel, layers_per_stage=None, data=None))
     base = replace(base, data=replace(base.data, prefix="corpus"))
