@@ -60,7 +60,7 @@ def _slope(
 
 
 _FIRST_DAMPING = 1e-3
-_ROUNDS, _TRIALS = 15, 5
+_ROUNDS, _TRIALS = 40, 6
 _MORE, _LESS = 5.0, 0.3
-_ENOUGH = 1e-9
+_ENOUGH = 1e-10
 """Of the search; the last is a gain in squared logarithms that ends it."""
