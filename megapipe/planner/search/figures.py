@@ -1,0 +1,216 @@
+"""Seconds and bytes of single layers on one rank, by the few fields of a layout that they depend on, found once."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.attention_path import attention_path
+from megapipe.costs.layout import LayoutCosts
+from megapipe.costs.memory import Precision
+from megapipe.costs.parameters import LayerSpec, tied_names
+from megapipe.costs.units import Unit, UnitCosts
+from megapipe.planner.cost.exchanges import group_seconds, layer_exchange_seconds, shard_groups
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.planner.search.layouts import Shape
+from megapipe.planner.search.space import Recompute, ZeroStage
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Seconds of a micro-batch in one layer, waiting for tensor ranks included where that hides behind nothing.
+
+    again: of what runs again as a whole.
+    """
+
+    forward: float
+    backward: float
+    again: float
+
+    @property
+    def whole(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.again
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one micro-batch on one rank. block, head: of a layer, of blocks the fastest; whole: of all layers;
+    passing: without what runs again."""
+
+    block: LayerWork
+    head: LayerWork
+    whole: float
+    passing: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one micro-batch on one rank. A layer's are held until its backward; working: of a block that runs again
+    besides; stream: of a message between stages."""
+
+    block: float
+    embedding: float
+    head: float
+    working: float
+    stream: float
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes between steps of a block, of the embedding and of the head, each with its use of tied weights.
+
+    tied: of these, what one rank with both uses would hold once. elements: of a block's flat buffer, whole; shards:
+    ranks that share it.
+    """
+
+    block: float
+    embedding: float
+    head: float
+    tied: float
+    elements: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of gathering a block's weights, and of reducing its gradient, over its replicas."""
+
+    gather: float
+    reduction: float
+
+
+class LayerFigures:
+    """Figures of the layers of one run on one machine.
+
+    times: of layers; of a micro-batch they may depend on what one rank does with it, not on the pipeline or on the
+    replicas.
+    """
+
+    def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
+        self._base, self._hardware, self._devices, self._times = base, hardware, devices, times
+        self._layers = layers_of(base)
+        self._tied = set(tied_names(self._layers))
+        self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
+        # Blocks differ in their times alone, where only some compute in fp8: the first, a middle and the last.
+        training = base.training
+        apart = {0, training.fp8_first_kept, base.model.num_layers - 1}
+        self._blocks = [layer for layer in self._layers if layer.kind == "block" and layer.index in apart]
+        self._embedding = next(layer for layer in self._layers if layer.kind == "embedding")
+        self._head = next(layer for layer in self._layers if layer.kind == "head")
+        precision: Precision = training.precision  # type: ignore[assignment]
+        device = hardware_device_type(hardware)
+        self._path = attention_path(base.model, precision, device, base.data.sequence_length)
+        self.held = cache(self._held)
+        self.work = cache(self._work)
+        self.state = cache(self._state)
+        self._traffic_of = cache(self._traffic)
+
+    def traffic(self, shape: Shape, zero: ZeroStage) -> Traffic:
+        """Over the replicas of a shape."""
+        return self._traffic_of(shape.data, shape.pipeline, shape.context, shape.tensor, zero)
+
+    def _config(
+        self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute
+    ) -> PretrainConfig:
+        """Of one pipeline rank with all layers."""
+        base = self._base
+        data = self._devices // (tensor * context)
+        return replace(
+            base,
+            parallel=replace(base.parallel, data=data, tensor=tensor, context=context, pipeline=1, sequence=sequence),
+            batch=replace(base.batch, micro_size=micro_size),
+            recompute=replace(base.recompute, method=recompute),
+            zero=replace(base.zero, stage=0),
+        )
+
+    def _costs(self, config: PretrainConfig) -> LayoutCosts:
+        return LayoutCosts(config, self._layers, config.parallel.data or 1, self._path, VOCABULARY_ALIGNMENT)
+
+    def _held(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Held:
+        config = self._config(tensor, context, micro_size, sequence, recompute)
+        costs = self._costs(config)
+        whole, stream = float(costs.kept(self._blocks[0])), float(costs.stream)
+        full = recompute == "full"
+        return Held(
+            min(whole, stream / config.recompute.every) if full else whole,
+            float(costs.kept(self._embedding)),
+            float(costs.kept(self._head)),
+            max(0.0, whole - stream) if full else 0.0,
+            stream,
+        )
+
+    def _work(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Work:
+        config = self._config(tensor, context, micro_size, sequence, recompute)
+        costs = self._costs(config)
+        sizes = {"data": config.parallel.data or 1, "context": context, "tensor": tensor}
+        placement = Placement(self._hardware, sizes)
+        works = [self._of_layer(config, costs, placement, each) for each in self._blocks]
+        block, head = min(works, key=lambda work: work.whole), self._of_layer(config, costs, placement, self._head)
+        edges = self._of_layer(config, costs, placement, self._embedding).whole + head.whole
+        blocks = self._base.model.num_layers
+        passing = blocks * (block.forward + block.backward) + edges
+        return Work(block, head, blocks * block.whole + edges, passing)
+
+    def _of_layer(
+        self, config: PretrainConfig, costs: LayoutCosts, placement: Placement, layer: LayerSpec
+    ) -> LayerWork:
+        found = self._times.of(config, layer)
+        backward = found.backward_input + found.backward_weight
+        # With recompute.num_blocks, only some of the blocks run again.
+        whole = config.recompute.method == "full" and layer.kind == "block"
+        again = found.recompute if whole and config.recompute.num_blocks is None else 0.0
+        if not whole:
+            backward += found.recompute
+        if config.parallel.tensor == 1 or config.parallel.sequence_chunks > 1:
+            return LayerWork(found.forward, backward, again)
+        waiting = layer_exchange_seconds(costs, placement, layer, "tensor")
+        return LayerWork(
+            found.forward + waiting.forward,
+            backward + waiting.backward_input,
+            again + (waiting.forward if again else 0.0),
+        )
+
+    def _units(self, tensor: int, zero: ZeroStage, replicas: int) -> UnitCosts:
+        base = self._base
+        config = replace(
+            base,
+            parallel=replace(base.parallel, tensor=tensor, data=replicas, context=1),
+            zero=replace(base.zero, stage=zero),
+        )
+        return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
+
+    def _unit(self, layer: LayerSpec) -> Unit:
+        """A layer without what is tied."""
+        return Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in self._tied))
+
+    def _state(self, tensor: int, zero: ZeroStage, replicas: int) -> State:
+        units = self._units(tensor, zero, replicas)
+        block = self._unit(self._blocks[0])
+        tied = float(sum(units.state(Unit((self._specs[name],), tied=True)).total for name in self._tied))
+        return State(
+            float(units.state(block).total),
+            units.state(self._unit(self._embedding)).total + tied,
+            units.state(self._unit(self._head)).total + tied,
+            tied,
+            units.elements(block),
+            units.shards,
+        )
+
+    def _traffic(self, data: int, pipeline: int, context: int, tensor: int, zero: ZeroStage) -> Traffic:
+        """None where the mesh does not cut nodes evenly: there its groups take long to find."""
+        replicas = data * context
+        sizes = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+        placement = Placement(self._hardware, sizes)
+        if replicas == 1 or placement.inside is None or self._hardware.link_matrix is not None:
+            return Traffic(0.0, 0.0)
+        units, unit = self._units(tensor, zero, replicas), self._unit(self._blocks[0])
+        every = placement.groups("data", "context")
+        slowest = min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
+        group, _ = shard_groups(slowest, replicas if units.shards == 1 else units.shards)
+        gathers = [each for exchanges in units.gather(unit).values() for each in exchanges]
+        reductions = [each for exchanges in units.reduction(unit).values() for each in exchanges]
+        return Traffic(group_seconds(gathers, group), group_seconds(reductions, group))
