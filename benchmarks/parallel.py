@@ -1,8 +1,8 @@
 """Seconds of a data-parallel step: megapipe beside torch's DDP and FSDP2 on the same GPT, weights and batches.
 
 Ranks are processes over gloo with one thread each, megapipe's as its trainer sets them up, torch's as plain torch
-does. All contestants take turns, so that a change of the machine's load meets all of them; a time is that of the slower
-rank. Losses have to agree. The last line of the output is one JSON object.
+does. All contestants take turns, so that a change of the machine's load meets all of them; a time is that of the
+slower rank. Losses have to agree. The last line of the output is one JSON object.
 
     python benchmarks/parallel.py --write table.md
 """
