@@ -14,7 +14,7 @@ from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
 from megapipe.training.sources import Samples, open_loader
-from megapipe.training.wishes import any_rank
+from megapipe.training.wishes import start_asking
 
 
 class Evaluation:
@@ -37,7 +37,8 @@ class Evaluation:
     def run(self, step: int, stop: Callable[[], bool] = lambda: False) -> EvaluationRecord | None:
         """Evaluate after `step` steps. A collective call; every rank gets the same losses.
 
-        stop: asked behind every batch; where it is true on any rank, the evaluation is given up on all and gives None.
+        stop: asked behind every batch; where it is true on any rank, the evaluation is given up on all, one batch
+        later, and gives None.
 
         The mean is over tokens, not over batches. Micro-batches' fp32 sums are added in float64, which is exact for
         sums of like size: their order, the layout's, does not matter.
@@ -45,6 +46,7 @@ class Evaluation:
         start = time.perf_counter()
         # Rows: sums of losses, their counts, right predictions; a column for each term of the loss.
         totals = torch.zeros(3, len(self._family.loss_terms), dtype=torch.float64, device=self._mesh.device)
+        stopped = start_asking(self._mesh, stop())
         with self._loader.steps(consumed=0) as batches:
             for batch in itertools.islice(batches, self._num_batches):
                 result = self._engine.run(StepInput(step, batch.contexts, batch.token_counts))
@@ -53,8 +55,12 @@ class Evaluation:
                     totals[0] += sums[0]
                     totals[1] += torch.tensor(batch.token_counts).view(len(batch.token_counts), -1).sum(0)
                     totals[2] += sums[1] if len(sums) > 1 else torch.nan  # which the sum over ranks keeps
-                if any_rank(self._mesh, stop()):
+                # The answer is awaited a batch later: the first stage need not stand still until the last one is done.
+                if stopped():
                     return None
+                stopped = start_asking(self._mesh, stop())
+        if stopped():
+            return None
         self._mesh.world.all_reduce(totals)
         losses, counts, right = totals.tolist()
         terms = tuple(total / max(count, 1.0) for total, count in zip(losses, counts, strict=True))

@@ -78,7 +78,7 @@ class SignalRequests:
     ) -> None:
         # A launcher's SIGTERM must not cut off a rank that is about to tell how it ended.
         kept = self._ends or error is not None
-        self.number = None
+        self.number = None  # that SIGTERM is the first again, which only is noted
         self._restore(kept=signal.SIGTERM if kept else None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ The oracle of a save beside training is the run that saves between its steps: th
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.save import Content
+from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepResult
@@ -180,6 +182,61 @@ def test_a_signal_during_a_save_waits_for_no_further_step(
     assert saved(tmp_path) == [2]
 
 
+def test_a_signal_during_a_save_beside_training_gives_that_no_more_than_its_deadline(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def hold(target: Path) -> None:
+        released.wait(30)
+
+    on(monkeypatch, hold)
+    begin = Saves.begin
+
+    def signalled(self: Saves, *args: Any, **options: Any) -> Path:
+        signal.raise_signal(signal.SIGTERM)
+        return begin(self, *args, **options)
+
+    monkeypatch.setattr(Saves, "begin", signalled)
+    with pytest.raises(CheckpointError, match=r"after step 2 was given up: .*signal_deadline_seconds"):
+        run(configuration(corpus, tmp_path, every=2, signal_deadline_seconds=0.2))
+    assert saved(tmp_path) == []
+    released.set()
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "schedule", "wanted"),
+    [(True, "1f1b", [True, True]), (True, "2bw", [True, True]), (False, "1f1b", [])],
+)
+def test_memory_of_copies_is_there_before_the_first_save(
+    tmp_path: Path,
+    corpus: str,
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+    schedule: str,
+    wanted: list[bool],
+) -> None:
+    take, prepare = Snapshot.take, Snapshot.prepare
+    prepared, taken = [], []
+
+    def watched_prepare(self: Snapshot, contents: Sequence[Content]) -> None:
+        prepared.append(contents)
+        prepare(self, contents)
+
+    def watched_take(self: Snapshot, contents: Sequence[Content]) -> list[Content]:
+        self.settle()
+        taken.append(self.num_bytes >= sum(content.tensor.num_bytes for content in contents) > 0)
+        return take(self, contents)
+
+    monkeypatch.setattr(Snapshot, "prepare", watched_prepare)
+    monkeypatch.setattr(Snapshot, "take", watched_take)
+    config = configuration(corpus, tmp_path, every=3, asynchronous=asynchronous)
+    config.schedule = replace(config.schedule, name=schedule)
+    assert run(config) == 0
+    assert taken == wanted
+    assert len(prepared) == bool(wanted), "once"
+
+
 def test_a_signal_during_an_evaluation_gives_that_up(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,15 +244,16 @@ def test_a_signal_during_an_evaluation_gives_that_up(
 
     def signalled(result: StepResult) -> list[torch.Tensor]:
         batches.append(result)
-        signal.raise_signal(signal.SIGTERM)
+        if len(batches) == 2:
+            signal.raise_signal(signal.SIGTERM)
         return sums(result)
 
     monkeypatch.setattr(evaluation, "_sums", signalled)
     config = configuration(corpus, tmp_path, every=1000)
     config.data = replace(config.data, split="50,50,0")
-    config.evaluation = replace(config.evaluation, every=3, samples=16)
+    config.evaluation = replace(config.evaluation, every=3, samples=48)
     assert run(config) == 128 + signal.SIGTERM
-    assert len(batches) == 1, "of two"
+    assert len(batches) == 3, "of six: the answer to the second comes behind the third"
     assert saved(tmp_path) == [3]
     assert '"event": "evaluation"' not in (tmp_path / "metrics.jsonl").read_text()
 
