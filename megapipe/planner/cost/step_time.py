@@ -151,12 +151,15 @@ class _Step:
         return worst
 
     def _slack(self, pipeline: Pipeline) -> Floats:
-        """Seconds by rank from a batch's last backward to the first forward that needs its update: without a flush a
-        lazy update waits for all micro-batches of the next batch that are not under way yet."""
+        """Seconds by rank from a batch's last backward to the first forward that needs its update.
+
+        Without a flush a lazy update waits for all micro-batches of the next batch that are not under way yet, at the
+        slowest rank's pace.
+        """
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
-        return np.minimum(pairs, self.count - 1) * pipeline.work
+        return np.minimum(pairs, self.count - 1) * float(pipeline.work.max())
 
     def _gathers(self, pipeline: Pipeline) -> float:
         """Weights that updates left in shards are whole again before the next forward."""

@@ -38,7 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "some blocks that run again": {"recompute": {"method": "full", "num_blocks": 4}, "parallel": {"pipeline": 2}},
     "logits that run again": {"recompute": {"logits": True}},
     "halves": {"schedule": {"name": "1f1b", "two_bp": True}, "parallel": {"pipeline": 4}},
-    "few pending halves": {"schedule": {"name": "gpipe", "two_bp": True, "max_pending": 3}, "parallel": {"pipeline": 4}},
+    "few halves": {"schedule": {"name": "gpipe", "two_bp": True, "max_pending": 3}, "parallel": {"pipeline": 4}},
     "larger groups": {"schedule": {"name": "interleaved_1f1b", "group_size": 8}, "parallel": {"pipeline": 4}},
     "moments in bf16": {"optimizer": {"moment_dtype": "bf16"}},
     "bf16 alone": {"training": {"master_weights": False}},
