@@ -159,7 +159,15 @@ def summary(figures: list[Figure]) -> dict[str, float]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="NAME")
+    names = ", ".join(f'"{name}"' for name in LAYOUTS)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=list(LAYOUTS),
+        default=list(LAYOUTS),
+        metavar="NAME",
+        help=f"by default all of them: {names}",
+    )
     parser.add_argument("--steps", type=int, default=7, help="measured for each layout, behind a warm-up; 5 or more")
     parser.add_argument("--hardware", metavar="FILE", help="a profile made before, by default a new one")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="put the new profile there")
@@ -188,7 +196,9 @@ def main() -> None:
         hardware = machine(chosen)
         predictions = {name: predict(config_of(name), hardware) for name in chosen.layouts}
     except ConfigError as error:
-        sys.exit("\n".join(f"error: {line}" for line in str(error).splitlines()))
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
     figures = []
     for name, prediction in predictions.items():
         figures.append(figure(name, prediction, measured(config_of(name), chosen.steps)))

@@ -15,7 +15,7 @@ from megapipe.planner.cost.simulated import Prediction, exact_memories, simulate
 from megapipe.planner.cost.stages import StageCost, StageCosts, stage_costs, stage_details
 from megapipe.planner.cost.step_time import step_terms
 from megapipe.planner.hardware.description import Device, Hardware
-from megapipe.planner.measured.times import MeasuredTimes, at_ease, shares_a_machine
+from megapipe.planner.measured.times import MeasuredTimes, at_ease, is_measured, shares_a_machine
 
 __all__ = ["Prediction", "estimate", "explain_stages", "predict"]
 
@@ -56,7 +56,7 @@ def predict(
 ) -> Prediction:
     """The same from the lowered schedule: its time by the simulator, its memory action by action.
 
-    Arguments and errors as of `estimate`.
+    The simulator knows no slow-down of what runs side by side. Arguments and errors as of `estimate`.
     """
     run = lay_run(config, hardware, world_size, node_order)
     if times is None and shares_a_machine(run.placement):
@@ -100,7 +100,7 @@ def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumpti
 
 
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
-    if shares_a_machine(run.placement):
+    if is_measured(run.placement):
         return MeasuredTimes(run.hardware)
     return RooflineTimes(_slowest_device(run), assumptions.unfused_loss)
 
