@@ -25,7 +25,7 @@ class LayerCost:
 
     compute: kernels. tensor, context: what a micro-batch waits for others beside its kernels, the part that hides
     behind them left out. reduction: of its gradient, once; gather: of its weights, once; update_traffic: what an
-    update exchanges. elements: of its flat buffer.
+    update exchanges.
     """
 
     compute: LayerSeconds
@@ -34,7 +34,6 @@ class LayerCost:
     reduction: float
     gather: float
     update_traffic: float
-    elements: int
 
 
 def layer_cost(
@@ -54,7 +53,7 @@ def layer_cost(
     traffic = run.costs.of_units.update(unit)
     exchanged = exchanges_seconds(run.placement, traffic.get("tensor", []), "tensor")
     exchanged += group_seconds(traffic.get(run.costs.of_units.shard_group, []), _replica_groups(run)[0])
-    return LayerCost(compute, tensor, context, reduction, gather, exchanged, run.costs.of_units.elements(unit))
+    return LayerCost(compute, tensor, context, reduction, gather, exchanged)
 
 
 def replica_seconds(run: RunLayout, unit: Unit) -> tuple[float, float]:

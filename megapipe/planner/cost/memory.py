@@ -60,12 +60,8 @@ class _Memory:
 
     def _likeness(self, rank: int, stages: list[int]) -> object:
         """What two ranks have in common whose memory is the same."""
-        classes, last = self.run.classes, len(self.run.ranks) - 1
-        members = tuple(
-            (classes[self.run.stages.ranges[s].start], classes[self.run.stages.ranges[s].stop - 1],
-             len(self.run.stages.ranges[s]), s == 0, s == last)
-            for s in stages
-        )  # fmt: skip
+        ranges, last = self.run.stages.ranges, len(self.run.ranks) - 1
+        members = tuple((self.run.classes[ranges[s].start : ranges[s].stop], s == 0, s == last) for s in stages)
         return members, self.policy.versions_by_rank[rank], self.held[rank].tobytes()
 
     def _rank(self, rank: int, stages: list[int]) -> RankMemory:
