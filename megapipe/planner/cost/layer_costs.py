@@ -1,0 +1,99 @@
+"""Seconds of a micro-batch through one layer, and of its weights' traffic once a step."""
+
+from dataclasses import dataclass
+
+from megapipe.costs.compute import Flops
+from megapipe.costs.parameters import LayerSpec
+from megapipe.costs.units import Unit
+from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.planner.cost.exchanges import (
+    PhaseSeconds,
+    exchanges_seconds,
+    group_seconds,
+    layer_exchange_seconds,
+    shard_groups,
+)
+from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes
+from megapipe.planner.cost.run_layout import RunLayout
+from megapipe.planner.galvatron.costs import overlapped
+from megapipe.planner.hardware.collectives import GroupLinks
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one rank.
+
+    compute: kernels. tensor, context: what a micro-batch waits for others beside its kernels, the part that hides
+    behind them left out. reduction: of its gradient, once; gather: of its weights, once; update_traffic: what an
+    update exchanges. elements: of its flat buffer.
+    """
+
+    compute: LayerSeconds
+    tensor: PhaseSeconds
+    context: PhaseSeconds
+    reduction: float
+    gather: float
+    update_traffic: float
+    elements: int
+
+
+def layer_cost(
+    run: RunLayout, layer: LayerSpec, flops: Flops, times: LayerTimes, assumptions: Assumptions
+) -> LayerCost:
+    """What a layer costs in a run."""
+    compute = times.of(run.config, layer)
+    tensor = layer_exchange_seconds(run.costs, run.placement, layer, "tensor")
+    context = layer_exchange_seconds(run.costs, run.placement, layer, "context")
+    tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)
+    if run.config.parallel.context_attention == "ring":
+        context = _beside_attention(context, compute, flops, assumptions.slow_down)
+    unit = Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in run.costs.tied))
+    reduction, gather = replica_seconds(run, unit)
+    partial = run.costs.partial_reduction(layer).get("tensor", [])
+    reduction += exchanges_seconds(run.placement, partial, "tensor")
+    traffic = run.costs.of_units.update(unit)
+    exchanged = exchanges_seconds(run.placement, traffic.get("tensor", []), "tensor")
+    exchanged += group_seconds(traffic.get(run.costs.of_units.shard_group, []), _replica_groups(run)[0])
+    return LayerCost(compute, tensor, context, reduction, gather, exchanged, run.costs.of_units.elements(unit))
+
+
+def replica_seconds(run: RunLayout, unit: Unit) -> tuple[float, float]:
+    """Of one reduction of a unit's gradient over its replicas, and of one gather of its weights."""
+    units = run.costs.of_units
+    if not unit.specs or run.costs.replicas == 1:
+        return 0.0, 0.0
+    shards, copies = _replica_groups(run)
+    reductions = [each for exchanges in units.reduction(unit).values() for each in exchanges]
+    gathers = [each for exchanges in units.gather(unit).values() for each in exchanges]
+    over_copies = [each for exchanges in units.copies_reduction(unit).values() for each in exchanges]
+    return group_seconds(reductions, shards) + group_seconds(over_copies, copies), group_seconds(gathers, shards)
+
+
+def _replica_groups(run: RunLayout) -> tuple[GroupLinks, GroupLinks]:
+    """The slowest group of replicas that share one copy of the state, and of those that hold the same shard."""
+    every = run.placement.groups("data", "context")
+    slowest = min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
+    shards = run.config.zero.num_shards(run.costs.replicas)
+    return shard_groups(slowest, run.costs.replicas if shards == 1 else shards)
+
+
+def _beside_products(tensor: PhaseSeconds, compute: LayerSeconds, chunks: int, slow_down: float) -> PhaseSeconds:
+    """Pieces of the tokens are gathered and scattered beside the products of others: all but the first one's hide."""
+    if chunks == 1:
+        return tensor
+    hidden = 1.0 - 1.0 / chunks
+    products = compute.forward, compute.backward_input, compute.backward_weight
+    return PhaseSeconds(
+        *(
+            overlapped(work, talk * hidden, slow_down) - work + talk / chunks
+            for talk, work in zip(tensor, products, strict=True)
+        )
+    )
+
+
+def _beside_attention(context: PhaseSeconds, compute: LayerSeconds, flops: Flops, slow_down: float) -> PhaseSeconds:
+    """A ring's keys and values travel beside attention's products, whose share of the time is that of their FLOPs."""
+    share = 1.0 - flops.backward_weight / flops.forward if flops.forward else 0.0
+    of_input = 2 * share / (1 + share)
+    works = compute.forward * share, compute.backward_input * of_input, 0.0
+    return PhaseSeconds(*(overlapped(work, talk, slow_down) - work for talk, work in zip(context, works, strict=True)))

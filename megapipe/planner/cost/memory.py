@@ -1,0 +1,147 @@
+"""Bytes that each pipeline coordinate holds, in closed form: `predict_rank` without walking through the schedule."""
+
+from collections import Counter
+
+import numpy as np
+
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, StateBytes
+from megapipe.costs.units import Unit
+from megapipe.planner.cost.estimate import RankMemory
+from megapipe.planner.cost.in_flight import most_held
+from megapipe.planner.cost.run_layout import RunLayout
+from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.runs.scheduling import schedule_options
+from megapipe.schedules.generators.registry import find_generator
+
+
+def rank_memories(run: RunLayout) -> tuple[RankMemory, ...]:
+    """Of every pipeline coordinate, ascending."""
+    return _Memory(run).ranks()
+
+
+class _Memory:
+    """Sizes of one layer of each kind, and what ranks have of them."""
+
+    def __init__(self, run: RunLayout) -> None:
+        self.run, self.costs = run, run.costs
+        config = run.config
+        generator = find_generator(config.schedule.name)
+        options = schedule_options(config)
+        arguments = generator.arguments(generator.policy_options, options)
+        self.policy = generator.policy(run.pipeline, run.num_microbatches, **arguments)
+        self.held = most_held(
+            config.schedule.name, run.pipeline, run.num_microbatches, generator.number_of_chunks(options), options
+        )
+        layers = [run.stages.layers[index] for index in run.kinds]
+        self.kept = np.array([self.costs.kept(layer) for layer in layers], dtype=np.float64)
+        self.pending = np.array([self.costs.pending(layer) for layer in layers], dtype=np.float64)
+        tied = set(self.costs.tied)
+        self.units = [
+            Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied)) for layer in layers
+        ]
+        self.elements = [self.costs.of_units.elements(unit) for unit in self.units]
+        self.specs = {spec.name: spec for layer in layers for spec in layer.parameters.values()}
+        gloo = hardware_device_type(run.hardware) == "cpu"
+        self.summands = [self.costs.of_units.summand_bytes(unit, gloo) for unit in self.units]
+        self.recomputed = run.stages.recomputed(config.recompute)
+
+    def ranks(self) -> tuple[RankMemory, ...]:
+        found, cache = [], dict[object, RankMemory]()
+        for rank in range(self.run.pipeline):
+            stages = [stage for stage, place in enumerate(self.run.ranks) if place == rank]
+            key = self._likeness(rank, stages)
+            if key not in cache:
+                cache[key] = self._rank(rank, stages)
+            found.append(cache[key])
+        return tuple(found)
+
+    def _likeness(self, rank: int, stages: list[int]) -> object:
+        """What two ranks have in common whose memory is the same."""
+        classes, last = self.run.classes, len(self.run.ranks) - 1
+        members = tuple(
+            (classes[self.run.stages.ranges[s].start], classes[self.run.stages.ranges[s].stop - 1],
+             len(self.run.stages.ranges[s]), s == 0, s == last)
+            for s in stages
+        )  # fmt: skip
+        return members, self.policy.versions_by_rank[rank], self.held[rank].tobytes()
+
+    def _rank(self, rank: int, stages: list[int]) -> RankMemory:
+        state, present = self._state(rank, stages)
+        return RankMemory(
+            state.weights,
+            state.master,
+            state.gradients,
+            state.moments,
+            self._activations(rank, stages),
+            self._buffers(present),
+        )
+
+    def _state(self, rank: int, stages: list[int]) -> tuple[StateBytes, Counter[int]]:
+        """What lives between steps, and how many layers of each kind the rank has."""
+        classes, ranges = self.run.classes, self.run.stages.ranges
+        present = Counter(classes[index] for stage in stages for index in ranges[stage])
+        versions = {
+            "num_versions": self.policy.versions_by_rank[rank],
+            "gradient_buffers": self.policy.gradient_buffers,
+        }
+        units = self.costs.of_units
+        states = [(units.state(self.units[kind], **versions), count) for kind, count in present.items()]
+        for unit in self._tied_units(stages):
+            states.append((units.state(unit, **versions), 1))
+        names = ("weights", "master", "gradients", "moments")
+        return StateBytes(*(sum(getattr(each, name) * count for each, count in states) for name in names)), present
+
+    def _tied_units(self, stages: list[int]) -> list[Unit]:
+        found = []
+        for name, users in zip(self.costs.tied, self.run.stages.tied, strict=True):
+            own = [stage for stage in stages if stage in users]
+            if own:
+                layers = self.run.stages.layers
+                members = [layers[index] for stage in own for index in self.run.stages.ranges[stage]]
+                uses = sum(spec.name == name for layer in members for spec in layer.parameters.values())
+                found.append(Unit((self.specs[name],), tied=True, uses=uses))
+        return found
+
+    def _activations(self, rank: int, stages: list[int]) -> int:
+        """The fullest moment: what waits for backwards, and beside it the layers that run again and their gradient."""
+        kept, pending, working = zip(*(self._of_stage(stage) for stage in stages), strict=True)
+        most = float((self.held[rank] @ np.array([*kept, *pending])).max())
+        in_hand = self.costs.stream
+        return round(most + max(working) + in_hand)
+
+    def _of_stage(self, stage: int) -> tuple[float, float, float]:
+        """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""
+        classes, members = self.run.classes, self.run.stages.ranges[stage]
+        kinds = [classes[index] for index in members]
+        own = {place for place, other in enumerate(self.run.ranks) if other == self.run.ranks[stage]}
+        arrives = stage > 0 and stage - 1 not in own
+        stream = self.costs.stream
+        spans = self.recomputed[stage] if self.recomputed else []
+        inside = {unit for span in spans for unit in span}
+        kept = sum(self.kept[kind] for unit, kind in enumerate(kinds) if unit not in inside) + len(spans) * stream
+        working = max((sum(self.kept[kinds[unit]] for unit in span) - stream for span in spans), default=0.0)
+        pending = sum(self.pending[kind] for kind in kinds)
+        slot = min(stream, self.kept[kinds[0]] if 0 not in inside else stream) if arrives else 0.0
+        slot_pending = min(stream, self.pending[kinds[0]]) if arrives else 0.0
+        return kept - slot, pending - slot_pending, working
+
+    def _buffers(self, present: Counter[int]) -> int:
+        """Whole weights and gradients of sharded units, and what their sums need."""
+        units, zero = self.costs.of_units, self.run.config.zero
+        if units.shards == 1:
+            return 0
+        sizes = sorted((self.elements[kind] for kind in present.elements()), reverse=True)
+        found = 0
+        if zero.stage >= 3:
+            found += sum(sizes[: zero.weight_buffers]) * ELEMENT_BYTES[self.costs.precision]
+        if zero.stage >= 2:
+            found += sum(sizes[: zero.gradient_buffers]) * FULL_BYTES
+        return found + self._summands(present)
+
+    def _summands(self, present: Counter[int]) -> int:
+        """Of sums under way: as many as there are gradient buffers, or all of the step where gradients are whole."""
+        units, zero = self.costs.of_units, self.run.config.zero
+        each = sorted((self.summands[kind] for kind in present.elements()), reverse=True)
+        if units.shards != self.costs.replicas:
+            return each[0]
+        return sum(each[: zero.gradient_buffers] if zero.stage >= 2 else each)

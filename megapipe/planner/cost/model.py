@@ -1,0 +1,124 @@
+"""The cost model: a step's time and memory for one layout on one machine, in closed form or by simulation."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
+from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
+from megapipe.planner.cost.layer_costs import layer_cost
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.cost.memory import rank_memories
+from megapipe.planner.cost.roofline_times import RooflineTimes
+from megapipe.planner.cost.run_layout import RunLayout, lay_run
+from megapipe.planner.cost.simulated import Prediction, exact_memories, simulated
+from megapipe.planner.cost.stages import StageCost, StageCosts, stage_costs, stage_details
+from megapipe.planner.cost.step_time import step_terms
+from megapipe.planner.hardware.description import Device, Hardware
+
+__all__ = ["Prediction", "estimate", "explain_stages", "predict"]
+
+
+def estimate(
+    config: PretrainConfig,
+    hardware: Hardware,
+    *,
+    world_size: int | None = None,
+    times: LayerTimes | None = None,
+    node_order: Sequence[int] | None = None,
+    assumptions: Assumptions = ENGINE,
+) -> Estimate:
+    """A step in closed form, for searching.
+
+    world_size: ranks; needed where parallel.data is open. times: of layers, by default the roofline of the machine's
+    slowest device. node_order: as in `Placement`.
+
+    Raises:
+        ConfigError: the configuration cannot run on so many ranks, or the model cannot tell its time.
+    """
+    run = lay_run(config, hardware, world_size, node_order)
+    if run.config.schedule.file:
+        return _predicted(run, times, assumptions).estimate
+    costs, source = _stage_costs(run, times, assumptions)
+    return _answer(run, step_terms(run, costs, assumptions, source), rank_memories(run))
+
+
+def predict(
+    config: PretrainConfig,
+    hardware: Hardware,
+    *,
+    world_size: int | None = None,
+    times: LayerTimes | None = None,
+    node_order: Sequence[int] | None = None,
+    assumptions: Assumptions = ENGINE,
+) -> Prediction:
+    """The same from the lowered schedule: its time by the simulator, its memory action by action.
+
+    Arguments and errors as of `estimate`.
+    """
+    return _predicted(lay_run(config, hardware, world_size, node_order), times, assumptions)
+
+
+def explain_stages(
+    config: PretrainConfig,
+    hardware: Hardware,
+    *,
+    world_size: int | None = None,
+    times: LayerTimes | None = None,
+    node_order: Sequence[int] | None = None,
+    assumptions: Assumptions = ENGINE,
+) -> tuple[StageCost, ...]:
+    """What each stage costs, arguments and errors as of `estimate`."""
+    run = lay_run(config, hardware, world_size, node_order)
+    return stage_details(run, _stage_costs(run, times, assumptions)[0])
+
+
+def _predicted(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> Prediction:
+    costs, source = _stage_costs(run, times, assumptions)
+    schedule, simulation, terms = simulated(run, costs, assumptions, source)
+    return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
+
+
+def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:
+    """Costs of all stages, and where the kernels' times come from."""
+    given = RooflineTimes(_slowest_device(run)) if times is None else times
+    kinds = [
+        layer_cost(run, run.stages.layers[index], flops, given, assumptions)
+        for index, flops in zip(run.kinds, run.flops, strict=True)
+    ]
+    sources = dict.fromkeys(kind.compute.source for kind in kinds)
+    return stage_costs(run, kinds), "; ".join(sources)
+
+
+def _slowest_device(run: RunLayout) -> Device:
+    """Of all that the run uses the one with the lowest peak in its precision: every step waits for it."""
+    devices = {id(node.device): node.device for node in run.placement.nodes}.values()
+    return min(devices, key=lambda device: device.peak(run.config.training.precision))
+
+
+def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
+    per_replica = [(flops.total, flops.executed) for flops in run.flops]
+    counts = Counter(run.classes)
+    model_flops = sum(per_replica[kind][0] * count for kind, count in counts.items())
+    executed = sum(per_replica[kind][1] * count for kind, count in counts.items()) + _recomputed_flops(run)
+    step = run.num_microbatches * run.costs.data
+    return Estimate(
+        config=run.config,
+        world_size=run.world_size,
+        step_seconds=sum(term.seconds for term in terms),
+        terms=terms,
+        memory=memory,
+        memory_limit=min(node.device.memory_bytes for node in run.placement.nodes),
+        model_flops=float(model_flops * step),
+        executed_flops=float(executed * step),
+    )
+
+
+def _recomputed_flops(run: RunLayout) -> int:
+    """Of a micro-batch's forwards that run again as a whole."""
+    spans = run.stages.recomputed(run.config.recompute)
+    ranges = run.stages.ranges
+    again = Counter(
+        run.classes[ranges[stage].start + unit] for stage, own in enumerate(spans) for span in own for unit in span
+    )
+    return sum(run.flops[kind].forward * count for kind, count in again.items())

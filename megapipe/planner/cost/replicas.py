@@ -1,0 +1,80 @@
+"""What replicas of the weights add to a step: sums of gradients beside backwards, gathers of weights, updates."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.costs.communication import Exchange, scalar_exchanges
+from megapipe.costs.memory import FULL_BYTES
+from megapipe.costs.units import Unit
+from megapipe.planner.cost.exchanges import group_seconds
+from megapipe.planner.cost.run_layout import RunLayout
+from megapipe.planner.galvatron.costs import overlapped
+from megapipe.planner.hardware.collectives import GroupLinks
+
+Floats = npt.NDArray[np.float64]
+
+
+class Beside(NamedTuple):
+    """Seconds of a rank's compute, and of traffic that runs beside it, in `pieces` as its units come and go."""
+
+    compute: float
+    traffic: float
+    pieces: int
+
+    def exposed(self, slow_down: float) -> float:
+        """What the traffic adds: each piece starts behind its own part of the compute, so that the last one, or what
+        the compute was too short for, ends later; while both run each slows the other down."""
+        if not self.traffic:
+            return 0.0
+        piece = self.traffic / self.pieces
+        hidden = min(self.traffic - piece, self.compute * (1 - 1 / self.pieces))
+        return (slow_down - 1) * max(0.0, hidden) + max(piece, self.traffic - self.compute * (1 - 1 / self.pieces))
+
+
+def steady_with_traffic(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
+    """Seconds of each rank's part of a micro-batch with traffic that comes with every micro-batch beside it."""
+    return np.array([overlapped(work, talk, slow_down) for work, talk in zip(compute, traffic, strict=True)])
+
+
+def tied_seconds(run: RunLayout) -> float:
+    """Of the sum of tied weights' gradients, over all replicas of the ranks that use them."""
+    total = 0.0
+    for name, users in zip(run.costs.tied, run.stages.tied, strict=True):
+        ranks = sorted({run.ranks[stage] for stage in users})
+        group = _tied_group(run, ranks)
+        if group.size > 1:
+            spec = next(spec for layer in run.stages.layers for spec in layer.parameters.values() if spec.name == name)
+            elements = run.costs.of_units.elements(Unit((spec,), tied=True))
+            total += group_seconds([Exchange("all_reduce", elements, FULL_BYTES)], group)
+    return total
+
+
+def _tied_group(run: RunLayout, ranks: list[int]) -> GroupLinks:
+    """Replicas of several pipeline ranks together: their links are those of replicas, as many more of them."""
+    replicas = run.placement.groups("data", "context")[0]
+    if len(ranks) == 1:
+        return replicas
+    pair = run.placement.groups("pipeline")[0]
+    if not pair.crosses:
+        return GroupLinks(
+            tuple(each * len(ranks) for each in replicas.members),
+            replicas.inside,
+            replicas.crossing,
+            replicas.crossing_latency,
+        )
+    members = replicas.members * len(ranks)
+    crossing = replicas.crossing or pair.crossing / max(pair.members) * max(members)
+    return GroupLinks(members, replicas.inside, crossing, pair.crossing_latency)
+
+
+def scalar_seconds(run: RunLayout) -> float:
+    """Of the counts and norms that all ranks sum once a step."""
+    if run.world_size == 1:
+        return 0.0
+    names = len({spec.name for index in run.kinds for spec in run.stages.layers[index].parameters.values()})
+    blocks = len(run.stages.layers)
+    exchanges = scalar_exchanges(names * blocks, run.costs.loss_terms)
+    group = run.placement.groups("data", "pipeline", "context", "tensor")[0]
+    return group_seconds(exchanges, group)

@@ -1,0 +1,51 @@
+"""Times of layers by the device's roofline, where nothing has been measured."""
+
+from dataclasses import dataclass
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.memory import Precision
+from megapipe.costs.parameters import LayerSpec
+from megapipe.costs.units import Unit, UnitCosts
+from megapipe.planner.cost.kernels import LayerKernels
+from megapipe.planner.cost.layer_times import LayerSeconds
+from megapipe.planner.cost.updates import muon_seconds, update_seconds
+from megapipe.planner.hardware.description import Device
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
+
+SOURCE = "roofline of the device (Williams et al. 2009), products by its efficiency"
+
+
+@dataclass(frozen=True)
+class RooflineTimes:
+    """`LayerTimes` of a device: the sum of a layer's kernels (`LayerKernels`)."""
+
+    device: Device
+
+    def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
+        """Seconds of one micro-batch. Raises ConfigError where the device has no peak for the precision."""
+        by_phase = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "again": 0.0}
+        for kernel in LayerKernels(config, layer, self.device):
+            by_phase[kernel.phase] += kernel.time.seconds
+        whole = config.recompute.method == "full" and layer.kind == "block"
+        return LayerSeconds(
+            by_phase["forward"],
+            by_phase["backward_input"],
+            by_phase["backward_weight"],
+            by_phase["forward"] if whole else by_phase["again"],
+            self._update(config, layer),
+            SOURCE,
+        )
+
+    def _update(self, config: PretrainConfig, layer: LayerSpec) -> float:
+        """Of a tied weight the embedding's use alone where one rank has both."""
+        specs = tuple(layer.parameters.values())
+        if layer.kind == "head" and config.parallel.pipeline == 1:
+            specs = tuple(spec for spec in specs if spec.name.startswith("head."))
+        replicas = (config.parallel.data or 1) * config.parallel.context
+        units = UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
+        elements = units.own_elements(Unit(specs), 1)
+        precision: Precision = config.training.precision  # type: ignore[assignment]
+        seconds = update_seconds(config, self.device, elements, precision)
+        return seconds + (
+            muon_seconds(config, self.device, specs, units.shards) if config.optimizer.name == "muon" else 0.0
+        )

@@ -1,0 +1,180 @@
+"""A run laid out on a machine: its stages, ranks and links, ready for the formulas."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, cast
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.attention_path import attention_path
+from megapipe.costs.compute import Flops, layer_flops
+from megapipe.costs.layout import LayoutCosts
+from megapipe.costs.memory import Precision
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, predictions_of
+from megapipe.planner.runs.scheduling import num_stages, schedule_options
+from megapipe.planner.runs.validation import data_parallel_size, run_problems
+from megapipe.schedules.generators.registry import find_generator
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """An unhashable value beside what it is known by, for caches."""
+
+    key: object
+    value: Any = field(compare=False)
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """A configuration with parallel.data filled in, on a machine.
+
+    placement: its ranks on nodes. costs: sizes of its layers. stages: its layers in stages. ranks: the pipeline rank
+    of every stage. classes: of every layer, the number of its kind; those of one kind are alike. kinds: one of each.
+    """
+
+    config: PretrainConfig
+    hardware: Hardware
+    placement: Placement
+    costs: LayoutCosts
+    stages: StageLayout
+    ranks: tuple[int, ...]
+    classes: tuple[int, ...]
+    kinds: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.placement.num_ranks
+
+    @property
+    def pipeline(self) -> int:
+        """Pipeline ranks."""
+        return self.config.parallel.pipeline
+
+    @cached_property
+    def chunks(self) -> int:
+        """Stages on each rank."""
+        return len(self.ranks) // self.pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one replica in a step."""
+        return self.config.batch.global_size // (self.config.batch.micro_size * self.costs.data)
+
+    @property
+    def synchronises_gradients(self) -> bool:
+        """Whether a step sums gradients over ranks that hold the same weights."""
+        return self.costs.replicas > 1 or self.config.parallel.sequence
+
+    @cached_property
+    def flops(self) -> tuple[Flops, ...]:
+        """Of a micro-batch through one layer of each kind."""
+        config = self.config
+        return tuple(
+            layer_flops(
+                config.model,
+                self.stages.layers[index],
+                config.batch.micro_size,
+                config.data.sequence_length,
+                predictions_of(config),
+                config.recompute.logits,
+            )
+            for index in self.kinds
+        )
+
+
+def lay_run(
+    config: PretrainConfig,
+    hardware: Hardware,
+    world_size: int | None = None,
+    node_order: Sequence[int] | None = None,
+) -> RunLayout:
+    """Lay a run on a machine.
+
+    Raises:
+        ConfigError: the configuration cannot run on so many ranks, parallel.data and world_size are both left open,
+            more ranks than devices, or something that the cost model cannot tell the time of.
+    """
+    config = _resolved(config, world_size)
+    parallel = config.parallel
+    sizes = {name: getattr(parallel, name) for name in ("data", "pipeline", "context", "tensor")}
+    placement = Placement(hardware, sizes, node_order)
+    problems = run_problems(config, placement.num_ranks)
+    if problems:
+        raise ConfigError(problems)
+    stages, classes, kinds = _layout_of(config)
+    precision = cast(Precision, config.training.precision)
+    path = attention_path(config.model, precision, hardware_device_type(hardware), config.data.sequence_length)
+    costs = LayoutCosts(config, stages.layers, sizes["data"], path, VOCABULARY_ALIGNMENT)
+    return RunLayout(config, hardware, placement, costs, stages, _ranks_of(config), classes, kinds)
+
+
+def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
+    """The configuration with parallel.data filled in, once nothing in it is beyond the cost model."""
+    problems = []
+    if config.training.precision == "auto":
+        problems.append(
+            "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
+        )
+    offload = config.offload
+    if offload.activations != "none" or offload.optimizer or offload.weights:
+        problems.append(
+            "offload: a hardware file says nothing of the link to host memory, so that copies have no time; leave "
+            "the group out to plan"
+        )
+    if config.parallel.data is None and world_size is None:
+        problems.append("parallel.data is null and no number of devices is given; give either")
+    if problems:
+        raise ConfigError(problems)
+    if config.parallel.data is not None:
+        return config
+    data = data_parallel_size(config, cast(int, world_size))
+    return replace(config, parallel=replace(config.parallel, data=data))
+
+
+def _layout_of(config: PretrainConfig) -> tuple[StageLayout, tuple[int, ...], tuple[int, ...]]:
+    by_hand = config.parallel.layers_per_stage
+    key = (
+        repr(config.model),
+        type(config),
+        num_stages(config),
+        config.data.sequence_length,
+        None if by_hand is None else tuple(by_hand),
+        predictions_of(config),
+        config.recompute.logits,
+        (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),
+    )
+    return _cached_layout(Keyed(key, config))
+
+
+@lru_cache(maxsize=1024)
+def _cached_layout(keyed: Keyed) -> tuple[StageLayout, tuple[int, ...], tuple[int, ...]]:
+    config: PretrainConfig = keyed.value
+    stages = StageLayout.of(config)
+    training = config.training
+    chosen = range(training.fp8_first_kept, config.model.num_layers - training.fp8_last_kept)
+    numbers: dict[tuple[str, bool], int] = {}
+    classes, kinds = [], []
+    for index, layer in enumerate(stages.layers):
+        kind = layer.kind, layer.kind == "block" and training.fp8 != "none" and layer.index in chosen
+        if kind not in numbers:
+            numbers[kind] = len(numbers)
+            kinds.append(index)
+        classes.append(numbers[kind])
+    return stages, tuple(classes), tuple(kinds)
+
+
+def _ranks_of(config: PretrainConfig) -> tuple[int, ...]:
+    """The pipeline rank of every stage of a named schedule."""
+    generator = find_generator(config.schedule.name)
+    chunks = generator.number_of_chunks(schedule_options(config))
+    return _placed(config.schedule.name, config.parallel.pipeline, chunks)
+
+
+@lru_cache(maxsize=1024)
+def _placed(name: str, pipeline: int, chunks: int) -> tuple[int, ...]:
+    return tuple(place.rank for place in find_generator(name).placement(pipeline, chunks).stages)

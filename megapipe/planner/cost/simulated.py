@@ -1,0 +1,130 @@
+"""The terms of a step by simulation of its lowered schedule, and what its ranks hold action by action."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapipe.config.mesh_shape import MeshShape
+from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
+from megapipe.planner.cost.replicas import scalar_seconds, tied_seconds
+from megapipe.planner.cost.run_layout import RunLayout
+from megapipe.planner.cost.stages import StageCosts
+from megapipe.planner.cost.step_time import hop_seconds
+from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.runs.prediction import predict_rank
+from megapipe.planner.runs.scheduling import build_schedule
+from megapipe.schedules import Costs, Link, Schedule, Simulation, simulate
+from megapipe.schedules.actions import KIND, Kind
+
+STEPS = 4
+"""Steps that a schedule without a flush is simulated for, half of which fill the pipeline."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step by simulation: `estimate` holds its times and the memory of every pipeline coordinate."""
+
+    estimate: Estimate
+    schedule: Schedule
+    simulation: Simulation
+
+
+def schedule_of(run: RunLayout) -> Schedule:
+    """The lowered schedule of a run."""
+    return build_schedule(
+        run.config,
+        run.num_microbatches,
+        units_per_stage=run.stages.units_per_stage,
+        tied_groups=run.stages.tied,
+        data_parallel=run.synchronises_gradients,
+        recompute=run.stages.recomputed(run.config.recompute),
+    )
+
+
+def simulated(
+    run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str
+) -> tuple[Schedule, Simulation, tuple[Term, ...]]:
+    """A run's schedule, its simulation, and the terms of a step, which add up to its time."""
+    schedule = schedule_of(run)
+    of_actions = _action_costs(run, costs, assumptions)
+    if schedule.flushes:
+        simulation = simulate(schedule, of_actions)
+        seconds = simulation.finish
+    else:
+        simulation = simulate(schedule, of_actions, STEPS)
+        shorter = simulate(schedule, of_actions, STEPS // 2)
+        seconds = (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
+    terms = tuple(term for term in _terms(run, costs, schedule, seconds, source) if term.seconds)
+    return schedule, simulation, terms
+
+
+def _action_costs(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> Costs:
+    size = run.pipeline
+    hops = [Link(*each) for each in hop_seconds(run, assumptions)]
+    links = {(rank, (rank + 1) % size): hops[rank] for rank in range(size)}
+    links |= {(to, sender): link for (sender, to), link in links.items() if (to, sender) not in links}
+    whole = costs.input_half + costs.weight_half(apart=False)
+    gathered = run.costs.of_units.shards > 1 and run.config.zero.stage < 3
+    update = costs.update + (costs.gather if gathered else 0.0)
+    return Costs(
+        forward=tuple(costs.whole_forward),
+        recompute=tuple(costs.whole_again),
+        backward=tuple(whole),
+        backward_input=tuple(costs.input_half),
+        backward_weight=tuple(costs.weight_half(apart=True)),
+        update=tuple(update),
+        reduce_gradients=tuple(costs.reduction),
+        gather_weights=tuple(costs.gather),
+        reduce_tied=tied_seconds(run),
+        reduce_scalars=scalar_seconds(run),
+        links=links,
+    )
+
+
+def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float, source: str) -> Iterator[Term]:
+    """What the busiest rank does, and the rest: waiting."""
+    rank, count = costs.by_rank, run.num_microbatches
+    splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in schedule.sections.body)
+    weight = costs.weight_half(apart=splits)
+    work = rank(costs.whole_forward + costs.whole_again + costs.input_half + weight)
+    busiest = int(work.argmax())
+
+    def once(values: object) -> float:
+        return float(rank(values)[busiest]) * count  # type: ignore[arg-type]
+
+    apart = 1.0 if splits else 0.0
+    parts = [
+        Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), source),
+        Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {source}"),
+        Term("tensor", once(costs.tensor + apart * costs.tensor_weight), "rings of tensor ranks"),
+        Term("context", once(costs.context + apart * costs.context_weight), "rings of context ranks"),
+        Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
+    ]
+    yield from parts
+    yield Term(
+        "waiting",
+        seconds - sum(part.seconds for part in parts),
+        "simulation of the schedule: bubble, messages, sums over replicas",
+    )
+
+
+def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]:
+    """Of every pipeline coordinate, along its own actions."""
+    shape = MeshShape(run.placement.sizes)
+    device = hardware_device_type(run.hardware)
+    found = []
+    for coordinate in range(run.pipeline):
+        rank = shape.rank_of({"data": 0, "pipeline": coordinate, "context": 0, "tensor": 0})
+        exact = predict_rank(run.config, schedule, rank, device=device)
+        state, peak = exact.state(), exact.peak()
+        found.append(
+            RankMemory(
+                state.weights,
+                state.master,
+                state.gradients,
+                state.moments,
+                peak.activations,
+                peak.weights + peak.gradients + peak.summands + peak.reloaded,
+            )
+        )
+    return tuple(found)
