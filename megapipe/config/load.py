@@ -108,7 +108,7 @@ class Given(Generic[Config]):
     """What a command line says.
 
     config: all fields. fields: names, such as `parallel.tensor`, of those that were written in a file or as a flag;
-    one that was written as null is left open, and not among them. flags: the program's own, by name.
+    one that was written as null is left open, and not among them. flags: the program's own, by name, and `config`.
     """
 
     config: Config
@@ -125,7 +125,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     namespace: Namespace = parser.parse_args(words)
     values = parser.instantiate(namespace)
     groups = {each.name for each in fields(kind)}
-    own = {name: values[name] for name in vars(namespace) if name not in groups | {"config", "print_config"}}
+    own = {name: values[name] for name in vars(namespace) if name not in groups | {"print_config"}}
     return Given(kind(**{name: values[name] for name in groups}), _written(parser, words, groups), own)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -24,7 +23,8 @@ def config_yaml(config: PretrainConfig) -> str:
         "training": ("precision",),
         "data": ("sequence_length",),
     }
-    plain, found = type(config)(), {}
+    plain = type(config)()
+    found: dict[str, object] = {}
     for group in fields(config):
         if group.name == "init_from":
             continue
@@ -52,13 +52,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
-    """The command to start on every node, with the variables of examples/launch/several_nodes.sh on several."""
+    """The command to start on every node; of several, HEAD_NODE names one, as in examples/launch/several_nodes.sh."""
     nodes = hardware.nodes(devices)
     program = "pretrain_bert.py" if isinstance(config, BertPretrainConfig) else "pretrain_gpt.py"
     per_node = min(devices, nodes[0].devices_per_node)
     where = f"--nproc_per_node {per_node}"
     if len(nodes) > 1:
-        where = f"--nnodes {len(nodes)} --node_rank $NODE_RANK {where} --master_addr $MASTER_ADDR --master_port 29500"
+        meet = "--rdzv_backend c10d --rdzv_endpoint $HEAD_NODE:29500 --rdzv_id plan"
+        where = f"--nnodes {len(nodes)} {where} {meet}"
     data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
     return f"torchrun {where} {program} --config {file}{data}"
 
@@ -73,9 +74,3 @@ def uneven_nodes(hardware: Hardware, devices: int) -> str | None:
     last = devices - sum(sizes[:-1])
     listed = ", ".join(str(size) for size in [*sizes[:-1], last])
     return f"nodes run {listed} ranks: give each node its own --nproc_per_node"
-
-
-def layout_of(config: PretrainConfig) -> dict[str, Any]:
-    """The flags that make a layout out of the same model and batch."""
-    parallel = config.parallel
-    return {f"parallel.{name}": getattr(parallel, name) for name in ("data", "pipeline", "context", "tensor", "sequence")}
