@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.planner.command.arguments import COMMANDS, Request, parse_request
 from megapipe.planner.command.layouts import run_compare, run_explain, run_predict
+from megapipe.planner.command.train_time import run_train_time
 from megapipe.schedules.errors import ScheduleError
 
 Handler = Callable[[Request], int]
@@ -15,6 +16,7 @@ HANDLERS: dict[str, Handler] = {
     "predict": run_predict,
     "explain": run_explain,
     "compare": run_compare,
+    "train-time": run_train_time,
 }
 """Commands that need no torch."""
 

@@ -11,6 +11,7 @@ COLOURS: Final = {
     "compute": "#3b7dd8",
     "recompute": "#8fa3bd",
     "bubble": "#b9c0ca",
+    "waiting": "#b9c0ca",
     "tensor": "#3f9c6c",
     "context": "#5fb3b3",
     "pipeline": "#e08a1e",
@@ -39,7 +40,7 @@ def draw_breakdown(rows: Sequence[Row], width: int = 900) -> str:
     for value in ticks((width - left - RIGHT) / scale):
         x = left + value * scale
         parts.append(line(x, TOP - 4, x, bottom))
-        parts.append(text(x, bottom + 14, seconds_told(value), "soft", "middle"))
+        parts.append(text(x, bottom + 14, f"{value:g} s", "soft", "middle"))
     for index, (name, estimate) in enumerate(rows):
         y, x = TOP + index * PITCH, left
         parts.append(text(12, y + 16, name, "ink", bold=index == 0))

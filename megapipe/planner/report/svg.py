@@ -23,7 +23,7 @@ STYLE: Final = """<style>
 </style>"""
 
 FONT: Final = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
-CHARACTER: Final = 6.9
+CHARACTER: Final = 7.3
 """Pixels that a character of 12 pixels' text takes at the most, on average."""
 
 Entry = tuple[str, str]

@@ -15,10 +15,13 @@ def bytes_told(count: float) -> str:
 
 
 def seconds_told(seconds: float) -> str:
-    """`2.31 s`, `41.0 ms`, `180 us`."""
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    """`2.31 s`, `41.0 ms`, `180 us`: three figures."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+    return "0" if seconds == 0 else f"{seconds * 1e6:.2g} us"
 
 
 def duration_told(seconds: float) -> str:
