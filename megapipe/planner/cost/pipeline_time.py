@@ -1,126 +1,185 @@
-"""How long the micro-batches of a step take in a pipeline, in closed form by schedule."""
+"""How long the micro-batches of a step take in a pipeline, in closed form by schedule.
+
+Times count up to the end of the last rank's last backward: updates wait there for the gradients' norm. So the formulas
+of zero-bubble schedules differ from their papers', in which updates do not wait. Each was found exact by simulation
+for even stages without messages (tests/planner/cost).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from megapipe.schedules import Options, build, rank_costs, simulate
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Seconds of one micro-batch by pipeline rank, all its stages together: shape [ranks] each.
+    """Seconds of one micro-batch by chunk and pipeline rank: shape [chunks, ranks] each.
 
-    forward; backward, with what runs again before it; input_half and weight_half, the parts of a backward that is
-    split. chunks: stages a rank. hops: of a message from each rank to the next, shape [ranks], the last one's to the
-    first: used with several chunks alone.
+    forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over before
+    a message arrives; input_half and weight_half of the backward. hops: of a message from each rank to the next, shape
+    [ranks], the last one's to the first.
     """
 
     forward: Floats
-    backward: Floats
+    again: Floats
     input_half: Floats
     weight_half: Floats
-    chunks: int
     hops: Floats
 
     @property
     def size(self) -> int:
         """Ranks."""
-        return len(self.forward)
+        return self.forward.shape[1]
+
+    @property
+    def chunks(self) -> int:
+        """Stages a rank."""
+        return self.forward.shape[0]
+
+    @property
+    def backward(self) -> Floats:
+        """Whole, what runs again left out: that may run while a rank waits for a gradient."""
+        return self.input_half + self.weight_half
 
     @property
     def work(self) -> Floats:
-        """Of a whole micro-batch."""
-        return self.forward + self.backward
+        """Of a whole micro-batch by rank, shape [ranks]."""
+        return (self.forward + self.again + self.backward).sum(axis=0)
+
+    @property
+    def hop(self) -> float:
+        """Seconds of a message all along the pipeline, one way."""
+        return float(self.hops[:-1].sum())
 
 
-@dataclass(frozen=True)
-class PipelineTime:
-    """Seconds of a step's forwards and backwards, in its parts.
+class Waiting(NamedTuple):
+    """Seconds that the busiest rank waits for others' compute and for their messages, and the formula's source."""
 
-    busy: of the rank with the most work. bubble: its waiting for others' compute. messages: for their messages.
-    source: of the formula.
-    """
-
-    busy: float
     bubble: float
     messages: float
     source: str
 
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.busy + self.bubble + self.messages
+
+def _others(pipeline: Pipeline, values: Floats) -> float:
+    """Sum over all ranks but the busiest. values: shape [ranks]."""
+    return float(values.sum() - values[pipeline.work.argmax()])
 
 
-def _flush(pipeline: Pipeline, count: int) -> tuple[float, float, str]:
-    """Each rank's first and last micro-batch pass all the others'; the slowest rank sets the pace between them."""
-    work = pipeline.work
+def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
+    """The first forward and the last backward pass all ranks; between, a micro-batch's way there and back takes as
+    long as the p micro-batches that the first rank holds, and the messages besides."""
+    fill = _others(pipeline, (pipeline.forward + pipeline.backward).sum(axis=0))
     rounds = -(-count // pipeline.size)
-    hop = float(pipeline.hops[:-1].sum())
-    messages = 2 * hop * rounds + (2 * hop - 2 * float(pipeline.hops[:-1].max()) if rounds > 1 else 0.0)
-    return float(work.sum() - work.max()), messages, "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1"
+    again = 2 * (pipeline.hop - float(pipeline.hops[:-1].max())) if rounds > 1 else 0.0
+    return Waiting(fill, 2 * pipeline.hop * rounds + again, "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1")
 
 
-def _gpipe(pipeline: Pipeline, count: int) -> tuple[float, float, str]:
-    forward, backward = pipeline.forward, pipeline.backward
-    fill = float(forward.sum() - forward.max() + backward.sum() - backward.max())
-    uneven = float(forward.max() + backward.max() - pipeline.work.max()) * count
-    return fill + uneven, 2 * float(pipeline.hops[:-1].sum()), "(p - 1) (tf + tb), arXiv 1811.06965, section 2.3"
+def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
+    """All forwards, then all backwards, chunk by chunk: the slowest stage of each chunk sets its pace."""
+    forward, backward = pipeline.forward, pipeline.again + pipeline.backward
+    pace = count * float(forward.max(axis=1).sum() + backward.max(axis=1).sum() - pipeline.work.max())
+    passing = forward + pipeline.backward
+    fill = float((passing.sum(axis=1) - passing.max(axis=1)).mean())
+    missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * float(pipeline.work.mean())
+    passes = pipeline.chunks if count <= pipeline.size else 1
+    source = "(p - 1) (tf + tb) / v, arXiv 1811.06965, section 2.3, and arXiv 2211.05953"
+    return Waiting(pace + fill + missing, 2 * passes * pipeline.hop, source)
 
 
-def _interleaved(pipeline: Pipeline, count: int) -> tuple[float, float, str]:
-    work, chunks = pipeline.work, pipeline.chunks
-    fill = float(work.sum() - work.max()) / chunks
-    missing = max(0, pipeline.size - count) * (chunks - 1) / chunks * float(work.mean())
-    passes = chunks if count <= pipeline.size else 1
-    return (
-        fill + missing,
-        2 * passes * float(pipeline.hops[:-1].sum()),
-        "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2",
-    )
+def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
+    """A last group that is smaller than the pipeline leaves its places empty: of all work where it is the only one,
+    of backwards behind others."""
+    size, chunks = pipeline.size, pipeline.chunks
+    fill = _others(pipeline, (pipeline.forward + pipeline.backward).sum(axis=0)) / chunks
+    empty = size - count if count < size else -count % size
+    lost = pipeline.work if count < size else pipeline.backward.sum(axis=0)
+    missing = empty * (chunks - 1) / chunks * float(lost.mean())
+    passes = chunks if count <= size else 1
+    source = "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2"
+    return Waiting(fill + missing, 2 * passes * pipeline.hop, source)
 
 
-def _zb_h1(pipeline: Pipeline, count: int) -> tuple[float, float, str]:
-    each = pipeline.forward + pipeline.input_half - pipeline.weight_half
-    return _zero_bubble(pipeline, each, "(p - 1) (TF + TB - TW), arXiv 2401.10241, table 1")
+def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
+    each = (pipeline.forward + pipeline.input_half - pipeline.weight_half).sum(axis=0)
+    return Waiting(max(0.0, _others(pipeline, each)), 2 * pipeline.hop, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
 
 
-def _zb_h2(pipeline: Pipeline, count: int) -> tuple[float, float, str]:
-    each = pipeline.forward + pipeline.input_half - 2 * pipeline.weight_half
-    return _zero_bubble(pipeline, each, "(p - 1) (TF + TB - 2 TW), arXiv 2401.10241, table 1")
+def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
+    """The last rank starts p - 1 forwards late and the update waits for it; with few micro-batches more than that."""
+    forward = pipeline.forward.sum(axis=0)
+    each = forward + (pipeline.input_half - 2 * pipeline.weight_half).sum(axis=0)
+    bubble = max(_others(pipeline, forward), _others(pipeline, each))
+    if count < 2 * pipeline.size - 1:
+        bubble = max(1.5 * _others(pipeline, forward), _zb_h1(pipeline, count).bubble)
+    return Waiting(bubble, 2 * pipeline.hop, "(p - 1) max(TF, TF + TB - 2 TW), simulated")
 
 
-def _zero_bubble(pipeline: Pipeline, each: Floats, source: str) -> tuple[float, float, str]:
-    bubble = (pipeline.size - 1) * max(0.0, float(each.mean()))
-    return bubble, 2 * float(pipeline.hops[:-1].sum()), source
+def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
+    forward, half = pipeline.forward.sum(axis=0), pipeline.input_half.sum(axis=0)
+    each = forward + half - 2 * pipeline.weight_half.sum(axis=0)
+    one = max(_others(pipeline, forward), _others(pipeline, half))
+    bubble = max(one / 2, _others(pipeline, each)) if count >= 2 * pipeline.size else one
+    return Waiting(bubble, 2 * pipeline.hop, "(p - 1) max(TF / 2, TB / 2, TF + TB - 2 TW), simulated")
 
 
-def _endless(pipeline: Pipeline, count: int) -> tuple[float, float, str]:
-    return 0.0, 2 * float(pipeline.hops[:-1].sum()), "no flush: the slowest stage, arXiv 2006.09503, section 3"
+def _endless(pipeline: Pipeline, count: int) -> Waiting:
+    source = "no flush: the slowest stage sets the pace, arXiv 2006.09503, section 3"
+    return Waiting(0.0, 2 * pipeline.hop * count / pipeline.size, source)
 
 
-Formula = Callable[[Pipeline, int], tuple[float, float, str]]
+Formula = Callable[[Pipeline, int], Waiting]
 FORMULAS: dict[str, Formula] = {
-    "1f1b": _flush,
-    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "gpipe": _breadth_first,
     "interleaved_1f1b": _interleaved,
-    "modular": _interleaved,
+    "modular": _breadth_first,
     "zb_h1": _zb_h1,
     "zb_h2": _zb_h2,
-    "zb_v": _zb_h2,
-    "zb_auto": _zb_h2,
+    "zb_v": _zb_v,
     "2bw": _endless,
     "pipedream": _endless,
 }
+"""By schedule; others are simulated."""
 
 
-def pipeline_time(name: str, pipeline: Pipeline, num_microbatches: int) -> PipelineTime:
-    """Of one step under a named schedule with whole backwards, or with halves where it splits them."""
-    busy = num_microbatches * float(pipeline.work.max())
+def waiting_of(name: str, options: Options, pipeline: Pipeline, num_microbatches: int) -> Waiting:
+    """What the rank with the most work waits for in one step.
+
+    Schedules without a formula are simulated with even stages for up to four micro-batches a rank; what that adds
+    with more of them is drawn on in a line.
+    """
     if pipeline.size == 1:
-        return PipelineTime(busy, 0.0, 0.0, "one stage")
-    bubble, messages, source = FORMULAS[name](pipeline, num_microbatches)
-    return PipelineTime(busy, bubble, messages, source)
+        return Waiting(0.0, 0.0, "one pipeline rank")
+    if name in FORMULAS and not options.get("two_bp", False) and options.get("group_size") in (None, pipeline.size):
+        return FORMULAS[name](pipeline, num_microbatches)
+    ranks = pipeline.size
+    phases = (pipeline.forward, pipeline.again + pipeline.input_half, pipeline.weight_half)
+    mean = [float(phase.sum(axis=0).mean()) for phase in phases]
+    # Ratios to two digits: layouts of one model differ by less, and the cache serves them all.
+    ratios = tuple(round(each / mean[0], 2) for each in mean[1:])
+    shown, fewer = min(num_microbatches, 4 * ranks), min(num_microbatches, 2 * ranks)
+    key = tuple(sorted(options.items()))
+    bubble = _simulated_bubble(name, key, ranks, shown, ratios)
+    if num_microbatches > shown:
+        slope = (bubble - _simulated_bubble(name, key, ranks, fewer, ratios)) / (shown - fewer)
+        bubble += max(0.0, slope) * (num_microbatches - shown)
+    uneven = float(_others(pipeline, pipeline.work)) / (pipeline.work.max() * (ranks - 1))
+    source = f"{name}, simulated with even stages and {shown} micro-batches"
+    return Waiting(bubble * mean[0] * min(1.0, uneven), 2 * pipeline.hop, source)
+
+
+@lru_cache(maxsize=1024)
+def _simulated_bubble(
+    name: str, options: tuple[tuple[str, object], ...], num_ranks: int, count: int, ratios: tuple[float, ...]
+) -> float:
+    """Seconds beyond the work, a forward taking one."""
+    schedule = build(name, num_ranks, count, **dict(options))  # type: ignore[arg-type]
+    costs = rank_costs(schedule.header, forward=1.0, backward_input=ratios[0], backward_weight=ratios[1])
+    return simulate(schedule, costs).finish - count * (1.0 + sum(ratios))

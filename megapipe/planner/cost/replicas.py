@@ -33,8 +33,8 @@ class Beside(NamedTuple):
         return (slow_down - 1) * max(0.0, hidden) + max(piece, self.traffic - self.compute * (1 - 1 / self.pieces))
 
 
-def steady_with_traffic(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
-    """Seconds of each rank's part of a micro-batch with traffic that comes with every micro-batch beside it."""
+def side_by_side(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
+    """Seconds of each stage's compute with traffic beside it, as `overlapped` has it."""
     return np.array([overlapped(work, talk, slow_down) for work, talk in zip(compute, traffic, strict=True)])
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
 from megapipe.planner.cost.replicas import scalar_seconds, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.planner.cost.stages import StageCosts
+from megapipe.planner.cost.stages import Floats, StageCosts
 from megapipe.planner.cost.step_time import hop_seconds
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.runs.prediction import predict_rank
@@ -68,7 +70,7 @@ def _action_costs(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -
     update = costs.update + (costs.gather if gathered else 0.0)
     return Costs(
         forward=tuple(costs.whole_forward),
-        recompute=tuple(costs.whole_again),
+        recompute=tuple(costs.whole_again * _spread(run)),
         backward=tuple(whole),
         backward_input=tuple(costs.input_half),
         backward_weight=tuple(costs.weight_half(apart=True)),
@@ -79,6 +81,15 @@ def _action_costs(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -
         reduce_scalars=scalar_seconds(run),
         links=links,
     )
+
+
+def _spread(run: RunLayout) -> Floats:
+    """By stage, its units over those that run again: the simulator gives every unit an equal part of its stage."""
+    spans = run.stages.recomputed(run.config.recompute)
+    if not spans:
+        return np.ones(len(run.stages.ranges))
+    again = [sum(len(span) for span in own) for own in spans]
+    return np.array([units / max(1, own) for units, own in zip(run.stages.units_per_stage, again, strict=True)])
 
 
 def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float, source: str) -> Iterator[Term]:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Term
-from megapipe.planner.cost.pipeline_time import Pipeline, PipelineTime, pipeline_time
-from megapipe.planner.cost.replicas import Beside, scalar_seconds, steady_with_traffic, tied_seconds
+from megapipe.planner.cost.pipeline_time import Pipeline, waiting_of
+from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import StageCosts
 from megapipe.planner.runs.scheduling import schedule_options
@@ -40,8 +40,8 @@ class _Step:
         self.run, self.costs, self.assumptions, self.source = run, costs, assumptions, source
         config = run.config
         self.generator = find_generator(config.schedule.name)
-        options = schedule_options(config)
-        arguments = self.generator.arguments(self.generator.policy_options, options)
+        self.options = schedule_options(config)
+        arguments = self.generator.arguments(self.generator.policy_options, self.options)
         self.policy = self.generator.policy(run.pipeline, run.num_microbatches, **arguments)
         self.splits = self.generator.splits or config.schedule.two_bp
         self.flushes = max(self.policy.versions_by_rank) == 1 and self.policy.updates_per_step == 1
@@ -49,23 +49,32 @@ class _Step:
         self.units = np.bincount(costs.ranks, costs.layers)
 
     def terms(self) -> Iterator[Term]:
-        costs, rank = self.costs, self.costs.by_rank
-        forward, again = rank(costs.whole_forward), rank(costs.whole_again)
-        input_half, weight_half = rank(costs.input_half), rank(costs.weight_half(apart=self.splits))
-        backward = again + input_half + weight_half
-        slow, traffic = self.assumptions.slow_down, self._steady_traffic()
-        with_forward = steady_with_traffic(forward, traffic[0], slow)
-        with_backward = steady_with_traffic(backward, traffic[1], slow)
-        hops = np.array([sum(each) for each in hop_seconds(self.run, self.assumptions)])
-        pipeline = Pipeline(with_forward, with_backward, again + input_half, weight_half, self.run.chunks, hops)
-        time = pipeline_time(self.run.config.schedule.name, pipeline, self.count)
+        """A sharded weight's and gradient's traffic of every micro-batch runs beside its compute."""
+        costs, slow, splits = self.costs, self.assumptions.slow_down, self.splits
+        backward = costs.input_half + costs.weight_half(apart=splits)
+        gathers, sums = self._steady_traffic()
+        forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
+        backward_traffic = side_by_side(costs.whole_again + backward, gathers + sums, slow) - costs.whole_again - backward
+        pipeline = Pipeline(
+            self._by_chunk(costs.whole_forward),
+            self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
+            self._by_chunk(costs.input_half),
+            self._by_chunk(costs.weight_half(apart=splits)),
+            np.array([sum(each) for each in hop_seconds(self.run, self.assumptions)]),
+        )
+        waiting = waiting_of(self.run.config.schedule.name, self.options, pipeline, self.count)
         busiest = int(pipeline.work.argmax())
         yield from self._of_rank(busiest)
-        beside = float(pipeline.work[busiest] - (forward + backward)[busiest]) * self.count
+        beside = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
         yield Term("data", beside, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
-        yield Term("bubble", time.bubble, time.source)
-        yield Term("pipeline", time.messages, "messages that a stage waits for: latency + bytes / bandwidth")
-        yield from self._at_the_end(pipeline, time)
+        yield Term("bubble", waiting.bubble, waiting.source)
+        yield Term("pipeline", waiting.messages, "messages that a stage waits for: latency + bytes / bandwidth")
+        yield from self._at_the_end(pipeline)
+
+    def _by_chunk(self, values: Floats) -> Floats:
+        """From stages to [chunks, ranks], the chunks of a rank in the order of its stages."""
+        order = np.argsort(self.costs.ranks, kind="stable")
+        return values[order].reshape(self.run.pipeline, self.run.chunks).T
 
     def _of_rank(self, rank: int) -> Iterator[Term]:
         costs = self.costs
@@ -81,39 +90,46 @@ class _Step:
         yield Term("tensor", once(tensor), "rings, doi 10.1177/1094342005051521, section 4.1")
         yield Term("context", once(context), "rings beside attention, arXiv 2310.01889, section 3")
 
-    def _gathers_each_pass(self) -> bool:
-        """Whether sharded weights are gathered anew for every micro-batch."""
-        zero = self.run.config.zero
-        return self._again_each_pass(zero.stage >= 3, zero.weight_buffers)
-
-    def _again_each_pass(self, sharded: bool, buffers: int) -> bool:
+    def _passes(self, sharded: bool, buffers: int) -> Floats:
+        """By stage, how often a micro-batch finds a unit's buffer given up since the one before, on average."""
         if not sharded or self.run.costs.of_units.shards == 1:
-            return False
-        if self.run.config.schedule.name == "modular":
-            return int(self.costs.layers.max()) > buffers
-        return int(self.units.max()) > buffers
+            return np.zeros(len(self.costs.ranks))
+        ranks, name = self.costs.ranks, self.run.config.schedule.name
+        largest = np.zeros(self.run.pipeline)
+        np.maximum.at(largest, ranks, self.costs.layers)
+        found = np.ones(self.run.pipeline)
+        if name == "interleaved_1f1b":
+            found[2 * largest <= buffers] = 1.0 / self.run.pipeline
+        if name == "modular":
+            found[largest <= buffers] = 0.0
+        found[self.units <= buffers] = 0.0
+        return found[ranks]
 
     def _steady_traffic(self) -> tuple[Floats, Floats]:
-        """What replicas exchange with every micro-batch, beside forwards and beside backwards, by rank."""
-        zero, rank = self.run.config.zero, self.costs.by_rank
-        gathers = rank(self.costs.gather) if self._gathers_each_pass() else np.zeros(self.run.pipeline)
-        often = self._again_each_pass(zero.stage >= 2, zero.gradient_buffers) or self.policy.updates_per_step > 1
-        reductions = rank(self.costs.reduction) if often else np.zeros(self.run.pipeline)
-        return gathers, gathers + reductions
+        """By stage, what replicas exchange with every micro-batch: gathers ahead of either pass, sums of gradients."""
+        zero = self.run.config.zero
+        gathers = self._passes(zero.stage >= 3, zero.weight_buffers)
+        often = self.policy.updates_per_step > 1
+        sums = np.ones(len(gathers)) if often else self._passes(zero.stage >= 2, zero.gradient_buffers)
+        return self.costs.gather * gathers, self.costs.reduction * sums
 
-    def _at_the_end(self, pipeline: Pipeline, time: PipelineTime) -> Iterator[Term]:
-        yield Term(
-            "data", self._reductions(pipeline), "gradients' sums beside backwards, arXiv 2211.13878, cost estimator"
-        )
-        yield Term("tied", tied_seconds(self.run), "sum of a tied weight's gradients over its stages")
-        yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
-        updates = self.policy.updates_per_step
-        yield Term(
-            "update",
-            float(self.costs.by_rank(self.costs.update).max()) * updates,
-            "bytes of the optimizer's state over memory bandwidth",
-        )
+    def _at_the_end(self, pipeline: Pipeline) -> Iterator[Term]:
+        sums = self._reductions(pipeline)
+        yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
+        tied = tied_seconds(self.run) - (sums if self.flushes else self._slack(pipeline)[0])
+        yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
+        if self.flushes:
+            yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
+        yield Term("update", self._update(pipeline), "bytes of the optimizer's state over memory bandwidth")
         yield Term("data", self._gathers(pipeline), "gathers of updated weights (ZeRO 1 and 2)")
+
+    def _update(self, pipeline: Pipeline) -> float:
+        """Of the slowest rank; without a flush each rank's is a part of its own work."""
+        updates = self.costs.by_rank(self.costs.update)
+        if self.flushes:
+            return float(updates.max())
+        work = pipeline.work * self.count
+        return float((work + updates * self.policy.updates_per_step).max() - work.max())
 
     def _reductions(self, pipeline: Pipeline) -> float:
         """What sums of gradients add behind the last backward, of the rank that ends last."""
@@ -123,8 +139,9 @@ class _Step:
         if not totals.any():
             return 0.0
         name, slow = self.run.config.schedule.name, self.assumptions.slow_down
-        chunks, backward = self.run.chunks, pipeline.backward
+        chunks, backward = self.run.chunks, (pipeline.again + pipeline.backward).sum(axis=0)
         earlier = np.concatenate([[0.0], np.cumsum(backward / chunks)[:-1]])
+        slack = self._slack(pipeline)
         worst = 0.0
         for rank, total in enumerate(totals):
             compute = float(backward[rank]) / chunks
@@ -132,12 +149,18 @@ class _Step:
                 compute += float(backward[rank]) / chunks * (chunks - 1) * self.count
             elif chunks > 1:
                 compute += float(backward[rank]) / chunks * (chunks - 1) * min(self.run.pipeline, self.count)
-            if not self.flushes and self.policy.gradient_buffers > 1:
-                compute += float(pipeline.work[rank]) * (self.count - self.run.pipeline)
+            compute += float(slack[rank])
             left = Beside(compute, float(total), int(self.units[rank])).exposed(slow)
             spare = float(earlier[rank]) if self.flushes else 0.0
             worst = max(worst, left - spare)
         return worst
+
+    def _slack(self, pipeline: Pipeline) -> Floats:
+        """Seconds by rank from a batch's last backward to the first forward that needs its update: without a flush a
+        lazy update waits for all micro-batches of the next batch that are not under way yet."""
+        if self.flushes or self.policy.gradient_buffers == 1:
+            return np.zeros(self.run.pipeline)
+        return (self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)) * pipeline.work
 
     def _gathers(self, pipeline: Pipeline) -> float:
         """Weights that updates left in shards are whole again before the next forward."""
@@ -146,8 +169,9 @@ class _Step:
         totals = self.costs.by_rank(self.costs.gather)
         if not self.assumptions.gathers_beside_forward:
             return float(totals.max()) * self.policy.updates_per_step
+        forward = pipeline.forward.sum(axis=0)
         return max(
-            Beside(float(pipeline.forward[rank]), float(total), int(self.units[rank])).exposed(
+            Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(
                 self.assumptions.slow_down
             )
             for rank, total in enumerate(totals)
