@@ -24,6 +24,7 @@ from megapipe.parallel.groups import Group, ReduceOperation, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
+from megapipe.planner.rank import RankPrediction
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.runs.scheduling import build_schedule
@@ -153,21 +154,20 @@ def dry_run(
     validate_schedule(schedule)
     actions = sum(len(rows) for rows in schedule.sections.body)
     say(f"schedule: {schedule.header.name}, {microbatches:,} micro-batches, {actions:,} actions a step, valid")
+    first = predict_rank(config, schedule, 0, device=device)
     found = []
     for place in range(shape.sizes["pipeline"]):
-        rank = shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0})
-        stages = shaped_stages(config, shape, rank, layout, schedule)
-        _run_shapes(config, stages, layout, HeldTokens.of(config, _mesh(shape, rank)))
-        found.append(_coordinate(config, shape, rank, stages, layout, schedule, device))
+        mesh = _mesh(shape, shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0}))
+        stages = shaped_stages(config, mesh, layout, schedule)
+        _run_shapes(config, stages, layout, HeldTokens.of(config, mesh))
+        # Of a rank's coordinates its memory knows the pipeline's alone, so that the layout is found once for all.
+        found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
     say(f"shapes: one forward and backward of all {len(layout.ranges)} stages fit together")
     return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
 
 
-def shaped_stages(
-    config: PretrainConfig, shape: MeshShape, rank: int, layout: StageLayout, schedule: Schedule
-) -> dict[int, Stage]:
-    """The stages of a rank as `Replica` builds them, on the meta device."""
-    mesh = _mesh(shape, rank)
+def shaped_stages(config: PretrainConfig, mesh: Mesh, layout: StageLayout, schedule: Schedule) -> dict[int, Stage]:
+    """The stages of a mesh's rank as `Replica` builds them."""
     replicas = mesh.group("data", "context")
     count = config.zero.num_shards(replicas.size)
     muon = config.optimizer.name == "muon"
@@ -246,27 +246,17 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
     )
 
 
-def _coordinate(
-    config: PretrainConfig,
-    shape: MeshShape,
-    rank: int,
-    stages: Mapping[int, Stage],
-    layout: StageLayout,
-    schedule: Schedule,
-    device: str,
-) -> Coordinate:
+def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stage], layout: StageLayout) -> Coordinate:
     """The memory of a rank by formula, its lasting state held to the buffers that were built."""
-    predicted = predict_rank(config, schedule, rank, device=device)
     states = unit_states(dict(stages))
     said, built = predicted.state(), [_bytes(state) for state in states]
     for name in ("weights", "master", "gradients"):
         total = sum(each[name] for each in built)
         if total != getattr(said, name):
-            raise ShapeError(f"rank {rank} was built with {total} bytes of {name}, the formulas say {said}")
-    pipeline = shape.coordinates(rank)["pipeline"]
+            raise ShapeError(f"rank {mesh.rank} was built with {total} bytes of {name}, the formulas say {said}")
     return Coordinate(
-        pipeline=pipeline,
-        ranks=shape.world_size // shape.sizes["pipeline"],
+        pipeline=predicted.pipeline_rank,
+        ranks=mesh.world_size // mesh.size("pipeline"),
         stages=tuple(stages),
         layers=tuple(layout.layers[index].name for stage in stages for index in layout.ranges[stage]),
         parameters=sum(state.table.num_elements for state in states),

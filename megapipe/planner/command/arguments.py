@@ -85,15 +85,21 @@ def _failures(parser: ArgumentParser) -> None:
         "--mean_time_between_failures", type=float, metavar="HOURS",
         help="of the whole job: says how often to save; with --save_seconds",
     )  # fmt: skip
-    parser.add_argument("--save_seconds", type=float, help="what a save adds to the training time (docs/checkpoints.md)")
+    parser.add_argument(
+        "--save_seconds", type=float, help="what a save adds to the training time (docs/checkpoints.md)"
+    )
 
 
 def _search(parser: ArgumentParser) -> None:
     parser.add_argument("--objective", choices=get_args(Objective), default="speed", help="what is best")
     parser.add_argument("--tokens", type=float, help="of the whole training; for the objective time")
-    parser.add_argument("--schedules", type=str, help="names to try, separated by commas (default 1f1b,interleaved_1f1b)")
+    parser.add_argument(
+        "--schedules", type=str, help="names to try, separated by commas (default 1f1b,interleaved_1f1b)"
+    )
     parser.add_argument("--top", type=int, default=5, help="layouts that are listed (default 5)")
-    parser.add_argument("--write_config", type=Path, metavar="FILE", help="the best layout as a configuration to train")
+    parser.add_argument(
+        "--write_config", type=Path, metavar="FILE", help="the best layout as a configuration to train"
+    )
 
 
 def _train_time(parser: ArgumentParser) -> None:
@@ -180,7 +186,9 @@ def _parser(command: str, kind: type[PretrainConfig]) -> ArgumentParser:
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind)
     parser.prog = f"plan.py {command}"
     parser.usage = f"plan.py {command} {about.usage}"
-    parser.add_argument("--bert", action="store_true", help="a BERT's run, as pretrain_bert.py reads it, and not a GPT's")
+    parser.add_argument(
+        "--bert", action="store_true", help="a BERT's run, as pretrain_bert.py reads it, and not a GPT's"
+    )
     for add in about.flags:
         add(parser)
     return parser

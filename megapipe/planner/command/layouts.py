@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
@@ -16,34 +15,39 @@ from megapipe.planner.command.planning import (
 )
 from megapipe.planner.command.reports import write_prediction
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.cost.model import Prediction, explain_stages, predict
+from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.breakdown import Row
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
 from megapipe.planner.runs.validation import run_problems
 
+PHASES = (
+    "forward", "backward_input", "backward_weight", "recompute", "tensor", "context", "update", "reduction", "gather",
+)  # fmt: skip
+"""Times of a stage that `explain` prints."""
+
 
 def run_predict(request: Request) -> int:
     """One layout's step time and memory."""
     hardware, prediction, remarks = _prediction(request)
-    estimate = prediction.estimate
-    facts = checkpoint_facts(request, estimate.step_seconds)
+    answer = prediction.estimate
+    facts = checkpoint_facts(request, answer.step_seconds)
     write_prediction(request, hardware, prediction, [])
     if request.flags["json"]:
-        print(json.dumps(estimate.as_json() | {"checkpoint": facts}, indent=2))
+        print(json.dumps(answer.as_json() | {"checkpoint": facts}, indent=2))
         return 0
-    print(run_told(estimate.config, hardware, estimate.world_size))
-    print(f"layout: {layout_told(estimate.config)}")
+    print(run_told(answer.config, hardware, answer.world_size))
+    print(f"layout: {layout_told(answer.config)}")
     for remark in remarks:
         print(f"note: {remark}")
     print()
-    figures = figures_cells(estimate)
+    figures = figures_cells(answer)
     print_table(list(figures), [list(figures.values())])
     print()
-    print_terms(estimate)
+    print_terms(answer)
     print()
-    print_memory(estimate)
+    print_memory(answer)
     if facts is not None:
         print(f"\n{checkpoint_told(facts)}")
     return 0
@@ -52,39 +56,39 @@ def run_predict(request: Request) -> int:
 def run_explain(request: Request) -> int:
     """The same with each term's source, and what each stage costs."""
     hardware, prediction, remarks = _prediction(request)
-    estimate = prediction.estimate
-    stages = explain_stages(estimate.config, hardware)
-    closed = closed_form(estimate.config, hardware)
+    answer = prediction.estimate
+    stages = explain_stages(answer.config, hardware)
+    closed = estimate(answer.config, hardware)
     if request.flags["json"]:
-        found = estimate.as_json() | {
+        told = answer.as_json() | {
             "closed_form": closed.as_json(),
             "stages": [vars(each) for each in stages],
-            "memory": [vars(each) for each in estimate.memory],
+            "memory": [vars(each) for each in answer.memory],
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(told, indent=2))
         return 0
-    print(run_told(estimate.config, hardware, estimate.world_size))
-    print(f"layout: {layout_told(estimate.config)}")
+    print(run_told(answer.config, hardware, answer.world_size))
+    print(f"layout: {layout_told(answer.config)}")
     for remark in remarks:
         print(f"note: {remark}")
-    print(f"\nsimulated step: {seconds_told(estimate.step_seconds)}")
-    print_terms(estimate, sources=True)
+    print(f"\nsimulated step: {seconds_told(answer.step_seconds)}")
+    print_terms(answer, sources=True)
     print(f"\nclosed form, as a search uses it: {seconds_told(closed.step_seconds)}")
     print_terms(closed, sources=True)
     print()
-    names = ("forward", "backward_input", "backward_weight", "recompute", "tensor", "context", "update", "reduction")
-    names = (*names, "gather")
     rows = [
-        [str(each.stage), str(each.rank), _layers(each.layers), *(seconds_told(getattr(each, name)) for name in names)]
+        [
+            str(each.stage),
+            str(each.rank),
+            _layers(each.layers),
+            *(seconds_told(getattr(each, name)) for name in PHASES),
+        ]
         for each in stages
     ]
-    print_table(
-        ["stage", "rank", "layers", *(name.replace("_", " ") for name in names)],
-        rows,
-        "each stage: one micro-batch; update, reduction and gather once a step",
-    )
+    columns = ["stage", "rank", "layers", *(name.replace("_", " ") for name in PHASES)]
+    print_table(columns, rows, "each stage: one micro-batch; update, reduction and gather once a step")
     print()
-    print_memory(estimate)
+    print_memory(answer)
     return 0
 
 
@@ -98,7 +102,9 @@ def run_compare(request: Request) -> int:
             rows.append(Row(file, _predict(own, hardware)[0].estimate))
         except ConfigError as error:
             raise ConfigError([f"{file}: {problem}" for problem in error.problems]) from None
-    rows.sort(key=lambda row: (not row.estimate.fits, row.estimate.config.batch.global_size / row.estimate.step_seconds * -1))
+    rows.sort(
+        key=lambda row: (not row.estimate.fits, row.estimate.config.batch.global_size / row.estimate.step_seconds * -1)
+    )
     if request.flags["json"]:
         print(json.dumps([{"file": name} | estimate.as_json() for name, estimate in rows], indent=2))
         return 0
@@ -114,24 +120,24 @@ def run_compare(request: Request) -> int:
     return 0
 
 
-def print_terms(estimate: Estimate, sources: bool = False) -> None:
+def print_terms(answer: Estimate, sources: bool = False) -> None:
     """What a step's time is made of."""
     rows = [
-        [term.name, seconds_told(term.seconds), f"{term.seconds / estimate.step_seconds:.1%}"]
+        [term.name, seconds_told(term.seconds), f"{term.seconds / answer.step_seconds:.1%}"]
         + ([term.source] if sources else [])
-        for term in estimate.terms
+        for term in answer.terms
     ]
     print_table(["term", "time", "of the step", *(["source"] if sources else [])], rows)
 
 
-def print_memory(estimate: Estimate) -> None:
+def print_memory(answer: Estimate) -> None:
     """Memory by pipeline coordinate."""
     names = ("weights", "master", "gradients", "moments", "activations", "buffers", "total")
     rows = [
         [str(place), *(bytes_told(getattr(memory, name)) for name in names)]
-        for place, memory in enumerate(estimate.memory)
+        for place, memory in enumerate(answer.memory)
     ]
-    limit = f"memory of a rank by pipeline coordinate; a device has {bytes_told(estimate.memory_limit)}"
+    limit = f"memory of a rank by pipeline coordinate; a device has {bytes_told(answer.memory_limit)}"
     print_table(["coordinate", *names], rows, limit)
 
 
@@ -141,13 +147,6 @@ def check_run(config: PretrainConfig, devices: int) -> None:
     problems = run_problems(config, devices)
     if problems:
         raise ConfigError(problems)
-
-
-def closed_form(config: PretrainConfig, hardware: Hardware) -> Estimate:
-    """The search's answer about a layout."""
-    from megapipe.planner.cost.model import estimate
-
-    return estimate(config, hardware)
 
 
 def _prediction(request: Request) -> tuple[Hardware, Prediction, list[str]]:

@@ -1,7 +1,7 @@
 """What the commands about layouts share: the configuration made ready, the machine, words about both."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, Literal
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
@@ -12,7 +12,8 @@ from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.words import duration_told
 from megapipe.planner.runs.layout import layers_of
 
-PREFERRED = ("bf16", "fp16", "fp32")
+PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
+"""Precisions, the fastest first that trains without care."""
 HOUR = 3600.0
 
 
@@ -48,7 +49,9 @@ def check_fields(config: PretrainConfig) -> None:
 
 def num_parameters(config: PretrainConfig) -> int:
     """Of the whole model, tied weights once."""
-    return sum({spec.name: spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values()}.values())
+    return sum(
+        {spec.name: spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values()}.values()
+    )
 
 
 def count_told(count: float) -> str:
@@ -97,6 +100,6 @@ def checkpoint_facts(request: Request, step_seconds: float) -> dict[str, float] 
 def checkpoint_told(facts: dict[str, Any]) -> str:
     """The rule's answer in a line."""
     return (
-        f"save every {duration_told(facts['interval_s'])} (--checkpoint.every {facts['interval_steps']:.0f}): saves and "
-        f"work done twice take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
+        f"save every {duration_told(facts['interval_s'])} (--checkpoint.every {facts['interval_steps']:.0f}): saves "
+        f"and work done twice take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
     )

@@ -111,8 +111,6 @@ def _sections(hardware: Hardware, estimate: Estimate, pictures: dict[str, str]) 
         Section("Time", pictures["breakdown"], run_told(estimate.config, hardware, estimate.world_size)),
     ]
     if "pareto" in pictures:
-        found.append(
-            Section("Speed against memory", pictures["pareto"], "Layouts that no other one beats in both.")
-        )
+        found.append(Section("Speed against memory", pictures["pareto"], "Layouts that no other one beats in both."))
     found.append(Section("Terms of a step", table_html(["term", "time", "of the step", "source"], terms)))
     return found

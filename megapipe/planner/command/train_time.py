@@ -76,7 +76,9 @@ def run_train_time(request: Request) -> int:
     if flags["devices"] is not None and flags["devices"] < 1:
         raise ConfigError(f"--devices is {flags['devices']}; a run takes 1 or more")
     if not 0 <= flags["least_efficiency"] < 1:
-        raise ConfigError(f"--least_efficiency is {flags['least_efficiency']:g}; it is a share, at least 0 and below 1")
+        raise ConfigError(
+            f"--least_efficiency is {flags['least_efficiency']:g}; it is a share, at least 0 and below 1"
+        )
     estimate = _megatron(request, parameters, tokens)
     methods: list[Shortest] = []
     cluster = batch = None
@@ -221,7 +223,9 @@ def _print_shortest(request: Request, cluster: Cluster, methods: list[Shortest],
         )
     if rows:
         columns = ["method", "days", "devices", "data", "pipeline", "tensor", "micro-batch", "micro-batches"]
-        print_table([*columns, "efficiency", "memory", *(f"{name} FLOP/B" for name in ("data", "pipeline", "tensor"))], rows)
+        print_table(
+            [*columns, "efficiency", "memory", *(f"{name} FLOP/B" for name in ("data", "pipeline", "tensor"))], rows
+        )
 
 
 def _check(values: dict[str, float | None]) -> None:

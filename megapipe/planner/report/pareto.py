@@ -57,7 +57,9 @@ def _points(front: Sequence[Estimate], places: Sequence[tuple[float, float]]) ->
         kind = "best" if index == 0 else "point"
         covered = any(abs(x - left) < 2 * RADIUS and abs(y - top) < 2 * RADIUS for left, top in drawn)
         radius = 3 if covered else RADIUS
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="plan-{kind}"><title>{told}</title></circle>')
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="plan-{kind}"><title>{told}</title></circle>'
+        )
         if not covered:
             drawn.append((x, y))
             parts.append(text(x, y + 4, str(index + 1), "on-point", "middle", size=11, bold=True))

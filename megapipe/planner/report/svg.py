@@ -53,7 +53,9 @@ def text(
     """A line of text whose baseline is at y. kind: of colour."""
     weight = ' font-weight="bold"' if bold else ""
     place = f'x="{x:.1f}" y="{y:.1f}"'
-    return f'<text {place} class="plan-{kind}" text-anchor="{anchor}" font-size="{size}"{weight}>{escape(words)}</text>'
+    return (
+        f'<text {place} class="plan-{kind}" text-anchor="{anchor}" font-size="{size}"{weight}>{escape(words)}</text>'
+    )
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, told: str) -> str:

@@ -34,7 +34,7 @@ def duration_told(seconds: float) -> str:
 
 def layout_cells(config: PretrainConfig) -> dict[str, str]:
     """Column -> value of a layout, in the words of the configuration."""
-    parallel, schedule = config.parallel, config.schedule
+    parallel = config.parallel
     return {
         "data": "open" if parallel.data is None else str(parallel.data),
         "pipeline": str(parallel.pipeline),
