@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megapipe.config.errors import ConfigError, nearest
+from megapipe.planner.hardware.measured import MeasuredCollective, Measurements
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """Number formats of matrix products that a device may have a peak for."""
@@ -58,12 +59,19 @@ class Link:
     """The links of every device inside a node.
 
     latency: seconds a message. bandwidth: of one device, to all others together, a direction. pair_bandwidth: between
-    two devices alone, less than that where no switch joins them.
+    two devices alone, less than that where no switch joins them. collectives: measured calls, which count in place of
+    formulas.
     """
 
     latency: float
     bandwidth: float
     pair_bandwidth: float
+    collectives: tuple[MeasuredCollective, ...] = ()
+
+    def measured(self, operation: str, ranks: int) -> MeasuredCollective | None:
+        """The first row of an operation among as many ranks; None without any."""
+        rows = (each for each in self.collectives if (each.operation, each.ranks) == (operation, ranks))
+        return next(rows, None)
 
     def of_ring(self, members: int) -> float:
         """Bytes per second that each of `members` devices passes on: two have only what joins the pair."""
@@ -112,12 +120,14 @@ class Hardware:
     """A machine, or an unlimited supply of its nodes.
 
     groups: of nodes, filled in this order. link_matrix: measured bytes per second from node to node, a row for each
-    sender, both numbered through the groups; the diagonal is not read.
+    sender, both numbered through the groups; the diagonal is not read. measured: layers' times, on the first group's
+    devices.
     """
 
     name: str
     groups: tuple[NodeGroup, ...]
     link_matrix: tuple[tuple[float, ...], ...] | None = None
+    measured: Measurements | None = None
 
     def nodes(self, num_devices: int) -> tuple[NodeGroup, ...]:
         """The nodes that `num_devices` ranks occupy, each given by its group; ranks fill a node before the next.

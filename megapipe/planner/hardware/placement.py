@@ -190,6 +190,8 @@ class Placement:
 def _slower(links: Iterable[Link]) -> Link:
     """Of each figure the worst."""
     found = list(links)
+    if all(link == found[0] for link in found):
+        return found[0]
     return Link(
         max(link.latency for link in found),
         min(link.bandwidth for link in found),

@@ -1,7 +1,6 @@
 """A hardware file, read strictly: every problem is told at once, with line, value, rule and way out."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from megapipe.planner.hardware.description import (
     Network,
     NodeGroup,
 )
+from megapipe.planner.hardware.measured_reader import collective, measurements
+from megapipe.planner.hardware.sections import MISSING, Section, Values
 
 PRESETS = tuple(sorted(each.stem for each in Path(str(files(__package__) / "presets")).glob("*.yaml")))
 """Names of the files that come with the package."""
@@ -58,89 +59,13 @@ def read_hardware(text: str, origin: str = "hardware") -> Hardware:
     return hardware
 
 
-class _Missing:
-    """Stands for what could not be read, once its problem is told."""
-
-
-_MISSING: Any = _Missing()
-
-
-class _Section:
-    """A mapping of a file: fields are taken by name, and what nobody takes is told as unknown."""
-
-    def __init__(self, reader: "_Reader", node: yaml.Node | None, path: str, known: Iterable[str]) -> None:
-        self.reader, self.path, self.node = reader, path, node
-        self.fields: dict[str, yaml.Node] = {}
-        if not isinstance(node, yaml.MappingNode):
-            reader.tell(node, path or "the file", "is no mapping: write `key: value` lines")
-            return
-        known = tuple(known)
-        for key, value in node.value:
-            place = f"{path}.{key.value}" if path else str(key.value)
-            if key.value not in known:
-                hint = nearest(str(key.value), known)
-                reader.tell(key, place, f"is an unknown key{hint} (known here: {', '.join(known)})")
-            elif key.value in self.fields:
-                reader.tell(key, place, "stands twice in one mapping; keep one of them")
-            else:
-                self.fields[key.value] = value
-
-    def take(self, name: str, read: Callable[[yaml.Node, str], Any], default: Any = _MISSING) -> Any:
-        """The field as `read` understands it; `default` where it is left out, a problem where that is not given."""
-        place = f"{self.path}.{name}" if self.path else name
-        if name in self.fields:
-            return read(self.fields[name], place)
-        if default is _MISSING and isinstance(self.node, yaml.MappingNode):
-            self.reader.tell(self.node, place, "is missing; add it")
-        return default
-
-
-class _Reader:
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
-        self.problems: list[str] = []
-
-    def tell(self, node: yaml.Node | None, place: str, problem: str) -> Any:
-        line = f":{node.start_mark.line + 1}" if node is not None else ""
-        self.problems.append(f"{self.origin}{line}: {place} {problem}")
-        return _MISSING
-
-    def text(self, node: yaml.Node, place: str) -> Any:
-        if not isinstance(node, yaml.ScalarNode) or not node.value:
-            return self.tell(node, place, "is no text: write a name")
-        return node.value
-
-    def number(self, node: yaml.Node, place: str, rule: str = "above 0", valid: Callable[[float], bool] = bool) -> Any:
-        """A finite number of a rule; 1e9 counts, which YAML 1.1 reads as text."""
-        written = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        try:
-            value = float(written)
-        except ValueError:
-            return self.tell(node, place, f"is {written!r}, no number: write one {rule}, without its unit")
-        if not math.isfinite(value) or value < 0 or not valid(value):
-            return self.tell(node, place, f"is {written}, but must be {rule}; correct it")
-        return value
-
-    def non_negative(self, node: yaml.Node, place: str) -> Any:
-        return self.number(node, place, "0 or more", lambda value: True)
-
-    def share(self, node: yaml.Node, place: str) -> Any:
-        return self.number(node, place, "above 0 and at most 1", lambda value: 0 < value <= 1)
-
-    def count(self, node: yaml.Node, place: str) -> Any:
-        value = self.number(node, place, "a whole number, 1 or more", lambda value: value >= 1 and value == int(value))
-        return value if value is _MISSING else int(value)
-
-    def items(self, node: yaml.Node, place: str, read: Callable[[yaml.Node, str], Any]) -> Any:
-        if not isinstance(node, yaml.SequenceNode) or not node.value:
-            return self.tell(node, place, "is no list: write one or more `- ` items")
-        return tuple(read(each, f"{place}[{index}]") for index, each in enumerate(node.value))
-
+class _Reader(Values):
     def hardware(self, node: yaml.Node | None) -> Hardware | None:
-        section = _Section(self, node, "", ("name", "groups", "link_matrix"))
+        section = Section(self, node, "", ("name", "groups", "link_matrix", "measured"))
         name = section.take("name", self.text)
         groups = section.take("groups", lambda each, place: self.items(each, place, self.group))
         matrix = section.take("link_matrix", self.matrix, None)
+        measured = section.take("measured", lambda each, place: measurements(self, each, place), None)
         if self.problems:
             return None
         endless = [group.name for group in groups if group.num_nodes is None]
@@ -152,7 +77,7 @@ class _Reader:
             )
         if matrix is not None:
             self.check_matrix(section.fields["link_matrix"], matrix, groups)
-        return Hardware(name, groups, matrix)
+        return Hardware(name, groups, matrix, measured)
 
     def check_matrix(
         self, node: yaml.Node, matrix: tuple[tuple[float, ...], ...], groups: Iterable[NodeGroup]
@@ -174,7 +99,7 @@ class _Reader:
 
     def group(self, node: yaml.Node, path: str) -> NodeGroup:
         known = ("name", "device", "devices_per_node", "inside", "outside", "num_nodes", "price_per_hour")
-        section = _Section(self, node, path, known)
+        section = Section(self, node, path, known)
         return NodeGroup(
             name=section.take("name", self.text),
             device=section.take("device", self.device),
@@ -186,7 +111,7 @@ class _Reader:
         )
 
     def device(self, node: yaml.Node, path: str) -> Device:
-        section = _Section(self, node, path, ("name", "peak_flops", "memory_bytes", "memory_bandwidth", "efficiency"))
+        section = Section(self, node, path, ("name", "peak_flops", "memory_bytes", "memory_bandwidth", "efficiency"))
         return Device(
             name=section.take("name", self.text),
             peak_flops=section.take("peak_flops", self.peaks),
@@ -196,13 +121,13 @@ class _Reader:
         )
 
     def peaks(self, node: yaml.Node, path: str) -> dict[str, float]:
-        section = _Section(self, node, path, DTYPES)
+        section = Section(self, node, path, DTYPES)
         if isinstance(node, yaml.MappingNode) and not node.value:
             self.tell(node, path, f"is empty: give FLOP/s for one or more of {', '.join(DTYPES)}")
         return {dtype: section.take(dtype, self.number) for dtype in DTYPES if dtype in section.fields}
 
     def efficiency(self, node: yaml.Node, path: str) -> Efficiency:
-        section = _Section(self, node, path, ("ceiling", "half_size", "launch"))
+        section = Section(self, node, path, ("ceiling", "half_size", "launch"))
         return Efficiency(
             ceiling=section.take("ceiling", self.share, 1.0),
             half_size=section.take("half_size", self.non_negative, 0.0),
@@ -210,19 +135,24 @@ class _Reader:
         )
 
     def link(self, node: yaml.Node, path: str) -> Link:
-        section = _Section(self, node, path, ("latency", "bandwidth", "pair_bandwidth"))
+        section = Section(self, node, path, ("latency", "bandwidth", "pair_bandwidth", "collectives"))
         bandwidth = section.take("bandwidth", self.number)
         pair = section.take("pair_bandwidth", self.number, bandwidth)
-        if _MISSING not in (bandwidth, pair) and pair > bandwidth:
+        if MISSING not in (bandwidth, pair) and pair > bandwidth:
             self.tell(
                 section.fields["pair_bandwidth"],
                 f"{path}.pair_bandwidth",
                 f"is {pair:g}, more than bandwidth {bandwidth:g}, which a device has to all others; lower it",
             )
-        return Link(section.take("latency", self.non_negative), bandwidth, pair)
+        measured = section.take(
+            "collectives",
+            lambda each, place: self.items(each, place, lambda row, name: collective(self, row, name)),
+            (),
+        )
+        return Link(section.take("latency", self.non_negative), bandwidth, pair, measured)
 
     def network(self, node: yaml.Node, path: str) -> Network:
-        section = _Section(self, node, path, ("latency", "bandwidth", "adapters"))
+        section = Section(self, node, path, ("latency", "bandwidth", "adapters"))
         return Network(
             latency=section.take("latency", self.non_negative),
             bandwidth=section.take("bandwidth", self.number),

@@ -1,0 +1,97 @@
+"""Fields of a YAML file, read strictly: every problem is told, with line, value, rule and way out."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import yaml
+
+from megapipe.config.errors import nearest
+
+
+class _Missing:
+    """Stands for what could not be read, once its problem is told."""
+
+
+MISSING: Any = _Missing()
+
+
+class Section:
+    """A mapping of a file, of known keys alone: its fields are taken by name."""
+
+    def __init__(self, reader: "Values", node: yaml.Node | None, path: str, known: Iterable[str]) -> None:
+        self.reader, self.path, self.node = reader, path, node
+        self.fields: dict[str, yaml.Node] = {}
+        if not isinstance(node, yaml.MappingNode):
+            reader.tell(node, path or "the file", "is no mapping: write `key: value` lines")
+            return
+        known = tuple(known)
+        for key, value in node.value:
+            place = f"{path}.{key.value}" if path else str(key.value)
+            if key.value not in known:
+                hint = nearest(str(key.value), known)
+                reader.tell(key, place, f"is an unknown key{hint} (known here: {', '.join(known)})")
+            elif key.value in self.fields:
+                reader.tell(key, place, "stands twice in one mapping; keep one of them")
+            else:
+                self.fields[key.value] = value
+
+    def take(self, name: str, read: Callable[[yaml.Node, str], Any], default: Any = MISSING) -> Any:
+        """The field as `read` understands it; `default` where it is left out, a problem where that is not given."""
+        place = f"{self.path}.{name}" if self.path else name
+        if name in self.fields:
+            return read(self.fields[name], place)
+        if default is MISSING and isinstance(self.node, yaml.MappingNode):
+            self.reader.tell(self.node, place, "is missing; add it")
+        return default
+
+
+class Values:
+    """Reads single values, and collects every problem that it meets. origin: name of the file."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.problems: list[str] = []
+
+    def tell(self, node: yaml.Node | None, place: str, problem: str) -> Any:
+        line = f":{node.start_mark.line + 1}" if node is not None else ""
+        self.problems.append(f"{self.origin}{line}: {place} {problem}")
+        return MISSING
+
+    def text(self, node: yaml.Node, place: str) -> Any:
+        if not isinstance(node, yaml.ScalarNode) or not node.value:
+            return self.tell(node, place, "is no text: write a name")
+        return node.value
+
+    def one_of(self, node: yaml.Node, place: str, known: tuple[str, ...]) -> Any:
+        """A word of a few."""
+        text = self.text(node, place)
+        if text is not MISSING and text not in known:
+            return self.tell(node, place, f"is {text!r}{nearest(text, known)}: write one of {', '.join(known)}")
+        return text
+
+    def number(self, node: yaml.Node, place: str, rule: str = "above 0", valid: Callable[[float], bool] = bool) -> Any:
+        """A finite number of a rule; 1e9 counts, which YAML 1.1 reads as text."""
+        written = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+        try:
+            value = float(written)
+        except ValueError:
+            return self.tell(node, place, f"is {written!r}, no number: write one {rule}, without its unit")
+        if not math.isfinite(value) or value < 0 or not valid(value):
+            return self.tell(node, place, f"is {written}, but must be {rule}; correct it")
+        return value
+
+    def non_negative(self, node: yaml.Node, place: str) -> Any:
+        return self.number(node, place, "0 or more", lambda value: True)
+
+    def share(self, node: yaml.Node, place: str) -> Any:
+        return self.number(node, place, "above 0 and at most 1", lambda value: 0 < value <= 1)
+
+    def count(self, node: yaml.Node, place: str) -> Any:
+        value = self.number(node, place, "a whole number, 1 or more", lambda value: value >= 1 and value == int(value))
+        return value if value is MISSING else int(value)
+
+    def items(self, node: yaml.Node, place: str, read: Callable[[yaml.Node, str], Any]) -> Any:
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            return self.tell(node, place, "is no list: write one or more `- ` items")
+        return tuple(read(each, f"{place}[{index}]") for index, each in enumerate(node.value))

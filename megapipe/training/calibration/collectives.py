@@ -1,0 +1,129 @@
+"""Times of collectives and of messages between ranks, over what training sends them with."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megapipe.config.mesh_shape import MeshShape
+from megapipe.parallel.collectives import all_to_all
+from megapipe.parallel.groups import Group
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.links import Edge, Link, LinkKind, make_links
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.hardware.measured import MeasuredCollective, Transport
+
+SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
+"""Bytes of the whole buffer."""
+REPEATS = 7
+LINK_TIMEOUT = 120.0
+
+
+def measured_collectives(mesh: Mesh) -> dict[str, dict[int, float]]:
+    """Operation -> bytes -> seconds of a call among all ranks of the mesh. A collective call."""
+    found = {}
+    for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        found[operation] = {size: _timed(mesh, _call(operation, mesh, size), _calls(size)) for size in SIZES}
+    return found
+
+
+def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, dict[int, float]]:
+    """Transport -> bytes -> seconds of a message between two ranks, half a round trip. A collective call of two."""
+    pair = connected_mesh(MeshShape({"pipeline": 2}), mesh.device, LINK_TIMEOUT)
+    edges = [Edge(0, 1, 0, max(SIZES)), Edge(1, 0, 1, max(SIZES))]
+    found: dict[str, dict[int, float]] = {}
+    for kind in kinds:
+        links = make_links(pair, edges, kind, LINK_TIMEOUT)
+        there, back = links[edges[0]], links[edges[1]]
+        found[kind] = {
+            size: _timed(mesh, partial(_round_trip, pair, there, back, _buffer(pair, size)), _calls(size)) / 2
+            for size in SIZES
+        }
+    return found
+
+
+def fitted(operation: str, ranks: int, over: Transport, seconds: Mapping[int, float]) -> MeasuredCollective:
+    """Latency and bandwidth that come nearest to measured seconds by size.
+
+    Least squares of relative errors, so that small messages count as much as large ones; neither may be negative.
+    """
+    sizes, times = (np.array(each, dtype=np.float64) for each in (list(seconds), list(seconds.values())))
+    weights = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
+    latency, per_byte = np.linalg.lstsq(weights, np.ones_like(times), rcond=None)[0]
+    if latency < 0 or per_byte <= 0:
+        # On the border only one of the two is left: the best rate through the origin, or the best constant.
+        latency, per_byte = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
+    return MeasuredCollective(operation, ranks, over, float(latency), float(1.0 / per_byte))
+
+
+def _calls(size: int) -> int:
+    """In one timed loop: more where a call is over in a blink."""
+    return 20 if size <= 2**16 else 4
+
+
+def _timed(mesh: Mesh, call: Callable[[], None], calls: int) -> float:
+    """Median seconds of a call over some loops, of the slowest rank."""
+    times = []
+    for _ in range(REPEATS + 1):  # the first one warms up
+        mesh.world.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
+        times.append((time.perf_counter() - start) / calls)
+    return max(mesh.world.all_gather_object(median(times[1:])))
+
+
+def _buffer(mesh: Mesh, size: int) -> Tensor:
+    return torch.zeros(size // 4, dtype=torch.float32, device=mesh.device)
+
+
+def _call(operation: str, mesh: Mesh, size: int) -> Callable[[], None]:
+    group, whole = mesh.world, _buffer(mesh, size)
+    return partial(_CALLS[operation], group, whole)
+
+
+def _all_reduce(group: Group, whole: Tensor) -> None:
+    group.all_reduce(whole)
+
+
+def _all_gather(group: Group, whole: Tensor) -> None:
+    group.gather_into(whole, group.own_part(whole)).wait()
+
+
+def _reduce_scatter(group: Group, whole: Tensor) -> None:
+    group.reduce_into_part(whole).wait()
+
+
+def _all_to_all(group: Group, whole: Tensor) -> None:
+    all_to_all(whole.view(group.size, -1), group)
+
+
+_CALLS = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _round_trip(mesh: Mesh, there: Link, back: Link, tensor: Tensor) -> None:
+    if mesh.rank == 0:
+        there.send(tensor).wait()
+        back.receive(tensor).wait()
+    else:
+        there.receive(tensor).wait()
+        back.send(tensor).wait()
+
+
+def rows_of(
+    operations: Mapping[str, Mapping[int, float]], ranks: int, over: Transport
+) -> Iterator[MeasuredCollective]:
+    """A fitted row for each operation."""
+    for operation, seconds in operations.items():
+        yield fitted(operation, ranks, over, seconds)
