@@ -11,7 +11,7 @@ def with_torch(name: str, request: Request) -> int:
     """Run a command of training/; importing torch takes a second, which the others need not wait for."""
     from megapipe.training import plan_commands
 
-    handler = {"profile": plan_commands.run_dry_run, "dry-run": plan_commands.run_dry_run}[name]
+    handler = {"profile": plan_commands.run_profile, "dry-run": plan_commands.run_dry_run}[name]
     return handler(request)
 
 

@@ -59,7 +59,17 @@ def _load_yaml(text: str) -> Any:
 
 
 class _Parser(ArgumentParser):
-    """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one."""
+    """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one.
+
+    config_groups: of the configuration, which `--print_config` prints; a program's own flags are no part of it.
+    """
+
+    config_groups: frozenset[str] = frozenset()
+
+    def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+        """As of ArgumentParser, the configuration alone."""
+        kept = Namespace(**{name: value for name, value in vars(cfg).items() if name in self.config_groups})
+        return super().dump(kept, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = _UNKNOWN_KEY.search(message)
@@ -76,6 +86,7 @@ def build_parser(description: str, kind: type[PretrainConfig] = PretrainConfig) 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False)
+    parser.config_groups = frozenset(each.name for each in fields(kind))
     parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
     for group in fields(kind):
         if group.name == "init_from":
@@ -125,7 +136,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     namespace: Namespace = parser.parse_args(words)
     values = parser.instantiate(namespace)
     groups = {each.name for each in fields(kind)}
-    own = {name: values[name] for name in vars(namespace) if name not in groups | {"print_config"}}
+    own = {name: values[name] for name in vars(namespace) if name not in groups}
     return Given(kind(**{name: values[name] for name in groups}), _written(parser, words, groups), own)
 
 
@@ -137,11 +148,6 @@ def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> 
         for name, value in namespace.items()
         if name.partition(".")[0] in groups and not name.endswith("__path__") and value is not None
     )
-
-
-def parse_or_exit(kind: type[Config], description: str, hint: str) -> Config:
-    """As `parse_given_or_exit`, the fields alone."""
-    return parse_given_or_exit(build_parser(description, kind), kind, hint).config
 
 
 def parse_given_or_exit(parser: ArgumentParser, kind: type[Config], hint: str) -> Given[Config]:

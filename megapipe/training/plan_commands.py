@@ -4,10 +4,12 @@ import json
 
 from megapipe.config.errors import ConfigError
 from megapipe.planner.command.arguments import NO_DATA, Request
+from megapipe.planner.command.planning import check_fields
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told
+from megapipe.training.calibration import profile
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
 
 
@@ -30,6 +32,25 @@ def run_dry_run(request: Request) -> int:
     else:
         _print(found)
     _check_memory(found, limit)
+    return 0
+
+
+def run_profile(request: Request) -> int:
+    """Measure this machine for the layers of a model, and write the hardware file."""
+    flags = request.flags
+    check_fields(request.config)
+    hardware = profile(
+        request.config,
+        flags["output"],
+        ranks=flags["ranks"],
+        tensor_sizes=flags["tensor_sizes"],
+        micro_sizes=flags["micro_sizes"],
+        say=_say_nothing if flags["json"] else _say,
+    )
+    if flags["json"]:
+        print(json.dumps({"name": hardware.name, "file": str(flags["output"])}))
+    else:
+        print(f"written: {flags['output']}; plan with it by --hardware {flags['output']}")
     return 0
 
 
