@@ -62,5 +62,5 @@ def overview() -> str:
 
 def _refused(problems: Sequence[str]) -> int:
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {' '.join(problem.split())}", file=sys.stderr)
     return 2
