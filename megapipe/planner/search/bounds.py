@@ -1,0 +1,174 @@
+"""What no layout can go below: seconds by its compute and traffic, bytes by its state and the activations in flight.
+
+Both leave out what only ever adds, so that they stay below `planner.cost.model.estimate`, and need no cut of the model
+into stages: how many blocks a stage can have at most and at least is enough.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.planner.cost.assumptions import ENGINE
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.galvatron.costs import overlapped
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.search.figures import LayerFigures, LayerWork, Micro, State, Traffic
+from megapipe.planner.search.in_flight import held_at_least
+from megapipe.planner.search.layouts import Layout, Shape
+from megapipe.planner.search.stage_limits import StageLimiter
+from megapipe.schedules.generators.registry import find_generator
+
+Floats = npt.NDArray[np.float64]
+
+FILLS = {"1f1b", "gpipe", "interleaved_1f1b", "modular"}
+"""Schedules in which a step's first and last micro-batch pass all other ranks, a chunk at a time."""
+
+
+class LayoutBounds:
+    """Lower bounds of layouts of one run on one machine; arguments as of `LayerFigures`."""
+
+    def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
+        self._base = base
+        self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
+        self._figures = LayerFigures(base, hardware, devices, times)
+        self._limits = StageLimiter(base)
+        precision: Precision = base.training.precision  # type: ignore[assignment]
+        self._weight_bytes = ELEMENT_BYTES[precision]
+        self._least_of = cache(self._find_least_blocks)
+
+    def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
+        """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape; no time where already
+        the bytes are too many."""
+        figures, replicas = self._figures, shape.data * shape.context
+        micros = [
+            figures.micro(shape.tensor, shape.context, shape.micro_size, each.sequence, each.recompute)
+            for each in layouts
+        ]
+        states = [figures.state(shape.tensor, each.zero, replicas) for each in layouts]
+        num_bytes = self._num_bytes(shape, layouts, micros, states).tolist()
+        seconds = [
+            self._seconds(shape, each, micro) if size <= self._memory_limit else math.inf
+            for each, micro, size in zip(layouts, micros, num_bytes, strict=True)
+        ]
+        return seconds, num_bytes
+
+    def _chunks(self, shape: Shape) -> int:
+        if self._base.schedule.file:
+            return 1
+        return find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
+
+    def _count(self, shape: Shape) -> int:
+        return self._base.batch.global_size // (shape.micro_size * shape.data)
+
+    def _seconds(self, shape: Shape, layout: Layout, micro: Micro) -> float:
+        """m micro-batches on the busiest rank, and under a flush one of them on each of the others.
+
+        Some rank has at least the average of everything, and at least the average of blocks, rounded up; the last one
+        has the head beside the blocks that no other has room for.
+        """
+        schedule, pipeline, chunks = self._base.schedule, shape.pipeline, self._chunks(shape)
+        if schedule.file:
+            return 0.0
+        blocks = -(-self._base.model.num_layers // pipeline)
+        traffic = self._figures.traffic(shape, layout.zero) if layout.zero else Traffic(0.0, 0.0)
+        each_block = self._with_traffic(shape, layout, micro.block, traffic) if layout.zero >= 2 else micro.block.whole
+        busiest = max(micro.whole / pipeline, blocks * each_block)
+        if shape.schedule != "zb_v":
+            own = float(self._least_blocks(shape, chunks)[-1].sum())
+            busiest = max(busiest, own * micro.block.whole + micro.head.whole)
+        total = self._count(shape) * busiest
+        if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
+            total += max(0.0, micro.passing - busiest) / chunks
+        if layout.zero in (1, 2) and not ENGINE.gathers_beside_forward:
+            total += blocks * traffic.gather
+        return total
+
+    def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
+        """Seconds of a block, on a rank with many, with what its replicas exchange for every micro-batch beside it."""
+        zero, slow_down = self._base.zero, ENGINE.slow_down
+        fullest = -(-self._base.model.num_layers // shape.pipeline)
+        chunk = -(-fullest // self._chunks(shape))
+        # Layers that a buffer has to go round, as `planner.cost.step_time` tells it.
+        turns = {"modular": chunk, "interleaved_1f1b": min(fullest, 2 * chunk)}.get(shape.schedule, fullest)
+        gathers = traffic.gather if layout.zero >= 3 and turns > zero.weight_buffers else 0.0
+        reductions = traffic.reduction if layout.zero >= 2 and turns > zero.gradient_buffers else 0.0
+        return overlapped(work.forward, gathers, slow_down) + overlapped(
+            work.backward + work.again, gathers + reductions, slow_down
+        )
+
+    def _least_blocks(self, shape: Shape, chunks: int) -> Floats:
+        """Of every stage, shape [pipeline, chunks] as ranks hold them: stages between the first and the last have at
+        least one, and each as many as the others have no room for."""
+        by_hand = self._base.parallel.layers_per_stage is not None or self._base.schedule.file
+        if by_hand or shape.schedule == "zb_v":
+            return np.zeros((shape.pipeline, chunks))
+        return self._least_of(shape.pipeline, chunks)
+
+    def _find_least_blocks(self, pipeline: int, chunks: int) -> Floats:
+        stages = pipeline * chunks
+        found = np.zeros((pipeline, chunks))
+        limits, blocks = self._limits.of(stages), self._base.model.num_layers
+        if stages == 1:
+            return found + blocks
+        found += max(1, blocks - (stages - 2) * limits.most - limits.last)
+        found[0, 0] = max(0, blocks - (stages - 2) * limits.most - limits.last)
+        found[-1, -1] = max(0, blocks - (stages - 1) * limits.most)
+        return found
+
+    def _num_bytes(
+        self, shape: Shape, layouts: Sequence[Layout], micros: Sequence[Micro], states: Sequence[State]
+    ) -> Floats:
+        """Of the fullest rank.
+
+        Rank r with n blocks holds at least c_r n bytes and something besides. The first j ranks have at least R of
+        the blocks, as the others have no room for more; spread as evenly as can be, in proportion to 1 / c_r, these
+        take R / sum(1 / c_r), and no cut has a fullest rank below that. The best j counts.
+        """
+        pipeline, chunks = shape.pipeline, self._chunks(shape)
+        held = held_at_least(self._base.schedule, shape, chunks, self._count(shape))
+        least = self._least_blocks(shape, chunks)
+        always = held.min(axis=1)
+        more = ((held - always[:, None]) * least).sum(axis=1)
+        needed = np.maximum(0.0, self._base.model.num_layers - self._room_behind(shape, chunks))
+        fewest = int(least.sum(axis=1).min())
+
+        def column(name: str, of: Sequence[Micro] | Sequence[State]) -> Floats:
+            return np.array([getattr(each, name) for each in of], dtype=np.float64)[:, None]
+
+        kept, stream = column("block_bytes", micros), column("stream", micros)
+        each_block = column("block", states) + always * kept
+        # A stage's input lies in the slot that it arrived in, which counts once for all.
+        besides = more * kept + (1.0 - held.sum(axis=1)) * stream
+        besides[:, :1] += column("embedding", states) + held[0, 0] * column("embedding_bytes", micros)
+        if shape.schedule != "zb_v" and not self._base.schedule.file:
+            besides[:, -1:] += column("head", states) + held[-1, -1] * column("head_bytes", micros)
+        if pipeline == 1:
+            besides -= column("tied", states)
+        if fewest:
+            besides += column("working", micros) + self._buffers(layouts, states, fewest)
+        shares = 1.0 / each_block
+        found = (needed + (besides * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
+        return np.asarray(found.max(axis=1))
+
+    def _room_behind(self, shape: Shape, chunks: int) -> Floats:
+        """Blocks that the ranks behind each have room for."""
+        limits = self._limits.of(shape.pipeline * chunks)
+        room = np.full(shape.pipeline, float(chunks * limits.most))
+        if shape.schedule != "zb_v":
+            room[-1] += limits.last - limits.most
+        return room[::-1].cumsum()[::-1] - room
+
+    def _buffers(self, layouts: Sequence[Layout], states: Sequence[State], fewest: int) -> Floats:
+        """Whole weights and gradients of sharded blocks, of a rank with at least so many blocks."""
+        zero = self._base.zero
+        found = []
+        for layout, state in zip(layouts, states, strict=True):
+            weights = min(zero.weight_buffers, fewest) * self._weight_bytes if layout.zero >= 3 else 0
+            gradients = min(zero.gradient_buffers, fewest) * FULL_BYTES if layout.zero >= 2 else 0
+            found.append(state.elements * (weights + gradients) if state.shards > 1 else 0)
+        return np.array(found, dtype=np.float64)[:, None]

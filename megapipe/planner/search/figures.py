@@ -1,0 +1,198 @@
+"""Seconds and bytes of single layers on one rank, by the few fields of a layout that they depend on, found once."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.attention_path import attention_path
+from megapipe.costs.layout import LayoutCosts
+from megapipe.costs.memory import Precision
+from megapipe.costs.parameters import LayerSpec, tied_names
+from megapipe.costs.units import Unit, UnitCosts
+from megapipe.planner.cost.exchanges import group_seconds, layer_exchange_seconds, shard_groups
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.planner.search.layouts import Shape
+from megapipe.planner.search.space import Recompute, ZeroStage
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Seconds of a micro-batch in one layer, waiting for tensor ranks included where that hides behind nothing.
+
+    again: of what runs again as a whole.
+    """
+
+    forward: float
+    backward: float
+    again: float
+
+    @property
+    def whole(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.again
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch on one rank. block, head: seconds of a layer, of blocks the fastest; whole: of all layers;
+    passing: without what runs again. Bytes of a layer are held until its backward; working: of one that runs again
+    besides; stream: of a message between stages."""
+
+    block: LayerWork
+    head: LayerWork
+    whole: float
+    passing: float
+    block_bytes: float
+    embedding_bytes: float
+    head_bytes: float
+    working: float
+    stream: float
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes between steps of a block, of the embedding and of the head, each with its use of tied weights.
+
+    tied: of these, what one rank with both uses would hold once. elements: of a block's flat buffer, whole; shards:
+    ranks that share it.
+    """
+
+    block: float
+    embedding: float
+    head: float
+    tied: float
+    elements: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of gathering a block's weights, and of reducing its gradient, over its replicas."""
+
+    gather: float
+    reduction: float
+
+
+class LayerFigures:
+    """Figures of the layers of one run on one machine.
+
+    times: of layers; of a micro-batch they may depend on what one rank does with it, not on the pipeline or on the
+    replicas.
+    """
+
+    def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
+        self._base, self._hardware, self._devices, self._times = base, hardware, devices, times
+        self._layers = layers_of(base)
+        self._tied = set(tied_names(self._layers))
+        self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
+        # Blocks differ in their times alone, where only some compute in fp8: the first, a middle and the last.
+        training = base.training
+        apart = {0, training.fp8_first_kept, base.model.num_layers - 1}
+        self._blocks = [layer for layer in self._layers if layer.kind == "block" and layer.index in apart]
+        self._embedding = next(layer for layer in self._layers if layer.kind == "embedding")
+        self._head = next(layer for layer in self._layers if layer.kind == "head")
+        precision: Precision = training.precision  # type: ignore[assignment]
+        device = hardware_device_type(hardware)
+        self._path = attention_path(base.model, precision, device, base.data.sequence_length)
+        self.micro = cache(self._micro)
+        self.state = cache(self._state)
+        self._traffic_of = cache(self._traffic)
+
+    def traffic(self, shape: Shape, zero: ZeroStage) -> Traffic:
+        """Over the replicas of a shape."""
+        return self._traffic_of(shape.data, shape.pipeline, shape.context, shape.tensor, zero)
+
+    def _micro(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Micro:
+        base = self._base
+        data = self._devices // (tensor * context)
+        config = replace(
+            base,
+            parallel=replace(
+                base.parallel, data=data, tensor=tensor, context=context, pipeline=1, sequence=sequence
+            ),
+            batch=replace(base.batch, micro_size=micro_size),
+            recompute=replace(base.recompute, method=recompute),
+            zero=replace(base.zero, stage=0),
+        )
+        costs = LayoutCosts(config, self._layers, data, self._path, VOCABULARY_ALIGNMENT)
+        placement = Placement(self._hardware, {"data": data, "context": context, "tensor": tensor})
+        whole = float(costs.kept(self._blocks[0]))
+        stream = float(costs.stream)
+        full = recompute == "full"
+        works = [self._work(config, costs, placement, each) for each in self._blocks]
+        block, head = min(works, key=lambda work: work.whole), self._work(config, costs, placement, self._head)
+        edges = self._work(config, costs, placement, self._embedding).whole + head.whole
+        blocks = base.model.num_layers
+        return Micro(
+            block,
+            head,
+            blocks * block.whole + edges,
+            blocks * (block.forward + block.backward) + edges,
+            min(whole, stream / config.recompute.every) if full else whole,
+            float(costs.kept(self._embedding)),
+            float(costs.kept(self._head)),
+            max(0.0, whole - stream) if full else 0.0,
+            stream,
+        )
+
+    def _work(
+        self, config: PretrainConfig, costs: LayoutCosts, placement: Placement, layer: LayerSpec
+    ) -> LayerWork:
+        found = self._times.of(config, layer)
+        backward = found.backward_input + found.backward_weight
+        # With recompute.num_blocks, only some of the blocks run again.
+        whole = config.recompute.method == "full" and layer.kind == "block"
+        again = found.recompute if whole and config.recompute.num_blocks is None else 0.0
+        if not whole:
+            backward += found.recompute
+        if config.parallel.tensor == 1 or config.parallel.sequence_chunks > 1:
+            return LayerWork(found.forward, backward, again)
+        waiting = layer_exchange_seconds(costs, placement, layer, "tensor")
+        return LayerWork(
+            found.forward + waiting.forward, backward + waiting.backward_input, again + (waiting.forward if again else 0.0)
+        )
+
+    def _units(self, tensor: int, zero: ZeroStage, replicas: int) -> UnitCosts:
+        base = self._base
+        config = replace(
+            base,
+            parallel=replace(base.parallel, tensor=tensor, data=replicas, context=1),
+            zero=replace(base.zero, stage=zero),
+        )
+        return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
+
+    def _unit(self, layer: LayerSpec) -> Unit:
+        """A layer without what is tied."""
+        return Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in self._tied))
+
+    def _state(self, tensor: int, zero: ZeroStage, replicas: int) -> State:
+        units = self._units(tensor, zero, replicas)
+        block = self._unit(self._blocks[0])
+        tied = float(sum(units.state(Unit((self._specs[name],), tied=True)).total for name in self._tied))
+        return State(
+            float(units.state(block).total),
+            units.state(self._unit(self._embedding)).total + tied,
+            units.state(self._unit(self._head)).total + tied,
+            tied,
+            units.elements(block),
+            units.shards,
+        )
+
+    def _traffic(self, data: int, pipeline: int, context: int, tensor: int, zero: ZeroStage) -> Traffic:
+        """None where the mesh does not cut nodes evenly: there its groups take long to find."""
+        replicas = data * context
+        sizes = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+        placement = Placement(self._hardware, sizes)
+        if replicas == 1 or placement.inside is None or self._hardware.link_matrix is not None:
+            return Traffic(0.0, 0.0)
+        units, unit = self._units(tensor, zero, replicas), self._unit(self._blocks[0])
+        every = placement.groups("data", "context")
+        slowest = min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
+        group, _ = shard_groups(slowest, replicas if units.shards == 1 else units.shards)
+        gathers = [each for exchanges in units.gather(unit).values() for each in exchanges]
+        reductions = [each for exchanges in units.reduction(unit).values() for each in exchanges]
+        return Traffic(group_seconds(gathers, group), group_seconds(reductions, group))

@@ -1,0 +1,221 @@
+"""Every layout of a search space that can run.
+
+A layout is valid where `PretrainConfig.problems` and `planner.runs.run_problems` have nothing against it. To ask both of
+every layout would take longer than all else, so each rule is asked once for the few fields that it reads, and its
+answer is kept.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import tensor_problems
+from megapipe.planner.runs.scheduling import schedule_problems
+from megapipe.planner.runs.validation import context_problems
+from megapipe.planner.search.space import Recompute, SearchSpace, ZeroStage, check_request
+from megapipe.schedules.generators.registry import find_generator
+
+Value = TypeVar("Value")
+
+
+class Shape(NamedTuple):
+    """How ranks and a batch are divided, and by which schedule.
+
+    chunks: stages a rank; None for schedules with one, and for the default of a schedule whose chunks are pinned.
+    """
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    micro_size: int
+    schedule: str
+    chunks: int | None
+
+
+class Layout(NamedTuple):
+    """A shape, and what is sharded and computed again in it."""
+
+    shape: Shape
+    sequence: bool
+    zero: ZeroStage
+    recompute: Recompute
+
+    def applied(self, base: PretrainConfig) -> PretrainConfig:
+        """The configuration with this layout."""
+        shape = self.shape
+        return replace(
+            base,
+            parallel=replace(
+                base.parallel,
+                data=shape.data,
+                tensor=shape.tensor,
+                pipeline=shape.pipeline,
+                context=shape.context,
+                sequence=self.sequence,
+            ),
+            batch=replace(base.batch, micro_size=shape.micro_size),
+            schedule=replace(base.schedule, name=shape.schedule, chunks=shape.chunks),
+            zero=replace(base.zero, stage=self.zero),
+            recompute=replace(base.recompute, method=self.recompute),
+        )
+
+
+class Layouts:
+    """The valid layouts of a run on a number of devices, each once.
+
+    Args:
+        base: all that a layout does not set; its own values count for fields that are pinned.
+        devices: ranks.
+        pinned: paths of fields that stay as `base` has them, such as `parallel.tensor`. Fields that no layout sets
+            stay anyway, and parallel.data null is open even so.
+        space: values to try.
+
+    Raises:
+        ConfigError: a pinned path that no configuration has, sizes below 1, an unknown schedule.
+    """
+
+    def __init__(self, base: PretrainConfig, devices: int, pinned: frozenset[str], space: SearchSpace) -> None:
+        check_request(base, devices, pinned, space)
+        self.base, self.devices, self.space = base, devices, space
+        self._pinned = pinned | ({"schedule.name", "schedule.chunks"} if base.schedule.file else frozenset())
+        sizes = (base.batch.global_size, base.batch.ramp_start or base.batch.global_size)
+        self._samples = math.gcd(*sizes)
+        self._stages = base.model.num_layers + 2
+        self._tensor_valid = cache(lambda tensor: not tensor_problems(base.model, tensor))
+        self._context_valid = cache(self._find_context_valid)
+        self._sequence_valid = cache(self._find_sequence_valid)
+        self._schedule_valid = cache(self._find_schedule_valid)
+        self._state_valid = cache(self._find_state_valid)
+        self._replicas_valid = cache(self._find_replicas_valid)
+        self._check_base()
+
+    def _check_base(self) -> None:
+        """Raise ConfigError where the fields that no layout sets break a rule whatever the layout."""
+        zeros = self._values("zero.stage", self.base.zero.stage, self.space.zero_stages)
+        methods = self._values("recompute.method", self.base.recompute.method, self.space.recompute)
+        broken = [self._state_problems(zero, method) for zero in zeros for method in methods]
+        if all(broken):
+            raise ConfigError(min(broken, key=len))
+
+    def __iter__(self) -> Iterator[Layout]:
+        for shape in self.shapes():
+            yield from self.of(shape)
+
+    def shapes(self) -> Iterator[Shape]:
+        """All shapes that could run."""
+        for tensor, context, pipeline, data in self._meshes():
+            for micro_size in self._micro_sizes(data):
+                for schedule, chunks in self._schedules(pipeline):
+                    yield Shape(data, tensor, pipeline, context, micro_size, schedule, chunks)
+
+    def of(self, shape: Shape) -> Iterator[Layout]:
+        """The valid layouts of one shape."""
+        base, space = self.base, self.space
+        share = shape.data * shape.micro_size
+        for recompute in self._values("recompute.method", base.recompute.method, space.recompute):
+            # Of all of a layout's options only this one matters to a schedule, and to one from a file alone.
+            method = recompute if base.schedule.file else base.recompute.method
+            if not self._schedule_valid(shape.schedule, shape.chunks, shape.pipeline, share, method):
+                continue
+            for zero in self._values("zero.stage", base.zero.stage, space.zero_stages):
+                if self._state_valid(zero, recompute) and self._replicas_valid(zero, shape.data * shape.context):
+                    for sequence in self._values("parallel.sequence", base.parallel.sequence, space.sequence):
+                        if self._sequence_valid(shape.tensor, shape.context, sequence):
+                            yield Layout(shape, sequence, zero, recompute)
+
+    def _values(self, path: str, own: Value, tried: Iterable[Value]) -> Iterable[Value]:
+        return (own,) if path in self._pinned else tried
+
+    def _sizes(self, path: str, own: int, of: int, most: int | None) -> list[int]:
+        """Divisors of `of` that the space allows."""
+        if path in self._pinned:
+            return [own] if of % own == 0 else []
+        return [size for size in divisors(of) if most is None or size <= most]
+
+    def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
+        """tensor, context, pipeline, data."""
+        parallel, space = self.base.parallel, self.space
+        kept = parallel.data if "parallel.data" in self._pinned else None
+        for tensor in self._sizes("parallel.tensor", parallel.tensor, self.devices, space.max_tensor):
+            if not self._tensor_valid(tensor):
+                continue
+            left = self.devices // tensor
+            for context in self._sizes("parallel.context", parallel.context, left, space.max_context):
+                if not self._context_valid(tensor, context):
+                    continue
+                rest = left // context
+                for pipeline in self._sizes("parallel.pipeline", parallel.pipeline, rest, space.max_pipeline):
+                    data = rest // pipeline
+                    if pipeline <= self._stages and self._samples % data == 0 and kept in (None, data):
+                        yield tensor, context, pipeline, data
+
+    def _micro_sizes(self, data: int) -> list[int]:
+        own, most = self.base.batch.micro_size, self.space.max_micro_size
+        return self._sizes("batch.micro_size", own, self._samples // data, most)
+
+    def _schedules(self, pipeline: int) -> Iterator[tuple[str, int | None]]:
+        """Names with numbers of chunks; a looped 1f1b on one rank is the plain one, and is left out beside that."""
+        schedule = self.base.schedule
+        names = tuple(self._values("schedule.name", schedule.name, self.space.schedules))
+        most = self._stages // pipeline
+        if self.space.max_chunks is not None:
+            most = min(most, self.space.max_chunks)
+        for name in names:
+            if "schedule.chunks" in self._pinned:
+                yield name, schedule.chunks
+            elif find_generator(name).chunks == 1:
+                yield name, None
+            elif pipeline > 1 or name != "interleaved_1f1b" or "1f1b" not in names:
+                yield from ((name, chunks) for chunks in range(2, most + 1))
+
+    def _find_context_valid(self, tensor: int, context: int) -> bool:
+        parallel = replace(self.base.parallel, tensor=tensor, context=context)
+        return not context_problems(replace(self.base, parallel=parallel))
+
+    def _find_sequence_valid(self, tensor: int, context: int, sequence: bool) -> bool:
+        parallel = replace(self.base.parallel, tensor=tensor, context=context, sequence=sequence)
+        return not parallel.sequence_problems(self.base.data.sequence_length)
+
+    def _find_schedule_valid(
+        self, name: str, chunks: int | None, pipeline: int, share: int, recompute: Recompute
+    ) -> bool:
+        """share: samples of a micro-batch on every replica; only their product counts."""
+        base = self.base
+        config = replace(
+            base,
+            parallel=replace(base.parallel, pipeline=pipeline),
+            batch=replace(base.batch, micro_size=share),
+            schedule=replace(base.schedule, name=name, chunks=chunks),
+            recompute=replace(base.recompute, method=recompute),
+        )
+        return not schedule_problems(config, 1)
+
+    def _find_state_valid(self, zero: ZeroStage, recompute: Recompute) -> bool:
+        return not self._state_problems(zero, recompute)
+
+    def _state_problems(self, zero: ZeroStage, recompute: Recompute) -> list[str]:
+        """Rules of single fields, on a mesh that breaks none, with a corpus where none is named yet."""
+        base = self.base
+        prefix = base.data.prefix or ("" if base.data.blend else "corpus")
+        config = replace(
+            base,
+            data=replace(base.data, prefix=prefix),
+            parallel=replace(base.parallel, tensor=1, context=1, pipeline=1, sequence=False, sequence_chunks=1),
+            zero=replace(base.zero, stage=zero),
+            recompute=replace(base.recompute, method=recompute),
+        )
+        return config.problems()
+
+    def _find_replicas_valid(self, zero: ZeroStage, replicas: int) -> bool:
+        return not replace(self.base.zero, stage=zero).replica_problems(replicas)
+
+
+def divisors(number: int) -> list[int]:
+    """All, ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each < number]

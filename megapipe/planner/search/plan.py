@@ -1,0 +1,138 @@
+"""The search: the best layout of a run on a number of devices, and what else is worth knowing."""
+
+import time
+from dataclasses import dataclass, replace
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.cost.roofline_times import RooflineTimes
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.runs.validation import run_problems
+from megapipe.planner.search.alternatives import alternatives, out_of_memory
+from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.explorer import Explorer
+from megapipe.planner.search.findings import Findings, Found, NothingFits
+from megapipe.planner.search.layouts import Layouts
+from megapipe.planner.search.refinement import Refiner
+from megapipe.planner.search.space import SearchSpace
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a search does beside finding the best.
+
+    keep: layouts that are ranked. slowest: of the Pareto front, in times of the best layout's step; 0 for no front.
+    tolerance: share of time or memory by which the front may miss a layout. actions: as in `Refiner`; 0 simulates
+    nothing. alternatives: whether to judge them. stages: layers may be moved between stages by their times.
+    """
+
+    keep: int = 5
+    slowest: float = 2.0
+    tolerance: float = 0.02
+    actions: int = 100_000
+    alternatives: bool = True
+    stages: bool = True
+
+
+def search_speed(
+    base: PretrainConfig,
+    hardware: Hardware,
+    devices: int,
+    pinned: frozenset[str] = frozenset(),
+    *,
+    space: SearchSpace | None = None,
+    times: LayerTimes | None = None,
+    effort: Effort | None = None,
+) -> Findings:
+    """The layouts of most tokens per second on all devices.
+
+    Layouts are compared by `planner.cost.model.estimate`; the best of them are then simulated, as far as `effort`
+    allows, and ordered by that. No pruning leaves out a layout that would have been among the answers.
+
+    Raises:
+        ConfigError: what `Layouts` refuses, no layout that can run, or what the cost model cannot tell. NothingFits:
+            layouts can run and none fits.
+    """
+    started = time.perf_counter()
+    space, effort = space or SearchSpace(), effort or Effort()
+    times = slowest_times(base, hardware, devices) if times is None else times
+    layouts = Layouts(base, devices, pinned, space)
+    limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
+    explorer = Explorer(
+        layouts,
+        LayoutBounds(base, hardware, devices, times),
+        lambda config: estimate(config, hardware, times=times),
+        limit,
+    )
+    if not explorer.candidates:
+        raise ConfigError(_why_nothing_runs(base, devices, pinned))
+    found = explorer.fastest(effort.keep)
+    if not found:
+        raise _nothing_fits(explorer.nearest(), hardware, devices)
+    movable = effort.stages and "parallel.layers_per_stage" not in pinned
+    ranked = Refiner(hardware, times, effort.actions).refined(found, stages=movable)
+    if not ranked:
+        # Closed forms fit and the simulated schedules do not: the closed forms say at least what there is.
+        ranked = tuple(Found(each) for each in found)
+    front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
+    others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
+    price = hardware.price_per_hour(devices)
+    return Findings(
+        objective="speed",
+        devices=devices,
+        ranked=tuple(_priced(each, price) for each in ranked),
+        pareto=tuple(_priced(Found(each), price) for each in front),
+        alternatives=others,
+        trials=(),
+        examined=explorer.examined,
+        pruned=explorer.pruned(),
+        layouts=len(explorer.candidates),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> LayerTimes:
+    """By the roofline of the device that every step waits for, as `planner.cost.model` takes it by default.
+
+    Raises ConfigError where precision is auto, or a device has no peak for it.
+    """
+    if base.training.precision == "auto":
+        raise ConfigError(
+            "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
+        )
+    found = [node.device for node in hardware.nodes(devices)]
+    return RooflineTimes(min(found, key=lambda device: device.peak(base.training.precision)))
+
+
+def price_per_million_tokens(found: Estimate, price_per_hour: float) -> float:
+    """In the currency of the hardware file."""
+    return price_per_hour / 3600.0 / found.tokens_per_second * 1e6
+
+
+def _priced(found: Found, price: float | None) -> Found:
+    return found if price is None else replace(found, price=price_per_million_tokens(found.estimate, price))
+
+
+def _nothing_fits(nearest: Estimate | None, hardware: Hardware, devices: int) -> NothingFits:
+    assert nearest is not None  # there are candidates
+    layout = ", ".join(f"{name} {value}" for name, value in nearest.as_json()["layout"].items())
+    return NothingFits(
+        f"no layout fits {devices} devices of {hardware.name!r}; the one that needs least is {out_of_memory(nearest)} "
+        f"({layout}); take more devices, devices with more memory, a smaller model or shorter samples, or unpin fields",
+        nearest,
+    )
+
+
+def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]) -> list[str]:
+    """What the configuration as it is breaks, where that says why; else that nothing divides."""
+    left_open = replace(base, parallel=replace(base.parallel, data=None)) if "parallel.data" not in pinned else base
+    problems = run_problems(left_open, devices)
+    named = ", ".join(sorted(pinned)) or "nothing"
+    return problems or [
+        f"no layout of {devices} devices can run: no sizes that divide them divide heads, layers and "
+        f"batch.global_size {base.batch.global_size} as well, with {named} pinned; take another number of devices or "
+        "another batch, or unpin fields"
+    ]

@@ -1,0 +1,105 @@
+"""What is done to the few best layouts alone: stages by time, the order of nodes, the simulated schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megapipe.config.errors import ConfigError
+from megapipe.costs.memory import FULL_BYTES, Precision
+from megapipe.costs.memory import boundary_bytes
+from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.node_order import OrderCost, best_node_order
+from megapipe.planner.runs.layout import StageLayout, layers_of
+from megapipe.planner.runs.scheduling import num_stages
+from megapipe.planner.search.findings import Found
+from megapipe.schedules.balance import balance_layers
+
+
+@dataclass(frozen=True)
+class Refiner:
+    """hardware, times: as the estimates use them. actions: computations of a step, over all its pipeline ranks, that
+    simulation may take all together; each takes tens of microseconds."""
+
+    hardware: Hardware
+    times: LayerTimes
+    actions: int
+
+    def refined(self, found: Sequence[Estimate], *, stages: bool) -> tuple[Found, ...]:
+        """The same layouts, improved and ordered anew: first those whose schedule was simulated, then the others by
+        closed forms. One that does not fit by simulation is left out. stages: layers may move between stages."""
+        improved = [self._ordered(self._by_time(each) if stages else each) for each in found]
+        improved.sort(key=_order)
+        left, simulated, others = self.actions, [], []
+        for each in improved:
+            count = _computations(each.estimate)
+            if count <= left:
+                left -= count
+                exact = self._simulated(each)
+                simulated += [exact] if exact.estimate.fits else []
+            else:
+                others.append(each)
+        return (*sorted(simulated, key=_order), *others)
+
+    def _by_time(self, before: Estimate) -> Estimate:
+        """Stages balanced by the layers' times where that is faster than by their FLOPs, and fits."""
+        config = before.config
+        if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
+            return before
+        known: dict[tuple[str, int], float] = {}
+        layers = layers_of(config)
+        for layer in layers:
+            key = layer.kind, layer.index if config.training.fp8 != "none" else 0
+            if key not in known:
+                each = self.times.of(config, layer)
+                known[key] = each.forward + each.backward_input + each.backward_weight + each.recompute
+        seconds = [
+            known[layer.kind, layer.index if config.training.fp8 != "none" else 0] for layer in layers
+        ]
+        sizes = [stop - first for first, stop in balance_layers(seconds, num_stages(config))]
+        if sizes == [len(each) for each in StageLayout.of(config).ranges]:
+            return before
+        parallel = replace(config.parallel, layers_per_stage=sizes)
+        after = estimate(replace(config, parallel=parallel), self.hardware, times=self.times)
+        return after if after.fits and after.step_seconds < before.step_seconds else before
+
+    def _ordered(self, before: Estimate) -> Found:
+        """The nodes in the best order found, where links between them have been measured and it is faster."""
+        if self.hardware.link_matrix is None:
+            return Found(before)
+        config = before.config
+        parallel = config.parallel
+        sizes = {"data": parallel.data or 1, "pipeline": parallel.pipeline}
+        sizes |= {"context": parallel.context, "tensor": parallel.tensor}
+        precision: Precision = config.training.precision  # type: ignore[assignment]
+        message = boundary_bytes(
+            config.model,
+            config.batch.micro_size,
+            config.data.sequence_length // parallel.context,
+            precision,
+            sequence_shards=parallel.sequence_shards,
+        )
+        blocks = sum(spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values())
+        gradients = FULL_BYTES * blocks / (parallel.tensor * parallel.pipeline)
+        try:
+            order = best_node_order(OrderCost(self.hardware, sizes, message, gradients))
+        except ConfigError:  # a mesh that does not cut the nodes evenly has no other order
+            return Found(before)
+        after = estimate(config, self.hardware, times=self.times, node_order=order)
+        return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
+
+    def _simulated(self, found: Found) -> Found:
+        config = found.estimate.config
+        exact = predict(config, self.hardware, times=self.times, node_order=found.node_order).estimate
+        return replace(found, estimate=exact, simulated=True)
+
+
+def _computations(estimate: Estimate) -> int:
+    """Forwards and backwards of a step, of all stages of one pipeline."""
+    config = estimate.config
+    count = config.batch.global_size // (config.batch.micro_size * (config.parallel.data or 1))
+    return 2 * count * num_stages(config)
+
+
+_order: Callable[[Found], tuple[float, int]] = lambda found: (found.estimate.step_seconds, found.estimate.peak_bytes)
