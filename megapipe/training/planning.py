@@ -13,9 +13,10 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.report.words import layout_told, seconds_told
-from megapipe.planner.search.search import search
+from megapipe.planner.search.plan import Effort, search_speed
 
 AUTO = "auto"
+BEST_ALONE = Effort(slowest=0.0, alternatives=False)
 SIZE_TOLERANCE = 0.2
 """By how much a GPU's memory may differ from its preset's, whose makers count GB where drivers count GiB."""
 
@@ -35,7 +36,7 @@ def planned(
         raise ConfigError("training.precision auto is timed after the layout is known; name one beside --plan")
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
-    findings = search(config, hardware, world_size, given.fields)
+    findings = search_speed(config, hardware, world_size, given.fields, effort=BEST_ALONE)
     best = findings.best
     told = (
         f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(best.config)}; predicted "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.planner.command.arguments import COMMANDS, Request, parse_request
 from megapipe.planner.command.layouts import run_compare, run_explain, run_predict
+from megapipe.planner.command.search import run_search
 from megapipe.planner.command.train_time import run_train_time
 from megapipe.schedules.errors import ScheduleError
 
@@ -13,6 +14,7 @@ Handler = Callable[[Request], int]
 """Runs a command and gives the exit status. Raises ConfigError or ScheduleError for what the user can mend."""
 
 HANDLERS: dict[str, Handler] = {
+    "search": run_search,
     "predict": run_predict,
     "explain": run_explain,
     "compare": run_compare,

@@ -14,7 +14,7 @@ from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
 from megapipe.planner.search.findings import Findings, Found
-from megapipe.planner.search.search import search
+from megapipe.planner.search.plan import Effort, search_speed
 from megapipe.planner.search.space import SearchSpace
 
 OUTPUT_NAME = "plan.yaml"
@@ -28,14 +28,8 @@ def run_search(request: Request) -> int:
     if flags["top"] < 1:
         raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
     config, remarks = planned_config(request, hardware)
-    findings = search(
-        config,
-        hardware,
-        devices,
-        request.given,
-        objective=flags["objective"],
-        space=_space(request),
-        tokens=flags["tokens"],
+    findings = search_speed(
+        config, hardware, devices, request.given, space=_space(request), effort=Effort(keep=flags["top"])
     )
     best = findings.best
     facts = checkpoint_facts(request, best.estimate.step_seconds)
@@ -76,7 +70,8 @@ def print_findings(findings: Findings, top: int) -> None:
         {"": str(place)} | layout_cells(each.config) | _figures(each)
         for place, each in enumerate(findings.ranked[:top], start=1)
     ]
-    print_table(list(rows[0]), [list(row.values()) for row in rows])
+    columns = [name for name in rows[0] if name != "context" or any(row[name] != "1" for row in rows)]
+    print_table(columns, [[row[name] for name in columns] for row in rows])
     if any(each.simulated for each in findings.ranked[:top]):
         print("(* by simulation of the schedule, the others in closed form)")
     if findings.trials:
@@ -84,8 +79,9 @@ def print_findings(findings: Findings, top: int) -> None:
         print()
         print_table(["compared", _COMPARED[findings.objective]], told)
     if findings.alternatives:
-        print()
-        print_table(["instead", "why not"], [[each.name, each.reason] for each in findings.alternatives])
+        print("\ninstead:")
+        for each in findings.alternatives:
+            print(f"  {each.name}: {each.reason}")
 
 
 _COMPARED = {
@@ -121,8 +117,8 @@ def _space(request: Request) -> SearchSpace:
 def _file_remarks(hardware: Hardware, best: Found, command: str) -> list[str]:
     estimate = best.estimate
     return [
-        f"Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_told(estimate.step_seconds)} a step, "
-        f"{estimate.tokens_per_second:,.0f} tokens/s, predicted.",
+        f"Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_told(estimate.step_seconds)} a "
+        f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted.",
         f"Start on every node: {command}",
     ]
 

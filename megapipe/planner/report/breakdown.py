@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.report.svg import CHARACTER, box, document, lane, legend, line, text, ticks
+from megapipe.planner.report.svg import CHARACTER, box, cut, document, lane, legend, line, text, ticks
 from megapipe.planner.report.words import bytes_told, seconds_told
 
 COLOURS: Final = {
@@ -20,6 +20,7 @@ COLOURS: Final = {
 }
 OTHERS: Final = ("#a8894f", "#cdb587", "#c9a3d6", "#e9b872", "#7fa9dc", "#9bd3b5")
 TOP, RIGHT, PITCH = 44, 150, 30
+WIDEST_NAME = 290
 
 
 class Row(NamedTuple):
@@ -31,7 +32,7 @@ class Row(NamedTuple):
 
 def draw_breakdown(rows: Sequence[Row], width: int = 900) -> str:
     """One bar a layout, its step in terms; layouts that do not fit say so behind their bar."""
-    left = 24 + CHARACTER * max(len(row.name) for row in rows)
+    left = 24 + min(WIDEST_NAME, CHARACTER * max(len(row.name) for row in rows))
     scale = (width - left - RIGHT) / max(row.estimate.step_seconds for row in rows)
     bottom = TOP + PITCH * len(rows)
     names = list(dict.fromkeys(term.name for row in rows for term in row.estimate.terms if term.seconds > 0))
@@ -43,7 +44,7 @@ def draw_breakdown(rows: Sequence[Row], width: int = 900) -> str:
         parts.append(text(x, bottom + 14, f"{value:g} s", "soft", "middle"))
     for index, (name, estimate) in enumerate(rows):
         y, x = TOP + index * PITCH, left
-        parts.append(text(12, y + 16, name, "ink", bold=index == 0))
+        parts.append(text(12, y + 16, cut(name, left - 12), "ink", bold=index == 0))
         parts.append(lane(left, y, width - left - RIGHT, PITCH - 6))
         for term in names:
             seconds = estimate.seconds_of(term)
@@ -53,7 +54,7 @@ def draw_breakdown(rows: Sequence[Row], width: int = 900) -> str:
             parts.append(box(x, y, seconds * scale, PITCH - 6, colours[term], told))
             x += seconds * scale
         parts += _end(estimate, width - RIGHT + 8, y)
-    more, below = legend([(colours[name], name) for name in names], left, bottom + 26, width - left - RIGHT)
+    more, below = legend([(colours[name], name) for name in names], 12, bottom + 28, width - 24)
     return document(width, below + 6, "Time of a step, by what it goes into", parts + more)
 
 

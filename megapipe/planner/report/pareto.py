@@ -1,13 +1,15 @@
 """Speed against memory: layouts that fit, and those that no other one beats in both."""
 
 from collections.abc import Sequence
+from html import escape
 
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.report.svg import CHARACTER, document, line, text, ticks
+from megapipe.planner.report.svg import cut, document, line, text, ticks
 from megapipe.planner.report.words import bytes_told, layout_told
 
 LEFT, TOP, RIGHT, HEIGHT, ROW = 84, 48, 28, 280, 18
 RADIUS = 9
+MOST_ROWS = 12
 
 
 def draw_pareto(front: Sequence[Estimate], limit: float, width: int = 900) -> str:
@@ -39,28 +41,33 @@ def draw_pareto(front: Sequence[Estimate], limit: float, width: int = 900) -> st
     steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     parts.append(f'<polyline points="{steps}" class="plan-front" stroke-width="1.5"/>')
     parts += _points(front, places)
-    for index, estimate in enumerate(front):
-        told = f"{index + 1}  {estimate.tokens_per_second:,.0f} tokens/s, {bytes_told(estimate.peak_bytes)}: "
-        told += layout_told(estimate.config)
-        most = int((width - LEFT - RIGHT) / CHARACTER)
-        shown = told if len(told) <= most else f"{told[: most - 3]}..."
-        parts.append(text(LEFT, bottom + 40 + ROW * index, shown, "ink" if index == 0 else "soft"))
-    return document(width, bottom + 46 + ROW * len(front), "Speed against memory of the fullest rank", parts)
+    for index, estimate in enumerate(front[:MOST_ROWS]):
+        y, kind = bottom + 40 + ROW * index, "ink" if index == 0 else "soft"
+        parts.append(text(LEFT, y, str(index + 1), kind, "end"))
+        parts.append(text(LEFT + 92, y, f"{estimate.tokens_per_second:,.0f}", kind, "end"))
+        parts.append(text(LEFT + 166, y, bytes_told(estimate.peak_bytes), kind, "end"))
+        parts.append(text(LEFT + 184, y, cut(layout_told(estimate.config), width - LEFT - 184), kind))
+    more = len(front) - MOST_ROWS
+    if more > 0:
+        parts.append(text(LEFT + 184, bottom + 40 + ROW * MOST_ROWS, f"and {more} slower ones", "soft"))
+    rows = min(len(front), MOST_ROWS + 1)
+    return document(width, bottom + 46 + ROW * rows, "Speed against memory of the fullest rank", parts)
 
 
 def _points(front: Sequence[Estimate], places: Sequence[tuple[float, float]]) -> list[str]:
-    """Numbered discs; where two would cover each other, the later is a small one without its number."""
-    parts: list[str] = []
+    """Numbered discs; of two that would cover each other the later is a small one under them, without its number."""
+    small: list[str] = []
+    large: list[str] = []
     drawn: list[tuple[float, float]] = []
     for index, (estimate, (x, y)) in enumerate(zip(front, places, strict=True)):
-        told = f"{index + 1}: {layout_told(estimate.config)}"
+        told = f"<title>{index + 1}: {escape(layout_told(estimate.config))}</title>"
         kind = "best" if index == 0 else "point"
         covered = any(abs(x - left) < 2 * RADIUS and abs(y - top) < 2 * RADIUS for left, top in drawn)
         radius = 3 if covered else RADIUS
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="plan-{kind}"><title>{told}</title></circle>'
-        )
-        if not covered:
+        disc = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="plan-{kind}">{told}</circle>'
+        if covered:
+            small.append(disc)
+        else:
             drawn.append((x, y))
-            parts.append(text(x, y + 4, str(index + 1), "on-point", "middle", size=11, bold=True))
-    return parts
+            large += [disc, text(x, y + 4, str(index + 1), "on-point", "middle", size=11, bold=True)]
+    return small + large

@@ -23,8 +23,8 @@ STYLE: Final = """<style>
 </style>"""
 
 FONT: Final = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
-CHARACTER: Final = 7.3
-"""Pixels that a character of 12 pixels' text takes at the most, on average."""
+CHARACTER: Final = 6.8
+"""Pixels that a character of 12 pixels' text takes, on average."""
 
 Entry = tuple[str, str]
 """Colour and name, in a legend."""
@@ -83,13 +83,19 @@ def legend(entries: Sequence[Entry], x: float, y: float, width: float) -> tuple[
     """Colours with their names from (x, y) on, within a width; and the y below them."""
     parts, left = [], x
     for colour, name in entries:
-        size = 30 + CHARACTER * len(name)
+        size = 34 + CHARACTER * len(name)
         if left > x and left + size > x + width:
             left, y = x, y + 20
         parts.append(f'<rect x="{left:.1f}" y="{y:.1f}" width="12" height="12" rx="2" fill="{colour}"/>')
         parts.append(text(left + 18, y + 10.5, name, "soft"))
         left += size
     return parts, y + 20
+
+
+def cut(words: str, width: float) -> str:
+    """As many words as a width in pixels holds."""
+    most = int(width / CHARACTER)
+    return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
 def ticks(largest: float, most: int = 6) -> list[float]:
