@@ -7,8 +7,8 @@ from megapipe.config.run import PretrainConfig
 from megapipe.training.launcher_death import end_with_launcher
 
 PLAN_HELP = (
-    "auto, or a hardware file or preset: take the fastest layout that fits, by prediction, for the ranks of this start; "
-    "fields that are given stay as they are"
+    "auto, or a hardware file or preset: take the fastest layout that fits, by prediction, for the ranks of this "
+    "start; fields that are given stay as they are"
 )
 
 

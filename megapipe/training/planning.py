@@ -1,7 +1,6 @@
 """`--plan`: the layout of a run, planned where it starts. Every rank plans by itself and comes to the same answer: it
 is a function of the configuration, the machine's kind and the number of ranks alone."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 
