@@ -27,6 +27,11 @@ CAUSAL_SHARE = 0.5
 ACCUMULATED_BYTES = 2 * FULL_BYTES
 """Of an element of a weight's gradient, which a product reads and writes as it adds to the fp32 sum."""
 
+UNFUSED_LOSS_BYTES = 52
+"""Of a logit that the steps of a loss in fp32 read and write: a copy in fp32 (6), maximum (4), difference (8),
+exponential (8), sum (4), quotient (8), product with the outer gradient (8), a copy in 16 bits (6). As in Megatron-LM's
+megatron/core/tensor_parallel/cross_entropy.py."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -42,13 +47,15 @@ class Kernel:
 class LayerKernels:
     """All kernels of one layer for one micro-batch. Iterating gives them in no particular order.
 
-    config: with parallel.data filled in. Passes over memory are those of fused kernels: a norm reads and writes its
-    rows once, bias and activation are one kernel, so are dropout and the residual sum.
+    config: with parallel.data filled in. unfused_loss: as in `Assumptions`. Passes over memory are those of fused
+    kernels: a norm reads and writes its rows once, bias and activation are one kernel, so are dropout and the residual
+    sum.
     """
 
     config: PretrainConfig
     layer: LayerSpec
     device: Device
+    unfused_loss: bool = False
 
     def __iter__(self) -> Iterator[Kernel]:
         kinds = {"embedding": self._embedding, "block": self._block, "head": self._head}
@@ -157,7 +164,7 @@ class LayerKernels:
         causal = not isinstance(config, BertPretrainConfig) and keys == length
         share = CAUSAL_SHARE if causal else 1.0
         one = forward.compute * share
-        moved = (query + 2 * key + query) / self.device.memory_bandwidth
+        moved = (query + 2 * key + query) / self.device.reached_bandwidth
         # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, one of them the scores again.
         yield Kernel("fused attention", "forward", KernelTime(2 * one, moved, forward.launch))
         yield Kernel("fused attention", "backward_input", KernelTime(5 * one, 2 * moved, forward.launch))
@@ -189,8 +196,10 @@ class LayerKernels:
             elif spec.matrix:
                 yield from self._linear(path, spec, micro if path in ONCE_A_SAMPLE else rows)
         columns = self.layer.parameters["output.weight"].local_shape(config.parallel.tensor, VOCABULARY_ALIGNMENT)[0]
-        logits = rows * columns * self._size
-        # The loss reads its logits twice, for the sum and for the gradient that it leaves in their place.
-        yield from self._passes("loss", 3 * logits, 0.0, config.recompute.logits)
+        if self.unfused_loss:
+            yield from self._passes("loss", rows * columns * UNFUSED_LOSS_BYTES, 0.0)
+        else:
+            # It reads its logits twice, for the sum and for the gradient that it leaves in their place.
+            yield from self._passes("loss", 3 * rows * columns * self._size, 0.0, config.recompute.logits)
         if not of_bert or "norm.weight" in self.layer.parameters:
             yield from self._norm("norm")

@@ -15,6 +15,7 @@ from megapipe.planner.cost.simulated import Prediction, exact_memories, simulate
 from megapipe.planner.cost.stages import StageCost, StageCosts, stage_costs, stage_details
 from megapipe.planner.cost.step_time import step_terms
 from megapipe.planner.hardware.description import Device, Hardware
+from megapipe.planner.measured.times import MeasuredTimes, at_ease, shares_a_machine
 
 __all__ = ["Prediction", "estimate", "explain_stages", "predict"]
 
@@ -30,8 +31,8 @@ def estimate(
 ) -> Estimate:
     """A step in closed form, for searching.
 
-    world_size: ranks; needed where parallel.data is open. times: of layers, by default the roofline of the machine's
-    slowest device. node_order: as in `Placement`.
+    world_size: ranks; needed where parallel.data is open. times: of layers, by default those measured on the
+    machine, or the roofline of its slowest device. node_order: as in `Placement`.
 
     Raises:
         ConfigError: the configuration cannot run on so many ranks, or the model cannot tell its time.
@@ -39,6 +40,7 @@ def estimate(
     run = lay_run(config, hardware, world_size, node_order)
     if run.config.schedule.file:
         return _predicted(run, times, assumptions).estimate
+    assumptions = assumptions.on(hardware)
     costs, source = _stage_costs(run, times, assumptions)
     return _answer(run, step_terms(run, costs, assumptions, source), rank_memories(run))
 
@@ -56,7 +58,11 @@ def predict(
 
     Arguments and errors as of `estimate`.
     """
-    return _predicted(lay_run(config, hardware, world_size, node_order), times, assumptions)
+    run = lay_run(config, hardware, world_size, node_order)
+    if times is None and shares_a_machine(run.placement):
+        run = lay_run(config, at_ease(hardware), world_size, node_order)
+        return _predicted(run, MeasuredTimes(hardware, contended=False), assumptions, contended=True)
+    return _predicted(run, times, assumptions)
 
 
 def explain_stages(
@@ -70,24 +76,33 @@ def explain_stages(
 ) -> tuple[StageCost, ...]:
     """What each stage costs, arguments and errors as of `estimate`."""
     run = lay_run(config, hardware, world_size, node_order)
-    return stage_details(run, _stage_costs(run, times, assumptions)[0])
+    return stage_details(run, _stage_costs(run, times, assumptions.on(hardware))[0])
 
 
-def _predicted(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> Prediction:
+def _predicted(
+    run: RunLayout, times: LayerTimes | None, assumptions: Assumptions, contended: bool = False
+) -> Prediction:
+    assumptions = assumptions.on(run.hardware)
     costs, source = _stage_costs(run, times, assumptions)
-    schedule, simulation, terms = simulated(run, costs, assumptions, source)
+    schedule, simulation, terms = simulated(run, costs, assumptions, source, contended)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
 
 
 def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:
     """Costs of all stages, and where the kernels' times come from."""
-    given = RooflineTimes(_slowest_device(run)) if times is None else times
+    given = _default_times(run, assumptions) if times is None else times
     kinds = [
         layer_cost(run, run.stages.layers[index], flops, given, assumptions)
         for index, flops in zip(run.kinds, run.flops, strict=True)
     ]
     sources = dict.fromkeys(kind.compute.source for kind in kinds)
     return stage_costs(run, kinds), "; ".join(sources)
+
+
+def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
+    if shares_a_machine(run.placement):
+        return MeasuredTimes(run.hardware)
+    return RooflineTimes(_slowest_device(run), assumptions.unfused_loss)
 
 
 def _slowest_device(run: RunLayout) -> Device:
@@ -105,7 +120,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
     return Estimate(
         config=run.config,
         world_size=run.world_size,
-        step_seconds=sum(term.seconds for term in terms),
+        step_seconds=float(sum(term.seconds for term in terms)),
         terms=terms,
         memory=memory,
         memory_limit=min(node.device.memory_bytes for node in run.placement.nodes),

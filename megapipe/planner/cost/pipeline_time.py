@@ -22,9 +22,9 @@ Floats = npt.NDArray[np.float64]
 class Pipeline:
     """Seconds of one micro-batch by chunk and pipeline rank: shape [chunks, ranks] each.
 
-    forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over before
-    a message arrives; input_half and weight_half of the backward. hops: of a message from each rank to the next, shape
-    [ranks], the last one's to the first.
+    forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over
+    before a message arrives; input_half and weight_half of the backward. hops: of a message from each rank to the
+    next, shape [ranks], the last one's to the first.
     """
 
     forward: Floats

@@ -17,14 +17,18 @@ SOURCE = "roofline of the device (Williams et al. 2009), products by its efficie
 
 @dataclass(frozen=True)
 class RooflineTimes:
-    """`LayerTimes` of a device: the sum of a layer's kernels (`LayerKernels`)."""
+    """`LayerTimes` of a device: the sum of a layer's kernels (`LayerKernels`).
+
+    unfused_loss: as in `Assumptions`.
+    """
 
     device: Device
+    unfused_loss: bool = False
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
         """Seconds of one micro-batch. Raises ConfigError where the device has no peak for the precision."""
         by_phase = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "again": 0.0}
-        for kernel in LayerKernels(config, layer, self.device):
+        for kernel in LayerKernels(config, layer, self.device, self.unfused_loss):
             by_phase[kernel.phase] += kernel.time.seconds
         whole = config.recompute.method == "full" and layer.kind == "block"
         return LayerSeconds(

@@ -13,6 +13,7 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import Floats, StageCosts
 from megapipe.planner.cost.step_time import hop_seconds
 from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.measured.contended import simulate_measured, traffic_share
 from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.schedules import Costs, Link, Schedule, Simulation, simulate
@@ -44,17 +45,34 @@ def schedule_of(run: RunLayout) -> Schedule:
 
 
 def simulated(
-    run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str
+    run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str, contended: bool = False
 ) -> tuple[Schedule, Simulation, tuple[Term, ...]]:
-    """A run's schedule, its simulation, and the terms of a step, which add up to its time."""
+    """A run's schedule, its simulation, and the terms of a step, which add up to its time.
+
+    contended: costs are those of a rank by itself, and ranks slow each other down as was measured.
+    """
     schedule = schedule_of(run)
     of_actions = _action_costs(run, costs, assumptions)
+    measured = run.hardware.measured if contended else None
+
+    def simulated_for(steps: int) -> Simulation:
+        if measured is None:
+            return simulate(schedule, of_actions, steps)
+        return simulate_measured(
+            schedule,
+            of_actions,
+            measured,
+            processes=run.world_size // run.pipeline,
+            traffic_share=traffic_share(run.placement.nodes[0].inside, run.costs.replicas),
+            steps=steps,
+        )
+
     if schedule.flushes:
-        simulation = simulate(schedule, of_actions)
+        simulation = simulated_for(1)
         seconds = simulation.finish
     else:
-        simulation = simulate(schedule, of_actions, STEPS)
-        shorter = simulate(schedule, of_actions, STEPS // 2)
+        simulation = simulated_for(STEPS)
+        shorter = simulated_for(STEPS // 2)
         seconds = (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
     terms = tuple(term for term in _terms(run, costs, schedule, seconds, source) if term.seconds)
     return schedule, simulation, terms

@@ -1,6 +1,7 @@
 """The terms of a step in closed form."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> tuple[Term, ...]:
     """All that a step's time is made of. source: of the kernels' times."""
-    return tuple(term for term in _Step(run, costs, assumptions, source).terms() if term.seconds)
+    found = _Step(run, costs, assumptions, source).terms()
+    return tuple(replace(term, seconds=float(term.seconds)) for term in found if term.seconds)
 
 
 def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, float]]:
@@ -54,7 +56,9 @@ class _Step:
         backward = costs.input_half + costs.weight_half(apart=splits)
         gathers, sums = self._steady_traffic()
         forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
-        backward_traffic = side_by_side(costs.whole_again + backward, gathers + sums, slow) - costs.whole_again - backward
+        backward_traffic = (
+            side_by_side(costs.whole_again + backward, gathers + sums, slow) - costs.whole_again - backward
+        )
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
@@ -68,7 +72,11 @@ class _Step:
         beside = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
         yield Term("data", beside, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
         yield Term("bubble", waiting.bubble, waiting.source)
-        yield Term("pipeline", waiting.messages, "messages that a stage waits for: latency + bytes / bandwidth")
+        messages = waiting.messages
+        if self.assumptions.waits_for_sends and self.run.pipeline > 1:
+            # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
+            messages += 2 * self.run.chunks * float(pipeline.hops.max()) * self.count
+        yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
         yield from self._at_the_end(pipeline)
 
     def _by_chunk(self, values: Floats) -> Floats:
@@ -171,8 +179,6 @@ class _Step:
             return float(totals.max()) * self.policy.updates_per_step
         forward = pipeline.forward.sum(axis=0)
         return max(
-            Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(
-                self.assumptions.slow_down
-            )
+            Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(self.assumptions.slow_down)
             for rank, total in enumerate(totals)
         )

@@ -5,7 +5,7 @@ together gives twice the number.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.planner.hardware.measured import MeasuredCollective, Measurements
@@ -16,18 +16,22 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How far matrix products stay below the peak: the three free parameters of a device.
+    """How far a device stays below its nominal figures. Matrix products have three parameters.
 
     The rate follows Hockney's law in each dimension of a product (Hockney and Jesshope, Parallel Computers 2, 1988,
     section 1.3: r = r_max / (1 + n_half / n)). The defaults are the peak itself: a bound, not a prediction.
 
     ceiling: share of the peak that a very large product reaches, above 0, at most 1. half_size: elements of one
     dimension at which it alone halves the rate, 0 or more. launch: seconds that every kernel takes besides, 0 or more.
+    memory, links: shares of the nominal bandwidths of its memory, and of links inside and between nodes, that are
+    reached; above 0, at most 1. Not of a link_matrix, which is measured.
     """
 
     ceiling: float = 1.0
     half_size: float = 0.0
     launch: float = 0.0
+    memory: float = 1.0
+    links: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Device:
     """One accelerator, or one core of a CPU.
 
     peak_flops: by number format (`DTYPES`), dense products, no sparsity. memory_bytes: of its own memory.
-    memory_bandwidth: bytes per second, reads and writes together.
+    memory_bandwidth: nominal bytes per second, reads and writes together.
     """
 
     name: str
@@ -43,6 +47,11 @@ class Device:
     memory_bytes: float
     memory_bandwidth: float
     efficiency: Efficiency = field(default_factory=Efficiency)
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes per second of its memory that kernels reach."""
+        return self.memory_bandwidth * self.efficiency.memory
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in a number format; ConfigError where the device has none."""
@@ -113,6 +122,19 @@ class NodeGroup:
     outside: Network
     num_nodes: int | None = None
     price_per_hour: float | None = None
+
+    @property
+    def reached(self) -> "NodeGroup":
+        """The same with the bandwidths of links that are reached."""
+        share = self.device.efficiency.links
+        if share == 1.0:
+            return self
+        inside, outside = self.inside, self.outside
+        return replace(
+            self,
+            inside=replace(inside, bandwidth=inside.bandwidth * share, pair_bandwidth=inside.pair_bandwidth * share),
+            outside=Network(outside.latency, outside.bandwidth * share, outside.adapters),
+        )
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class MeasuredLayer:
 class MeasuredCollective:
     """A collective of `ranks` ranks of one node: a call takes latency + bytes / bandwidth.
 
-    Bytes are those of the whole buffer, as `costs.communication.Exchange` counts them. over: what carries it.
+    Bytes are those of the whole buffer, as `costs.communication.Exchange` counts them. over: what carries it. busy:
+    processor seconds that a rank spends in a second of it, 0 where a device of its own does the work.
     """
 
     operation: str
@@ -47,6 +48,7 @@ class MeasuredCollective:
     over: Transport
     latency: float
     bandwidth: float
+    busy: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Of one call."""
@@ -78,7 +80,7 @@ class Measurements:
     layers: tuple[MeasuredLayer, ...]
     contention: tuple[Contention, ...] = (Contention(1, 1.0),)
 
-    def slowdown(self, ranks: int) -> float:
+    def slowdown(self, ranks: float) -> float:
         """Factor while that many ranks compute: in between by straight lines, beyond the last by its share a rank."""
         before = self.contention[0]
         for each in self.contention:

@@ -22,13 +22,14 @@ ISO_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 def collective(values: Values, node: yaml.Node, path: str) -> MeasuredCollective:
     """One row of `collectives` of a link."""
-    section = Section(values, node, path, ("operation", "ranks", "over", "latency", "bandwidth"))
+    section = Section(values, node, path, ("operation", "ranks", "over", "latency", "bandwidth", "busy"))
     return MeasuredCollective(
         operation=section.take("operation", lambda each, place: values.one_of(each, place, OPERATIONS)),
         ranks=section.take("ranks", values.count),
         over=section.take("over", lambda each, place: values.one_of(each, place, TRANSPORTS)),
         latency=section.take("latency", values.non_negative),
         bandwidth=section.take("bandwidth", values.number),
+        busy=section.take("busy", values.non_negative, 0.0),
     )
 
 

@@ -45,7 +45,9 @@ class Placement:
         self.hardware = hardware
         self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
         self.num_ranks = math.prod(self.sizes.values())
-        self.nodes: tuple[NodeGroup, ...] = hardware.nodes(self.num_ranks)
+        found = hardware.nodes(self.num_ranks)
+        reached = {id(node): node.reached for node in found}
+        self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in found)
         self.node_order = tuple(range(len(self.nodes)) if node_order is None else node_order)
         self._check_order()
         ends = itertools.accumulate(self.nodes[node].devices_per_node for node in self.node_order)

@@ -127,11 +127,13 @@ class _Reader(Values):
         return {dtype: section.take(dtype, self.number) for dtype in DTYPES if dtype in section.fields}
 
     def efficiency(self, node: yaml.Node, path: str) -> Efficiency:
-        section = Section(self, node, path, ("ceiling", "half_size", "launch"))
+        section = Section(self, node, path, ("ceiling", "half_size", "launch", "memory", "links"))
         return Efficiency(
             ceiling=section.take("ceiling", self.share, 1.0),
             half_size=section.take("half_size", self.non_negative, 0.0),
             launch=section.take("launch", self.non_negative, 0.0),
+            memory=section.take("memory", self.share, 1.0),
+            links=section.take("links", self.share, 1.0),
         )
 
     def link(self, node: yaml.Node, path: str) -> Link:

@@ -6,7 +6,7 @@ from its own measured products (`fit_efficiency`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +66,7 @@ def matrix_product_time(
     moved = size * (rows * inner + inner * columns) + (size if out_bytes is None else out_bytes) * rows * columns
     return KernelTime(
         2.0 * batch * padded / (peak * found.ceiling),
-        batch * moved / device.memory_bandwidth,
+        batch * moved / device.reached_bandwidth,
         found.launch,
     )
 
@@ -76,7 +76,7 @@ def memory_bound_time(device: Device, num_bytes: float, kernels: int = 1) -> Ker
 
     num_bytes: that they read and write, all together.
     """
-    return KernelTime(0.0, num_bytes / device.memory_bandwidth, kernels * device.efficiency.launch)
+    return KernelTime(0.0, num_bytes / device.reached_bandwidth, kernels * device.efficiency.launch)
 
 
 def product_efficiency(device: Device, rows: int, inner: int, columns: int, dtype: str) -> float:
@@ -123,7 +123,7 @@ def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> E
         lower, upper = np.maximum(lows, point - reach), np.minimum(highs, point + reach)
         point = _best(errors, [np.linspace(*ends, _POINTS) for ends in zip(lower, upper, strict=True)], point)
         reach = reach * _SHRINK
-    return Efficiency(*(float(each) for each in point))
+    return replace(device.efficiency, **dict(zip(_FITTED, map(float, point), strict=True)))
 
 
 def _best(
@@ -135,6 +135,7 @@ def _best(
     return points[errors(points).argmin()]
 
 
+_FITTED = ("ceiling", "half_size", "launch")
 _FIRST_POINTS = 16
 _POINTS = 7
 _ROUNDS = 80

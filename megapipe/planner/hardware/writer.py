@@ -1,4 +1,4 @@
-"""Hardware as the text of a file, such as `read_hardware` reads back to the same."""
+"""Hardware as the text of a file, such as `read_hardware` reads back: the same to six digits."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,9 +15,9 @@ def written(hardware: Hardware, remark: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, and without what is left out of a file: None, and rows that are not there."""
+    """Lists for tuples, six digits of numbers; without what a file leaves out: None, and lists without rows."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items() if each is not None and each != ()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return value
+    return float(f"{value:.6g}") if isinstance(value, float) else value

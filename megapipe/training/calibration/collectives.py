@@ -1,9 +1,10 @@
 """Times of collectives and of messages between ranks, over what training sends them with."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,41 +24,56 @@ REPEATS = 7
 LINK_TIMEOUT = 120.0
 
 
-def measured_collectives(mesh: Mesh) -> dict[str, dict[int, float]]:
-    """Operation -> bytes -> seconds of a call among all ranks of the mesh. A collective call."""
-    found = {}
-    for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        found[operation] = {size: _timed(mesh, _call(operation, mesh, size), _calls(size)) for size in SIZES}
-    return found
+class Call(NamedTuple):
+    """One size of one operation: seconds of a call on the slowest rank, and processor seconds of all ranks' mean."""
+
+    seconds: float
+    processor: float
 
 
-def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, dict[int, float]]:
-    """Transport -> bytes -> seconds of a message between two ranks, half a round trip. A collective call of two."""
+Timings = dict[int, Call]
+"""By bytes."""
+
+
+def measured_collectives(mesh: Mesh) -> dict[str, Timings]:
+    """Operation -> times of calls among all ranks of the mesh. A collective call."""
+    return {
+        operation: {size: _timed(mesh, _call(operation, mesh, size), _calls(size)) for size in SIZES}
+        for operation in _CALLS
+    }
+
+
+def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
+    """Transport -> times of messages between two ranks, half a round trip each. A collective call of two."""
     pair = connected_mesh(MeshShape({"pipeline": 2}), mesh.device, LINK_TIMEOUT)
     edges = [Edge(0, 1, 0, max(SIZES)), Edge(1, 0, 1, max(SIZES))]
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, Timings] = {}
     for kind in kinds:
         links = make_links(pair, edges, kind, LINK_TIMEOUT)
         there, back = links[edges[0]], links[edges[1]]
         found[kind] = {
-            size: _timed(mesh, partial(_round_trip, pair, there, back, _buffer(pair, size)), _calls(size)) / 2
+            size: _halved(_timed(mesh, partial(_round_trip, pair, there, back, _buffer(pair, size)), _calls(size)))
             for size in SIZES
         }
     return found
 
 
-def fitted(operation: str, ranks: int, over: Transport, seconds: Mapping[int, float]) -> MeasuredCollective:
+def fitted(operation: str, ranks: int, over: Transport, timings: Timings) -> MeasuredCollective:
     """Latency and bandwidth that come nearest to measured seconds by size.
 
-    Least squares of relative errors, so that small messages count as much as large ones; neither may be negative.
+    Least squares of relative errors, so that small messages count as much as large ones; neither may be negative. busy
+    is the largest size's: a GPU's collectives do without the processor.
     """
-    sizes, times = (np.array(each, dtype=np.float64) for each in (list(seconds), list(seconds.values())))
+    sizes = np.array(list(timings), dtype=np.float64)
+    times = np.array([each.seconds for each in timings.values()])
     weights = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     latency, per_byte = np.linalg.lstsq(weights, np.ones_like(times), rcond=None)[0]
     if latency < 0 or per_byte <= 0:
-        # On the border only one of the two is left: the best rate through the origin, or the best constant.
+        # On the border only the rate is left: the best line through the origin.
         latency, per_byte = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
-    return MeasuredCollective(operation, ranks, over, float(latency), float(1.0 / per_byte))
+    largest = timings[max(timings)]
+    busy = 0.0 if over == "nccl" else largest.processor / largest.seconds
+    return MeasuredCollective(operation, ranks, over, float(latency), float(1.0 / per_byte), busy)
 
 
 def _calls(size: int) -> int:
@@ -65,18 +81,24 @@ def _calls(size: int) -> int:
     return 20 if size <= 2**16 else 4
 
 
-def _timed(mesh: Mesh, call: Callable[[], None], calls: int) -> float:
-    """Median seconds of a call over some loops, of the slowest rank."""
-    times = []
+def _timed(mesh: Mesh, call: Callable[[], None], calls: int) -> Call:
+    """Medians over some loops of calls."""
+    times, processor = [], []
     for _ in range(REPEATS + 1):  # the first one warms up
         mesh.world.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         for _ in range(calls):
             call()
         if mesh.device.type == "cuda":
             torch.cuda.synchronize(mesh.device)
         times.append((time.perf_counter() - start) / calls)
-    return max(mesh.world.all_gather_object(median(times[1:])))
+        processor.append((time.process_time() - used) / calls)
+    every = mesh.world.all_gather_object((median(times[1:]), median(processor[1:])))
+    return Call(max(each for each, _ in every), sum(each for _, each in every) / len(every))
+
+
+def _halved(there_and_back: Call) -> Call:
+    return Call(there_and_back.seconds / 2, there_and_back.processor / 2)
 
 
 def _buffer(mesh: Mesh, size: int) -> Tensor:
@@ -119,11 +141,3 @@ def _round_trip(mesh: Mesh, there: Link, back: Link, tensor: Tensor) -> None:
     else:
         there.receive(tensor).wait()
         back.send(tensor).wait()
-
-
-def rows_of(
-    operations: Mapping[str, Mapping[int, float]], ranks: int, over: Transport
-) -> Iterator[MeasuredCollective]:
-    """A fitted row for each operation."""
-    for operation, seconds in operations.items():
-        yield fitted(operation, ranks, over, seconds)

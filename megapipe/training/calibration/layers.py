@@ -55,7 +55,7 @@ class StepTimes:
 
 
 def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> PretrainConfig:
-    """The run of one rank with every layer a stage: few blocks, few micro-batches, nothing beside the training step."""
+    """The run of one rank with every layer a stage, a few blocks and micro-batches, nothing beside its steps."""
     blocks = min(config.model.num_layers, BLOCKS)
     apart = halves == "apart"
     # Halves are measured along with recomputation, which leaves them as they are.

@@ -14,6 +14,7 @@ from megapipe.data.durable import write_whole
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.hardware.description import Device, Hardware, Link, Network, NodeGroup
 from megapipe.planner.hardware.measured import Contention, MeasuredLayer, Measurements
+from megapipe.planner.hardware.reader import read_hardware
 from megapipe.planner.hardware.roofline import Product, fit_efficiency
 from megapipe.planner.hardware.writer import written
 from megapipe.planner.measured.shape import shape_of
@@ -85,10 +86,10 @@ def profile(
         say(f"{count} ranks at once: the same work side by side, and collectives")
         together.append(on_ranks(count, device_type, measure_together, alone.config, max(micro_sizes), steps)[0])
         say(f"work takes {together[-1].factor:.2f} times as long as alone")
-    hardware = assembled(alone, together, ranks)
-    write_whole(out, written(hardware, _remark(ranks)).encode())
+    text = written(assembled(alone, together, ranks), _remark(ranks))
+    write_whole(out, text.encode())
     say(f"wrote {out}")
-    return hardware
+    return read_hardware(text, str(out))
 
 
 def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ranks: int, steps: int) -> Alone:
@@ -201,7 +202,9 @@ def _check(
         problems += [problem for size in tensor_sizes for problem in tensor_problems(config.model, size)]
         problems += [problem for size in context_sizes for problem in context_problems(_of_context(config, size))]
     if not has_devices(device_type, ranks):
-        problems.append(f"{ranks} ranks asked for, but this machine has {torch.cuda.device_count()} GPUs; ask for fewer")
+        problems.append(
+            f"{ranks} ranks asked for, but this machine has {torch.cuda.device_count()} GPUs; ask for fewer"
+        )
     if out.is_dir() or out.suffix not in (".yaml", ".yml"):
         problems.append(f"{out} is no name of a hardware file; give one that ends in .yaml, such as machine.yaml")
     if problems:

@@ -1,0 +1,206 @@
+"""Does the planner tell the truth here? Profiles this machine, predicts layouts, trains them, compares.
+
+Every layout is predicted by `megapipe.planner.cost.model.predict` from the profile alone and then trained: the real
+engine and optimizer, on processes over gloo and shared memory with one thread each, on random tokens. A step's time is
+the median over its steps on rank 0. The last line of the output is one JSON object.
+
+    python benchmarks/plan_truth.py --write table.md
+    python benchmarks/plan_truth.py --hardware machine.yaml --layouts "tensor 2" "pipeline 2, 1f1b"
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse_as
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepInput
+from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.cost.model import Prediction, predict
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.training.calibration import profile
+from megapipe.training.calibration.ranks import on_ranks
+from megapipe.training.calibration.samples import samples_for
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "gpt_quickstart.yaml"
+WARM_UP = 2
+RANKS = 4
+MEASURED = {"tensor_sizes": (1, 2), "micro_sizes": (1, 4), "context_sizes": (1, 2)}
+"""What is profiled. Layouts with 2 samples a micro-batch are predicted from both neighbours."""
+
+Changes = dict[str, dict[str, Any]]
+LAYOUTS: dict[str, Changes] = {
+    "1 rank": {},
+    "1 rank, micro_size 1": {"batch": {"micro_size": 1}},
+    "1 rank, recompute full": {"recompute": {"method": "full"}},
+    "pipeline 2, gpipe": {"parallel": {"pipeline": 2}, "schedule": {"name": "gpipe"}},
+    "pipeline 2, 1f1b": {"parallel": {"pipeline": 2}, "batch": {"micro_size": 2}},
+    "pipeline 2, interleaved_1f1b": {
+        "parallel": {"pipeline": 2},
+        "schedule": {"name": "interleaved_1f1b", "chunks": 2},
+    },
+    "pipeline 2, zb_h1": {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}},
+    "tensor 2": {"parallel": {"tensor": 2}},
+    "context 2": {"parallel": {"context": 2}},
+    "data 2": {"parallel": {"data": 2}},
+    "data 2, zero 1": {"parallel": {"data": 2}, "zero": {"stage": 1}},
+    "data 2, zero 3": {"parallel": {"data": 2}, "zero": {"stage": 3}},
+    "pipeline 2 x data 2": {"parallel": {"pipeline": 2, "data": 2}},
+    "tensor 2 x pipeline 2": {"parallel": {"tensor": 2, "pipeline": 2}},
+    "pipeline 4": {"parallel": {"pipeline": 4}, "batch": {"micro_size": 1}},
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One layout: seconds of a step, and what the prediction says they are made of."""
+
+    name: str
+    predicted: float
+    measured: float
+    terms: dict[str, float]
+    source: str
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a part of the measured."""
+        return self.predicted / self.measured - 1.0
+
+
+def base_config() -> PretrainConfig:
+    """The quickstart's model and batch in fp32, without data."""
+    config = parse_as(PretrainConfig, ["--config", str(EXAMPLE), "--training.precision", "fp32"])
+    return replace(config, data=replace(config.data, prefix=""))
+
+
+def config_of(name: str) -> PretrainConfig:
+    """The run of a layout, with every parallel size given."""
+    changes = {**LAYOUTS[name], "parallel": {"data": 1, "device": "cpu", **LAYOUTS[name].get("parallel", {})}}
+    config = base_config()
+    return replace(config, **{group: replace(getattr(config, group), **made) for group, made in changes.items()})
+
+
+def sizes_of(config: PretrainConfig) -> dict[str, int]:
+    """Ranks along each dimension."""
+    return {dimension: getattr(config.parallel, dimension) for dimension in DIMENSIONS}
+
+
+def train(mesh: Mesh, config: PretrainConfig, steps: int) -> list[float]:
+    """Seconds of every step on this rank, behind a warm-up."""
+    mesh = connected_mesh(MeshShape(sizes_of(config)), mesh.device)
+    replica = Replica(config, mesh, family_of(config).layers)
+    batch = open_loader(config, mesh, replica, samples_for(config)).load(0)
+    times = []
+    mesh.world.barrier()
+    clock = time.perf_counter()
+    for step in range(WARM_UP + steps):
+        rate = learning_rate(config.optimizer, step + 1, config.training.steps)
+        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate))
+        now = time.perf_counter()
+        times.append(now - clock)
+        clock = now
+    return times[WARM_UP:]
+
+
+def measured(config: PretrainConfig, steps: int) -> float:
+    """Median seconds of a step."""
+    world = MeshShape(sizes_of(config)).world_size
+    return median(on_ranks(world, "cpu", train, config, steps)[0])
+
+
+def figure(name: str, found: Prediction, seconds: float) -> Figure:
+    """Prediction and measurement side by side."""
+    terms: dict[str, float] = {}
+    for term in found.estimate.terms:
+        terms[term.name] = terms.get(term.name, 0.0) + term.seconds
+    source = next(term.source for term in found.estimate.terms if term.name == "compute")
+    return Figure(name, found.estimate.step_seconds, seconds, terms, source)
+
+
+def rank_correlation(one: list[float], two: list[float]) -> float:
+    """Spearman's, without ties."""
+    ranks = [np.argsort(np.argsort(each)).astype(float) for each in (one, two)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def table(figures: list[Figure]) -> str:
+    """Markdown."""
+    lines = ["| layout | predicted s | measured s | error |", "|---|---|---|---|"]
+    lines += [f"| {each.name} | {each.predicted:.3f} | {each.measured:.3f} | {each.error:+.1%} |" for each in figures]
+    return "\n".join(lines)
+
+
+def summary(figures: list[Figure]) -> dict[str, float]:
+    """Of all layouts together. A correlation needs three."""
+    predicted, found = [each.predicted for each in figures], [each.measured for each in figures]
+    errors = [abs(each.error) for each in figures]
+    result = {"median_error": median(errors), "worst_error": max(errors), "spread": max(found) / min(found)}
+    return result if len(figures) < 3 else {"rank_correlation": rank_correlation(predicted, found), **result}
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="NAME")
+    parser.add_argument("--steps", type=int, default=7, help="measured for each layout, behind a warm-up; 5 or more")
+    parser.add_argument("--hardware", metavar="FILE", help="a profile made before, by default a new one")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="put the new profile there")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
+    found = parser.parse_args()
+    if found.steps < 5:
+        parser.error(f"--steps is {found.steps}; a median needs 5 or more")
+    if found.hardware and found.keep:
+        parser.error("--keep is for a new profile, and --hardware names one that is there; leave one out")
+    return found
+
+
+def machine(chosen: argparse.Namespace) -> Hardware:
+    """The profile that predictions are made from."""
+    if chosen.hardware:
+        return load_hardware(chosen.hardware)
+    with tempfile.TemporaryDirectory() as folder:
+        out = chosen.keep or Path(folder) / "machine.yaml"
+        return profile(base_config(), out, ranks=RANKS, say=lambda line: print(line, file=sys.stderr), **MEASURED)
+
+
+def main() -> None:
+    """Profile, predict and measure, print the table, end with one JSON object."""
+    chosen = arguments()
+    try:
+        hardware = machine(chosen)
+        predictions = {name: predict(config_of(name), hardware) for name in chosen.layouts}
+    except ConfigError as error:
+        sys.exit("\n".join(f"error: {line}" for line in str(error).splitlines()))
+    figures = []
+    for name, prediction in predictions.items():
+        figures.append(figure(name, prediction, measured(config_of(name), chosen.steps)))
+        print(f"{name}: {figures[-1].predicted:.3f} s predicted, {figures[-1].measured:.3f} s", file=sys.stderr)
+    facts = summary(figures)
+    told = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in facts.items())
+    text = f"{table(figures)}\n\nmedians of {chosen.steps} steps; {told}\n"
+    print(text)
+    if chosen.write is not None:
+        chosen.write.write_text(text, encoding="utf-8")
+    rows = [{**vars(each), "error": each.error} for each in figures]
+    print(json.dumps({"benchmark": "plan_truth", "torch": torch.__version__, **facts, "layouts": rows}))
+
+
+if __name__ == "__main__":
+    main()

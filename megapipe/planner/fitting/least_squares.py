@@ -1,0 +1,66 @@
+"""Least squares for a handful of bounded parameters whose errors have no derivative at hand."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Parameter(NamedTuple):
+    """A free parameter: its name, bounds, where the search starts, and the step that its slope is taken over."""
+
+    name: str
+    low: float
+    high: float
+    start: float
+    step: float
+
+
+def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Parameter]) -> Floats:
+    """The parameters with the least sum of squared errors near their start: Levenberg's method (1944) with slopes by
+    difference, damped until a step is better, kept inside the bounds.
+
+    errors: of a point [parameters]; shape [rows].
+    """
+    steps = np.array([each.step for each in parameters])
+    low, high = (np.array([getattr(each, name) for each in parameters]) for name in ("low", "high"))
+    point = np.array([each.start for each in parameters])
+    found, damping = errors(point), _FIRST_DAMPING
+    for _ in range(_ROUNDS):
+        slopes = np.stack([_slope(errors, point, found, axis, steps, high) for axis in range(len(point))], axis=1)
+        better = None
+        for _ in range(_TRIALS):
+            normal = slopes.T @ slopes + damping * np.eye(len(point))
+            moved = np.clip(point - np.linalg.solve(normal, slopes.T @ found) * steps, low, high)
+            tried = errors(moved)
+            if tried @ tried < found @ found:
+                better = moved, tried
+                break
+            damping *= _MORE
+        if better is None:
+            break
+        gain = found @ found - better[1] @ better[1]
+        point, found = better
+        damping *= _LESS
+        if gain < _ENOUGH:
+            break
+    return point
+
+
+def _slope(
+    errors: Callable[[Floats], Floats], point: Floats, found: Floats, axis: int, steps: Floats, high: Floats
+) -> Floats:
+    """Change of the errors over one step along an axis, backwards where the bound is near."""
+    moved = point.copy()
+    moved[axis] += steps[axis] if point[axis] + steps[axis] <= high[axis] else -steps[axis]
+    return (errors(moved) - found) / ((moved[axis] - point[axis]) / steps[axis])
+
+
+_FIRST_DAMPING = 1e-3
+_ROUNDS, _TRIALS = 15, 5
+_MORE, _LESS = 5.0, 0.3
+_ENOUGH = 1e-9
+"""Of the search; the last is a gain in squared logarithms that ends it."""

@@ -1,0 +1,55 @@
+"""What a fit found, in words."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megapipe.config.errors import ConfigError, nearest
+from megapipe.planner.fitting.fit import PARAMETERS, FitResult, RowResult, fit
+from megapipe.planner.fitting.published import TABLES, Table
+from megapipe.planner.hardware.reader import load_hardware
+
+
+def fit_table(name: str, *, leave_one_out: bool = True) -> FitResult:
+    """Fit a table of published rows. Raises ConfigError for an unknown name."""
+    table = find_table(name)
+    return fit(table.runs(), load_hardware(table.hardware), table.told_runs(), leave_one_out=leave_one_out)
+
+
+def find_table(name: str) -> Table:
+    """A table of published rows by its name; ConfigError for an unknown one."""
+    if name not in TABLES:
+        raise ConfigError(f"unknown rows {name!r}{nearest(name, TABLES)} (known: {', '.join(TABLES)})")
+    return TABLES[name]
+
+
+def fit_report(name: str) -> str:
+    """The fit of a table of published rows, line by line, with the error of every row when it is left out."""
+    return "\n".join([find_table(name).title, *report_lines(fit_table(name), "TFLOP/s")])
+
+
+def fit_json(name: str) -> dict[str, Any]:
+    """The same, machine-readable."""
+    return fit_table(name).as_json()
+
+
+def report_lines(result: FitResult, unit: str) -> Iterator[str]:
+    """A fit's parameters, its rows and their errors; unit: of their speeds."""
+    values = ", ".join(f"{each.name} {getattr(result.efficiency, each.name):.3f}" for each in PARAMETERS)
+    yield f"{len(PARAMETERS)} free parameters of {result.hardware.name}: {values}"
+    yield f"{'row':<10}{unit:>10}{'predicted':>11}{'error':>9}{'left out':>10}  assumed"
+    for row in result.fitted:
+        yield _row_line(row)
+    yield f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
+    if result.told:
+        yield "not fitted, foretold:"
+    for row in result.told:
+        yield f"{_row_line(row)}; {row.source}"
+
+
+def _row_line(row: RowResult) -> str:
+    config = row.estimate.config
+    left_out = "" if row.left_out is None else f"{row.left_out:+.1%}"
+    assumed = f"micro-batch {config.batch.micro_size}"
+    if config.schedule.chunks is not None:
+        assumed += f", {config.schedule.chunks} chunks"
+    return f"{row.name:<10}{row.measured:>10.4g}{row.predicted:>11.4g}{row.error:>+9.1%}{left_out:>10}  {assumed}"

@@ -1,0 +1,151 @@
+"""Times of layers from a machine's own measurements; where there are none, from its roofline."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.parameters import LayerSpec
+from megapipe.costs.units import Unit, UnitCosts
+from megapipe.planner.cost.layer_times import LayerSeconds
+from megapipe.planner.cost.roofline_times import RooflineTimes
+from megapipe.planner.hardware.description import Hardware, NodeGroup
+from megapipe.planner.hardware.measured import MeasuredLayer, Measurements
+from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.measured.shape import differences, shape_of
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
+from megapipe.planner.runs.scheduling import splits_backwards
+
+ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor"}
+"""Parts of a shape that say nothing of a layer which one rank has alone."""
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """`LayerTimes` of a machine with measurements.
+
+    contended: times while all ranks of the run compute at once, for closed forms; else those of a rank by itself, for
+    simulations that know who computes when.
+
+    Rows are looked up by the ranks that share a layer; between micro-batch sizes times go along straight lines, beyond
+    the last in proportion. A shape, or a number of ranks, that was not measured gets the roofline's times, and
+    `source` says so.
+    """
+
+    hardware: Hardware
+    contended: bool = True
+
+    @cached_property
+    def measured(self) -> Measurements:
+        """Raises ValueError where the hardware has none."""
+        if self.hardware.measured is None:
+            raise ValueError(f"hardware {self.hardware.name!r} has no measurements; use RooflineTimes")
+        return self.hardware.measured
+
+    def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
+        """Seconds of one micro-batch on one rank. Raises ConfigError as `RooflineTimes` does, where that answers."""
+        why = self._why_not(config, layer)
+        if why:
+            return self._roofline(config, layer, why)
+        rows = self._rows(config, layer)
+        parallel, size = config.parallel, float(config.batch.micro_size)
+        slower = self.measured.slowdown(_world_size(config)) if self.contended else 1.0
+
+        def seconds(name: str) -> float:
+            return slower * between([(row.micro_size, getattr(row, name)) for row in rows], size)
+
+        backward_input, backward_weight = seconds("backward_input"), seconds("backward_weight")
+        if not splits_backwards(config):
+            # Halves that run apart repeat some work: what counts here is the whole.
+            share = seconds("backward") / (backward_input + backward_weight)
+            backward_input, backward_weight = share * backward_input, share * backward_weight
+        again = seconds("recompute") if config.recompute.method == "full" and layer.kind == "block" else 0.0
+        beside = f", {_world_size(config)} ranks computing" if self.contended and slower > 1.0 else ""
+        source = (
+            f"measured {self.measured.date} on {self.hardware.name}: tensor {parallel.tensor}, context "
+            f"{parallel.context}{beside}"
+        )
+        update = slower * self._elements(config, layer) * self.measured.update_seconds
+        return LayerSeconds(seconds("forward"), backward_input, backward_weight, again, update, source)
+
+    def _why_not(self, config: PretrainConfig, layer: LayerSpec) -> str:
+        """Why no row answers; empty where one does."""
+        parallel = config.parallel
+        found, wanted = dict(self.measured.shape), shape_of(config)
+        for name, dimension in ONLY_SHARED.items():
+            if getattr(parallel, dimension) == 1:
+                wanted.pop(name)
+        if layer.kind != "head":  # the one layer that the vocabulary's size matters to beyond a look-up
+            wanted.pop("recompute_logits")
+        different = differences(found, wanted)
+        if different:
+            return f"measured for another shape ({', '.join(different)})"
+        if not self._rows(config, layer):
+            return f"tensor {parallel.tensor} with context {parallel.context} was not measured"
+        return ""
+
+    def _rows(self, config: PretrainConfig, layer: LayerSpec) -> list[MeasuredLayer]:
+        key = layer.kind, config.parallel.tensor, config.parallel.context
+        found = [row for row in self.measured.layers if (row.kind, row.tensor, row.context) == key]
+        return sorted(found, key=lambda row: row.micro_size)
+
+    def _roofline(self, config: PretrainConfig, layer: LayerSpec, why: str) -> LayerSeconds:
+        """The file's devices are shares of a machine that is busy; a rank by itself is as much faster."""
+        found = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
+        busiest = self.measured.contention[-1]
+        now = self.measured.slowdown(_world_size(config)) if self.contended else 1.0
+        ease = now / busiest.factor
+        return LayerSeconds(
+            ease * found.forward,
+            ease * found.backward_input,
+            ease * found.backward_weight,
+            ease * found.recompute,
+            ease * found.update,
+            f"{found.source}; {why}",
+        )
+
+    def _elements(self, config: PretrainConfig, layer: LayerSpec) -> int:
+        """Parameters that a rank updates, of a tied weight at the embedding alone where one rank has both uses."""
+        specs = tuple(layer.parameters.values())
+        if layer.kind == "head" and config.parallel.pipeline == 1:
+            specs = tuple(spec for spec in specs if spec.name.startswith("head."))
+        replicas = (config.parallel.data or 1) * config.parallel.context
+        return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT).own_elements(Unit(specs), 1)
+
+
+def between(points: list[tuple[int, float]], at: float) -> float:
+    """The value at a place between or beyond points of ascending places: on the line through the nearest two, never
+    below the proportional share of the first; with one point, in proportion to it."""
+    if len(points) == 1:
+        return points[0][1] * at / points[0][0]
+    pairs = list(pairwise(points))
+    (low, one), (high, two) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
+    return max(one + (at - low) / (high - low) * (two - one), one * min(1.0, at / low))
+
+
+def shares_a_machine(placement: Placement) -> bool:
+    """Whether all ranks stand on the one machine whose layers were measured."""
+    return placement.hardware.measured is not None and len(placement.nodes) == 1
+
+
+def at_ease(hardware: Hardware) -> Hardware:
+    """The same machine with each measured collective as it were if its ranks had a machine each, in which whoever
+    shares it counts besides: that is what `contended` multiplies again."""
+    measured = hardware.measured
+    if measured is None:
+        return hardware
+
+    def eased(group: NodeGroup) -> NodeGroup:
+        rows = tuple(
+            replace(row, latency=row.latency / factor, bandwidth=row.bandwidth * factor)
+            for row in group.inside.collectives
+            for factor in (measured.slowdown(row.ranks) if row.operation != "send" else 1.0,)
+        )
+        return replace(group, inside=replace(group.inside, collectives=rows))
+
+    return replace(hardware, groups=tuple(eased(group) for group in hardware.groups))
+
+
+def _world_size(config: PretrainConfig) -> int:
+    parallel = config.parallel
+    return (parallel.data or 1) * parallel.pipeline * parallel.context * parallel.tensor
