@@ -47,7 +47,7 @@ def layer_cost(
     tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)
     if run.config.parallel.context_attention == "ring":
         context = _beside_attention(context, compute, flops, assumptions.slow_down)
-    unit = Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in run.costs.tied))
+    unit = Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in run.tied))
     reduction, gather = replica_seconds(run, unit)
     partial = run.costs.partial_reduction(layer).get("tensor", [])
     reduction += exchanges_seconds(run.placement, partial, "tensor")

@@ -33,9 +33,9 @@ class _Memory:
             config.schedule.name, run.pipeline, run.num_microbatches, generator.number_of_chunks(options), options
         )
         layers = [run.stages.layers[index] for index in run.kinds]
-        self.kept = np.array([self.costs.kept(layer) for layer in layers], dtype=np.float64)
-        self.pending = np.array([self.costs.pending(layer) for layer in layers], dtype=np.float64)
-        tied = set(self.costs.tied)
+        self.kept = [float(self.costs.kept(layer)) for layer in layers]
+        self.pending = [float(self.costs.pending(layer)) for layer in layers]
+        tied = set(self.run.tied)
         self.units = [
             Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied)) for layer in layers
         ]
@@ -43,7 +43,9 @@ class _Memory:
         self.specs = {spec.name: spec for layer in layers for spec in layer.parameters.values()}
         gloo = hardware_device_type(run.hardware) == "cpu"
         self.summands = [self.costs.of_units.summand_bytes(unit, gloo) for unit in self.units]
-        self.recomputed = run.stages.recomputed(config.recompute)
+        self.recomputed = run.recomputed
+        self.states: dict[tuple[int, int], StateBytes] = {}
+        self.of_stages: dict[tuple[tuple[int, ...], bool], tuple[float, float, float]] = {}
 
     def ranks(self) -> tuple[RankMemory, ...]:
         found, cache = [], dict[object, RankMemory]()
@@ -79,21 +81,27 @@ class _Memory:
     def _state(self, rank: int, stages: list[int]) -> tuple[StateBytes, Counter[int]]:
         """What lives between steps, and how many layers of each kind the rank has."""
         classes, ranges = self.run.classes, self.run.stages.ranges
-        present = Counter(classes[index] for stage in stages for index in ranges[stage])
-        versions = {
-            "num_versions": self.policy.versions_by_rank[rank],
-            "gradient_buffers": self.policy.gradient_buffers,
-        }
-        units = self.costs.of_units
-        states = [(units.state(self.units[kind], **versions), count) for kind, count in present.items()]
-        for unit in self._tied_units(stages):
-            states.append((units.state(unit, **versions), 1))
+        present = Counter[int]()
+        for stage in stages:
+            present.update(classes[ranges[stage].start : ranges[stage].stop])
+        versions = self.policy.versions_by_rank[rank]
+        states = [(self._state_of(kind, versions), count) for kind, count in present.items()]
+        states += [(self._unit_state(unit, versions), 1) for unit in self._tied_units(stages)]
         names = ("weights", "master", "gradients", "moments")
         return StateBytes(*(sum(getattr(each, name) * count for each, count in states) for name in names)), present
 
+    def _state_of(self, kind: int, versions: int) -> StateBytes:
+        if (kind, versions) not in self.states:
+            self.states[kind, versions] = self._unit_state(self.units[kind], versions)
+        return self.states[kind, versions]
+
+    def _unit_state(self, unit: Unit, versions: int) -> StateBytes:
+        buffers = self.policy.gradient_buffers
+        return self.costs.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
+
     def _tied_units(self, stages: list[int]) -> list[Unit]:
         found = []
-        for name, users in zip(self.costs.tied, self.run.stages.tied, strict=True):
+        for name, users in zip(self.run.tied, self.run.stages.tied, strict=True):
             own = [stage for stage in stages if stage in users]
             if own:
                 layers = self.run.stages.layers
@@ -111,19 +119,24 @@ class _Memory:
 
     def _of_stage(self, stage: int) -> tuple[float, float, float]:
         """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""
-        classes, members = self.run.classes, self.run.stages.ranges[stage]
-        kinds = [classes[index] for index in members]
-        own = {place for place, other in enumerate(self.run.ranks) if other == self.run.ranks[stage]}
-        arrives = stage > 0 and stage - 1 not in own
+        members, ranks = self.run.stages.ranges[stage], self.run.ranks
+        arrives = stage > 0 and ranks[stage - 1] != ranks[stage]
+        key = self.run.classes[members.start : members.stop], arrives
+        if key not in self.of_stages:
+            self.of_stages[key] = self._of_layers(*key, self.recomputed[stage] if self.recomputed else [])
+        return self.of_stages[key]
+
+    def _of_layers(self, kinds: tuple[int, ...], arrives: bool, spans: list[range]) -> tuple[float, float, float]:
+        """A message from another rank stays where it was received, which is no activation."""
         stream = self.costs.stream
-        spans = self.recomputed[stage] if self.recomputed else []
         inside = {unit for span in spans for unit in span}
         kept = sum(self.kept[kind] for unit, kind in enumerate(kinds) if unit not in inside) + len(spans) * stream
         working = max((sum(self.kept[kinds[unit]] for unit in span) - stream for span in spans), default=0.0)
         pending = sum(self.pending[kind] for kind in kinds)
-        slot = min(stream, self.kept[kinds[0]] if 0 not in inside else stream) if arrives else 0.0
-        slot_pending = min(stream, self.pending[kinds[0]]) if arrives else 0.0
-        return kept - slot, pending - slot_pending, working
+        if arrives:
+            kept -= min(stream, stream if 0 in inside else self.kept[kinds[0]])
+            pending -= min(stream, self.pending[kinds[0]])
+        return kept, pending, working
 
     def _buffers(self, present: Counter[int]) -> int:
         """Whole weights and gradients of sharded units, and what their sums need."""

@@ -131,7 +131,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
 
 def _recomputed_flops(run: RunLayout) -> int:
     """Of a micro-batch's forwards that run again as a whole."""
-    spans = run.stages.recomputed(run.config.recompute)
+    spans = run.recomputed
     ranges = run.stages.ranges
     again = Counter(
         run.classes[ranges[stage].start + unit] for stage, own in enumerate(spans) for span in own for unit in span

@@ -41,7 +41,7 @@ def side_by_side(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
 def tied_seconds(run: RunLayout) -> float:
     """Of the sum of tied weights' gradients, over all replicas of the ranks that use them."""
     total = 0.0
-    for name, users in zip(run.costs.tied, run.stages.tied, strict=True):
+    for name, users in zip(run.tied, run.stages.tied, strict=True):
         ranks = sorted({run.ranks[stage] for stage in users})
         group = _tied_group(run, ranks)
         if group.size > 1:

@@ -11,6 +11,7 @@ from megapipe.costs.attention_path import attention_path
 from megapipe.costs.compute import Flops, layer_flops
 from megapipe.costs.layout import LayoutCosts
 from megapipe.costs.memory import Precision
+from megapipe.costs.parameters import tied_names
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.placement import Placement
@@ -34,6 +35,7 @@ class RunLayout:
 
     placement: its ranks on nodes. costs: sizes of its layers. stages: its layers in stages. ranks: the pipeline rank
     of every stage. classes: of every layer, the number of its kind; those of one kind are alike. kinds: one of each.
+    tied: names of weights that several layers use.
     """
 
     config: PretrainConfig
@@ -44,6 +46,7 @@ class RunLayout:
     ranks: tuple[int, ...]
     classes: tuple[int, ...]
     kinds: tuple[int, ...]
+    tied: tuple[str, ...]
 
     @property
     def world_size(self) -> int:
@@ -64,6 +67,11 @@ class RunLayout:
     def num_microbatches(self) -> int:
         """Of one replica in a step."""
         return self.config.batch.global_size // (self.config.batch.micro_size * self.costs.data)
+
+    @cached_property
+    def recomputed(self) -> list[list[range]]:
+        """Per stage the runs of units that run again as a whole; empty where none do."""
+        return self.stages.recomputed(self.config.recompute)
 
     @property
     def synchronises_gradients(self) -> bool:
@@ -106,11 +114,11 @@ def lay_run(
     problems = run_problems(config, placement.num_ranks)
     if problems:
         raise ConfigError(problems)
-    stages, classes, kinds = _layout_of(config)
+    shape = _shape_of(config)
     precision = cast(Precision, config.training.precision)
     path = attention_path(config.model, precision, hardware_device_type(hardware), config.data.sequence_length)
-    costs = LayoutCosts(config, stages.layers, sizes["data"], path, VOCABULARY_ALIGNMENT)
-    return RunLayout(config, hardware, placement, costs, stages, _ranks_of(config), classes, kinds)
+    costs = LayoutCosts(config, shape.stages.layers, sizes["data"], path, VOCABULARY_ALIGNMENT)
+    return RunLayout(config, hardware, placement, costs, ranks=_ranks_of(config), **vars(shape))
 
 
 def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
@@ -136,7 +144,17 @@ def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     return replace(config, parallel=replace(config.parallel, data=data))
 
 
-def _layout_of(config: PretrainConfig) -> tuple[StageLayout, tuple[int, ...], tuple[int, ...]]:
+@dataclass(frozen=True)
+class _Shape:
+    """What `RunLayout` takes over of a model in stages, whatever the machine and the batch."""
+
+    stages: StageLayout
+    classes: tuple[int, ...]
+    kinds: tuple[int, ...]
+    tied: tuple[str, ...]
+
+
+def _shape_of(config: PretrainConfig) -> _Shape:
     by_hand = config.parallel.layers_per_stage
     key = (
         repr(config.model),
@@ -148,11 +166,11 @@ def _layout_of(config: PretrainConfig) -> tuple[StageLayout, tuple[int, ...], tu
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),
     )
-    return _cached_layout(Keyed(key, config))
+    return _cached_shape(Keyed(key, config))
 
 
 @lru_cache(maxsize=1024)
-def _cached_layout(keyed: Keyed) -> tuple[StageLayout, tuple[int, ...], tuple[int, ...]]:
+def _cached_shape(keyed: Keyed) -> _Shape:
     config: PretrainConfig = keyed.value
     stages = StageLayout.of(config)
     training = config.training
@@ -165,7 +183,7 @@ def _cached_layout(keyed: Keyed) -> tuple[StageLayout, tuple[int, ...], tuple[in
             numbers[kind] = len(numbers)
             kinds.append(index)
         classes.append(numbers[kind])
-    return stages, tuple(classes), tuple(kinds)
+    return _Shape(stages, tuple(classes), tuple(kinds), tied_names(stages.layers))
 
 
 def _ranks_of(config: PretrainConfig) -> tuple[int, ...]:

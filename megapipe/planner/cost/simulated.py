@@ -40,7 +40,7 @@ def schedule_of(run: RunLayout) -> Schedule:
         units_per_stage=run.stages.units_per_stage,
         tied_groups=run.stages.tied,
         data_parallel=run.synchronises_gradients,
-        recompute=run.stages.recomputed(run.config.recompute),
+        recompute=run.recomputed,
     )
 
 
@@ -103,7 +103,7 @@ def _action_costs(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -
 
 def _spread(run: RunLayout) -> Floats:
     """By stage, its units over those that run again: the simulator gives every unit an equal part of its stage."""
-    spans = run.stages.recomputed(run.config.recompute)
+    spans = run.recomputed
     if not spans:
         return np.ones(len(run.stages.ranges))
     again = [sum(len(span) for span in own) for own in spans]

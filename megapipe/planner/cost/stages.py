@@ -101,7 +101,7 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     classes = np.array(run.classes)
     counts = np.zeros((len(run.stages.ranges), len(kinds)))
     again = np.zeros_like(counts)
-    spans = run.stages.recomputed(run.config.recompute)
+    spans = run.recomputed
     for stage, members in enumerate(run.stages.ranges):
         counts[stage] = np.bincount(classes[members.start : members.stop], minlength=len(kinds))
         if spans:

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 import megapipe
 from megapipe.config.errors import ConfigError
 from megapipe.planner.hardware.collectives import GroupLinks
-from megapipe.planner.hardware.description import Device, Hardware, Link, Network, NodeGroup
+from megapipe.planner.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
 from megapipe.planner.hardware.placement import DIMENSIONS, Placement
 from megapipe.planner.hardware.reader import load_hardware
 
-SELENE = load_hardware("a100-80")
+FITTED = load_hardware("a100-80")
+_DEVICE = replace(FITTED.groups[0].device, efficiency=Efficiency())
+SELENE = replace(FITTED, groups=(replace(FITTED.groups[0], device=_DEVICE),))
+"""With its nominal bandwidths."""
 DEVICE = Device("a", {"bf16": 1e12}, 1e9, 1e9)
 
 
@@ -49,6 +52,25 @@ def test_selene_as_the_megatron_paper_lays_out_a_trillion() -> None:
     assert placement.send(25e6, 3).transfer == pytest.approx(1e-3)
     assert placement.slowest("all_reduce", 3e9, "data").transfer == pytest.approx(2 * 5 / 6 * 3e9 / 25e9)
     assert placement.slowest("all_gather", 3e8, "tensor").transfer == pytest.approx(7 / 8 * 3e8 / 300e9)
+
+
+def test_links_reach_their_devices_share_of_the_nominal_bandwidth_and_measured_ones_are_what_they_are() -> None:
+    sizes = {"tensor": 8, "pipeline": 4, "data": 2}
+    nominal, reached = Placement(SELENE, sizes), Placement(FITTED, sizes)
+    share = FITTED.groups[0].device.efficiency.links
+    assert share < 1
+    for names in (("tensor",), ("data",), ("data", "pipeline")):
+        slow, fast = (each.slowest("all_reduce", 3e9, *names) for each in (reached, nominal))
+        assert slow.transfer == pytest.approx(fast.transfer / share)
+        assert slow.latency == fast.latency
+    assert reached.send(25e6, 1).transfer == pytest.approx(nominal.send(25e6, 1).transfer / share)
+    assert reached.inside == nominal.inside
+    device = replace(DEVICE, efficiency=Efficiency(links=0.5))
+    measured = machine(2, matrix=((0.0, 3.0), (3.0, 0.0)))
+    (group,) = measured.groups
+    slower = replace(measured, groups=(replace(group, device=device),))
+    pair = {"pipeline": 2, "tensor": 2}
+    assert Placement(slower, pair).boundary(0)[0].crossing == Placement(measured, pair).boundary(0)[0].crossing
 
 
 def test_one_adapter_is_shared_by_all_that_send() -> None:
