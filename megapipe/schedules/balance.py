@@ -50,33 +50,35 @@ def _prefix(layers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[
     return np.concatenate([[0.0], np.cumsum(layers)])
 
 
+def _costs_of_runs(layers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Of layers start to end - 1 at [end, start]; endless where there are none."""
+    total = _prefix(layers)
+    runs = total[:, None] - total[None]
+    runs[np.triu_indices(len(total))] = np.inf
+    return runs
+
+
 def _smallest_bottleneck(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int) -> float:
     """Dynamic programming over stages and layers: the smallest largest cost of any cut."""
-    total = _prefix(layers)
-    best = np.full(len(total), np.inf)
+    runs = _costs_of_runs(layers)
+    best = np.full(len(runs), np.inf)
     best[0] = 0.0
     for _ in range(num_stages):
-        following = np.full(len(total), np.inf)
-        for end in range(1, len(total)):
-            following[end] = np.maximum(best[:end], total[end] - total[:end]).min()
-        best = following
+        best = np.maximum(best, runs).min(axis=1)
     return float(best[-1])
 
 
 def _evenest_cuts(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int, limit: float) -> Ints:
     """Of the cuts whose stages cost at most ``limit``, the one with the least sum of squares; shape [stages + 1]."""
-    total = _prefix(layers)
-    best = np.full(len(total), np.inf)
+    runs = _costs_of_runs(layers)
+    squares = np.where(runs <= limit, runs, np.inf) ** 2
+    best = np.full(len(runs), np.inf)
     best[0] = 0.0
-    came_from = np.zeros((num_stages, len(total)), dtype=np.int64)
+    came_from = np.zeros((num_stages, len(runs)), dtype=np.int64)
     for stage in range(num_stages):
-        following = np.full(len(total), np.inf)
-        for end in range(1, len(total)):
-            cost = total[end] - total[:end]
-            squares = np.where(cost <= limit, best[:end] + cost**2, np.inf)
-            came_from[stage, end] = int(np.argmin(squares))
-            following[end] = squares.min()
-        best = following
+        sums = best + squares
+        came_from[stage] = sums.argmin(axis=1)
+        best = sums.min(axis=1)
     cuts = np.zeros(num_stages + 1, dtype=np.int64)
     cuts[-1] = len(layers)
     for stage in range(num_stages - 1, -1, -1):

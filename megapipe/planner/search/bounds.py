@@ -17,7 +17,7 @@ from megapipe.planner.cost.assumptions import ENGINE
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.search.figures import LayerFigures, LayerWork, Micro, State, Traffic
+from megapipe.planner.search.figures import Held, LayerFigures, LayerWork, State, Traffic, Work
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
 from megapipe.planner.search.stage_limits import StageLimiter
@@ -33,7 +33,7 @@ class LayoutBounds:
     """Lower bounds of layouts of one run on one machine; arguments as of `LayerFigures`."""
 
     def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
-        self._base = base
+        self._base, self._assumptions = base, ENGINE.on(hardware)
         self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
         self._limits = StageLimiter(base)
@@ -44,16 +44,13 @@ class LayoutBounds:
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape; no time where already
         the bytes are too many."""
-        figures, replicas = self._figures, shape.data * shape.context
-        micros = [
-            figures.micro(shape.tensor, shape.context, shape.micro_size, each.sequence, each.recompute)
-            for each in layouts
-        ]
-        states = [figures.state(shape.tensor, each.zero, replicas) for each in layouts]
-        num_bytes = self._num_bytes(shape, layouts, micros, states).tolist()
+        figures = self._figures
+        keys = [(shape.tensor, shape.context, shape.micro_size, each.sequence, each.recompute) for each in layouts]
+        states = [figures.state(shape.tensor, each.zero, shape.data * shape.context) for each in layouts]
+        num_bytes = self._num_bytes(shape, layouts, [figures.held(*key) for key in keys], states).tolist()
         seconds = [
-            self._seconds(shape, each, micro) if size <= self._memory_limit else math.inf
-            for each, micro, size in zip(layouts, micros, num_bytes, strict=True)
+            self._seconds(shape, each, figures.work(*key)) if size <= self._memory_limit else math.inf
+            for each, key, size in zip(layouts, keys, num_bytes, strict=True)
         ]
         return seconds, num_bytes
 
@@ -65,7 +62,7 @@ class LayoutBounds:
     def _count(self, shape: Shape) -> int:
         return self._base.batch.global_size // (shape.micro_size * shape.data)
 
-    def _seconds(self, shape: Shape, layout: Layout, micro: Micro) -> float:
+    def _seconds(self, shape: Shape, layout: Layout, work: Work) -> float:
         """m micro-batches on the busiest rank, and under a flush one of them on each of the others.
 
         Some rank has at least the average of everything, and at least the average of blocks, rounded up; the last one
@@ -76,21 +73,21 @@ class LayoutBounds:
             return 0.0
         blocks = -(-self._base.model.num_layers // pipeline)
         traffic = self._figures.traffic(shape, layout.zero) if layout.zero else Traffic(0.0, 0.0)
-        each_block = self._with_traffic(shape, layout, micro.block, traffic) if layout.zero >= 2 else micro.block.whole
-        busiest = max(micro.whole / pipeline, blocks * each_block)
+        each_block = self._with_traffic(shape, layout, work.block, traffic) if layout.zero >= 2 else work.block.whole
+        busiest = max(work.whole / pipeline, blocks * each_block)
         if shape.schedule != "zb_v":
             own = float(self._least_blocks(shape, chunks)[-1].sum())
-            busiest = max(busiest, own * micro.block.whole + micro.head.whole)
+            busiest = max(busiest, own * work.block.whole + work.head.whole)
         total = self._count(shape) * busiest
         if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
-            total += max(0.0, micro.passing - busiest) / chunks
-        if layout.zero in (1, 2) and not ENGINE.gathers_beside_forward:
+            total += max(0.0, work.passing - busiest) / chunks
+        if layout.zero in (1, 2) and not self._assumptions.gathers_beside_forward:
             total += blocks * traffic.gather
         return total
 
     def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
         """Seconds of a block, on a rank with many, with what its replicas exchange for every micro-batch beside it."""
-        zero, slow_down = self._base.zero, ENGINE.slow_down
+        zero, slow_down = self._base.zero, self._assumptions.slow_down
         fullest = -(-self._base.model.num_layers // shape.pipeline)
         chunk = -(-fullest // self._chunks(shape))
         # Layers that a buffer has to go round, as `planner.cost.step_time` tells it.
@@ -121,7 +118,7 @@ class LayoutBounds:
         return found
 
     def _num_bytes(
-        self, shape: Shape, layouts: Sequence[Layout], micros: Sequence[Micro], states: Sequence[State]
+        self, shape: Shape, layouts: Sequence[Layout], helds: Sequence[Held], states: Sequence[State]
     ) -> Floats:
         """Of the fullest rank.
 
@@ -137,20 +134,20 @@ class LayoutBounds:
         needed = np.maximum(0.0, self._base.model.num_layers - self._room_behind(shape, chunks))
         fewest = int(least.sum(axis=1).min())
 
-        def column(name: str, of: Sequence[Micro] | Sequence[State]) -> Floats:
+        def column(name: str, of: Sequence[Held] | Sequence[State]) -> Floats:
             return np.array([getattr(each, name) for each in of], dtype=np.float64)[:, None]
 
-        kept, stream = column("block_bytes", micros), column("stream", micros)
+        kept, stream = column("block", helds), column("stream", helds)
         each_block = column("block", states) + always * kept
         # A stage's input lies in the slot that it arrived in, which counts once for all.
         besides = more * kept + (1.0 - held.sum(axis=1)) * stream
-        besides[:, :1] += column("embedding", states) + held[0, 0] * column("embedding_bytes", micros)
+        besides[:, :1] += column("embedding", states) + held[0, 0] * column("embedding", helds)
         if shape.schedule != "zb_v" and not self._base.schedule.file:
-            besides[:, -1:] += column("head", states) + held[-1, -1] * column("head_bytes", micros)
+            besides[:, -1:] += column("head", states) + held[-1, -1] * column("head", helds)
         if pipeline == 1:
             besides -= column("tied", states)
         if fewest:
-            besides += column("working", micros) + self._buffers(layouts, states, fewest)
+            besides += column("working", helds) + self._buffers(layouts, states, fewest)
         shares = 1.0 / each_block
         found = (needed + (besides * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
         return np.asarray(found.max(axis=1))

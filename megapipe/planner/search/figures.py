@@ -37,18 +37,24 @@ class LayerWork:
 
 
 @dataclass(frozen=True)
-class Micro:
-    """One micro-batch on one rank. block, head: seconds of a layer, of blocks the fastest; whole: of all layers;
-    passing: without what runs again. Bytes of a layer are held until its backward; working: of one that runs again
-    besides; stream: of a message between stages."""
+class Work:
+    """Seconds of one micro-batch on one rank. block, head: of a layer, of blocks the fastest; whole: of all layers;
+    passing: without what runs again."""
 
     block: LayerWork
     head: LayerWork
     whole: float
     passing: float
-    block_bytes: float
-    embedding_bytes: float
-    head_bytes: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one micro-batch on one rank. A layer's are held until its backward; working: of a block that runs again
+    besides; stream: of a message between stages."""
+
+    block: float
+    embedding: float
+    head: float
     working: float
     stream: float
 
@@ -98,7 +104,8 @@ class LayerFigures:
         precision: Precision = training.precision  # type: ignore[assignment]
         device = hardware_device_type(hardware)
         self._path = attention_path(base.model, precision, device, base.data.sequence_length)
-        self.micro = cache(self._micro)
+        self.held = cache(self._held)
+        self.work = cache(self._work)
         self.state = cache(self._state)
         self._traffic_of = cache(self._traffic)
 
@@ -106,10 +113,13 @@ class LayerFigures:
         """Over the replicas of a shape."""
         return self._traffic_of(shape.data, shape.pipeline, shape.context, shape.tensor, zero)
 
-    def _micro(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Micro:
+    def _config(
+        self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute
+    ) -> PretrainConfig:
+        """Of one pipeline rank with all layers."""
         base = self._base
         data = self._devices // (tensor * context)
-        config = replace(
+        return replace(
             base,
             parallel=replace(
                 base.parallel, data=data, tensor=tensor, context=context, pipeline=1, sequence=sequence
@@ -118,20 +128,16 @@ class LayerFigures:
             recompute=replace(base.recompute, method=recompute),
             zero=replace(base.zero, stage=0),
         )
-        costs = LayoutCosts(config, self._layers, data, self._path, VOCABULARY_ALIGNMENT)
-        placement = Placement(self._hardware, {"data": data, "context": context, "tensor": tensor})
-        whole = float(costs.kept(self._blocks[0]))
-        stream = float(costs.stream)
+
+    def _costs(self, config: PretrainConfig) -> LayoutCosts:
+        return LayoutCosts(config, self._layers, config.parallel.data or 1, self._path, VOCABULARY_ALIGNMENT)
+
+    def _held(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Held:
+        config = self._config(tensor, context, micro_size, sequence, recompute)
+        costs = self._costs(config)
+        whole, stream = float(costs.kept(self._blocks[0])), float(costs.stream)
         full = recompute == "full"
-        works = [self._work(config, costs, placement, each) for each in self._blocks]
-        block, head = min(works, key=lambda work: work.whole), self._work(config, costs, placement, self._head)
-        edges = self._work(config, costs, placement, self._embedding).whole + head.whole
-        blocks = base.model.num_layers
-        return Micro(
-            block,
-            head,
-            blocks * block.whole + edges,
-            blocks * (block.forward + block.backward) + edges,
+        return Held(
             min(whole, stream / config.recompute.every) if full else whole,
             float(costs.kept(self._embedding)),
             float(costs.kept(self._head)),
@@ -139,7 +145,19 @@ class LayerFigures:
             stream,
         )
 
-    def _work(
+    def _work(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Work:
+        config = self._config(tensor, context, micro_size, sequence, recompute)
+        costs = self._costs(config)
+        sizes = {"data": config.parallel.data or 1, "context": context, "tensor": tensor}
+        placement = Placement(self._hardware, sizes)
+        works = [self._of_layer(config, costs, placement, each) for each in self._blocks]
+        block, head = min(works, key=lambda work: work.whole), self._of_layer(config, costs, placement, self._head)
+        edges = self._of_layer(config, costs, placement, self._embedding).whole + head.whole
+        blocks = self._base.model.num_layers
+        passing = blocks * (block.forward + block.backward) + edges
+        return Work(block, head, blocks * block.whole + edges, passing)
+
+    def _of_layer(
         self, config: PretrainConfig, costs: LayoutCosts, placement: Placement, layer: LayerSpec
     ) -> LayerWork:
         found = self._times.of(config, layer)
