@@ -11,6 +11,7 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given, build_parser, parse_given
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.fitting.published import TABLES
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.findings import Objective
@@ -125,8 +126,10 @@ def _profile(parser: ArgumentParser) -> None:
 
 
 def _fit(parser: ArgumentParser) -> None:
-    parser.add_argument("--hardware", type=str, help="file or preset whose efficiency is fitted")
-    parser.add_argument("--rows", type=Path, help="YAML of measured runs (default: the published ones of the preset)")
+    parser.add_argument("--published", choices=tuple(TABLES), help="a table of published rows")
+    parser.add_argument("--rows", type=str, metavar="FILE", help="YAML of your own measured runs (docs/cost_model.md)")
+    parser.add_argument("--hardware", type=str, help="with --rows: file or preset of the machine that they ran on")
+    parser.add_argument("--output", type=Path, help="hardware file to write, with the efficiency that was found")
 
 
 COMMANDS: dict[str, Command] = {
@@ -162,7 +165,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "fit": Command(
         "fit a machine's efficiency to measured runs, and say how far off it is",
-        "--hardware FILE|PRESET [--rows FILE]",
+        "--published NAME | --rows FILE --hardware FILE|PRESET [--output FILE]",
         (_fit, _json),
     ),
     "dry-run": Command(

@@ -43,6 +43,18 @@ def write_config(path: Path, config: PretrainConfig, remarks: list[str]) -> None
     write_text(path, text)
 
 
+def check_folders(*paths: Path | None) -> None:
+    """Raise ConfigError where a file could not be written, before any work is done for it."""
+    problems = [
+        f"{path} cannot be written: there is no folder {path.parent}; name a file in one that exists"
+        for path in paths
+        if path is not None and not path.parent.is_dir()
+    ]
+    problems += [f"{path} is a folder; name a file" for path in paths if path is not None and path.is_dir()]
+    if problems:
+        raise ConfigError(problems)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file of a result. ConfigError where that cannot be done."""
     try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.arguments import Request
+from megapipe.planner.command.launch import check_folders
 from megapipe.planner.command.planning import (
     check_fields,
     checkpoint_facts,
@@ -30,6 +31,7 @@ PHASES = (
 
 def run_predict(request: Request) -> int:
     """One layout's step time and memory."""
+    check_folders(request.flags["html"])
     hardware, prediction, remarks = _prediction(request)
     answer = prediction.estimate
     facts = checkpoint_facts(request, answer.step_seconds)

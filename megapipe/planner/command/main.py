@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.planner.command.arguments import COMMANDS, Request, parse_request
+from megapipe.planner.command.fit import run_fit
 from megapipe.planner.command.layouts import run_compare, run_explain, run_predict
 from megapipe.planner.command.search import run_search
 from megapipe.planner.command.train_time import run_train_time
@@ -19,6 +20,7 @@ HANDLERS: dict[str, Handler] = {
     "explain": run_explain,
     "compare": run_compare,
     "train-time": run_train_time,
+    "fit": run_fit,
 }
 """Commands that need no torch."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megapipe.config.errors import ConfigError
 from megapipe.planner.command.arguments import NO_DATA, Request
-from megapipe.planner.command.launch import launch_command, uneven_nodes, write_config
+from megapipe.planner.command.launch import check_folders, launch_command, uneven_nodes, write_config
 from megapipe.planner.command.layouts import print_memory, print_terms
 from megapipe.planner.command.planning import checkpoint_facts, checkpoint_told, planned_config, run_told
 from megapipe.planner.command.reports import write_search
@@ -24,6 +24,7 @@ OUTPUT_NAME = "plan.yaml"
 def run_search(request: Request) -> int:
     """Print, and where flags ask for it write, what a search finds."""
     flags = request.flags
+    check_folders(flags["html"], flags["write_config"])
     hardware, devices = request.hardware(), _devices(request)
     if flags["top"] < 1:
         raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
