@@ -3,6 +3,7 @@
 import json
 
 from megapipe.config.errors import ConfigError
+from megapipe.data.errors import DataError
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
 from megapipe.planner.hardware.description import Hardware
@@ -39,14 +40,17 @@ def run_profile(request: Request) -> int:
     """Measure this machine for the layers of a model, and write the hardware file."""
     flags = request.flags
     check_fields(request.config)
-    hardware = profile(
-        request.config,
-        flags["output"],
-        ranks=flags["ranks"],
-        tensor_sizes=flags["tensor_sizes"],
-        micro_sizes=flags["micro_sizes"],
-        say=_say_nothing if flags["json"] else _say,
-    )
+    try:
+        hardware = profile(
+            request.config,
+            flags["output"],
+            ranks=flags["ranks"],
+            tensor_sizes=flags["tensor_sizes"],
+            micro_sizes=flags["micro_sizes"],
+            say=_say_nothing if flags["json"] else _say,
+        )
+    except DataError as error:
+        raise ConfigError(f"{error}; or leave data.prefix out, to measure on random tokens") from error
     if flags["json"]:
         print(json.dumps({"name": hardware.name, "file": str(flags["output"])}))
     else:
