@@ -50,7 +50,9 @@ def _prefix(layers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[
     return np.concatenate([[0.0], np.cumsum(layers)])
 
 
-def _costs_of_runs(layers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def _costs_of_runs(
+    layers: np.ndarray[tuple[int], np.dtype[np.float64]],
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Of layers start to end - 1 at [end, start]; endless where there are none."""
     total = _prefix(layers)
     runs = total[:, None] - total[None]

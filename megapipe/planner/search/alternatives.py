@@ -11,6 +11,7 @@ from megapipe.planner.search.differences import exposed_seconds, faster_or_slowe
 from megapipe.planner.search.explorer import Explorer
 from megapipe.planner.search.findings import Alternative
 from megapipe.planner.search.layouts import Layout, divisors
+from megapipe.planner.search.space import ZeroStage
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def alternatives(
 
 
 def _kinds(base: PretrainConfig, devices: int) -> Iterator[Kind]:
-    def only(dimension: str, zero: int = 0) -> Kind:
+    def only(dimension: str, zero: ZeroStage = 0) -> Kind:
         others = [name for name in ("data", "tensor", "pipeline", "context") if name != dimension]
         named = f" with ZeRO {zero}" if zero else ""
         return Kind(
@@ -53,11 +54,18 @@ def _kinds(base: PretrainConfig, devices: int) -> Iterator[Kind]:
     yield Kind("with plain 1f1b", lambda layout: layout.shape.schedule == "1f1b", _as_it_is)
 
 
-def _spread(config: PretrainConfig, dimension: str, devices: int, zero: int) -> PretrainConfig:
-    sizes = {name: 1 for name in ("data", "tensor", "pipeline", "context")} | {dimension: devices}
+def _spread(config: PretrainConfig, dimension: str, devices: int, zero: ZeroStage) -> PretrainConfig:
+    sizes = dict.fromkeys(("data", "tensor", "pipeline", "context"), 1) | {dimension: devices}
     return replace(
         config,
-        parallel=replace(config.parallel, sequence=False, **sizes),
+        parallel=replace(
+            config.parallel,
+            data=sizes["data"],
+            tensor=sizes["tensor"],
+            pipeline=sizes["pipeline"],
+            context=sizes["context"],
+            sequence=False,
+        ),
         batch=replace(config.batch, micro_size=1),
         zero=replace(config.zero, stage=zero),
         schedule=replace(config.schedule, name="1f1b", chunks=None),
@@ -116,8 +124,8 @@ def _why_slower(estimate: Estimate, best: Estimate) -> str:
     if estimate.config == best.config:
         return "is the best layout"
     bubble, exposed = estimate.seconds_of("bubble"), exposed_seconds(estimate)
-    shares = (
-        f"bubble {bubble / estimate.step_seconds:.1%} of the step, {seconds(exposed)} of communication that nothing hides"
-    )
     terms = ", ".join(term_differences(estimate, best))
-    return f"{faster_or_slower(estimate, best)}: {terms + '; ' if terms else ''}{shares}"
+    return (
+        f"{faster_or_slower(estimate, best)}: {terms + '; ' if terms else ''}bubble "
+        f"{bubble / estimate.step_seconds:.1%} of the step, {seconds(exposed)} of communication that nothing hides"
+    )

@@ -121,9 +121,7 @@ class LayerFigures:
         data = self._devices // (tensor * context)
         return replace(
             base,
-            parallel=replace(
-                base.parallel, data=data, tensor=tensor, context=context, pipeline=1, sequence=sequence
-            ),
+            parallel=replace(base.parallel, data=data, tensor=tensor, context=context, pipeline=1, sequence=sequence),
             batch=replace(base.batch, micro_size=micro_size),
             recompute=replace(base.recompute, method=recompute),
             zero=replace(base.zero, stage=0),
@@ -171,7 +169,9 @@ class LayerFigures:
             return LayerWork(found.forward, backward, again)
         waiting = layer_exchange_seconds(costs, placement, layer, "tensor")
         return LayerWork(
-            found.forward + waiting.forward, backward + waiting.backward_input, again + (waiting.forward if again else 0.0)
+            found.forward + waiting.forward,
+            backward + waiting.backward_input,
+            again + (waiting.forward if again else 0.0),
         )
 
     def _units(self, tensor: int, zero: ZeroStage, replicas: int) -> UnitCosts:

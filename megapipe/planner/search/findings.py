@@ -46,8 +46,8 @@ class Found:
 class Alternative:
     """What someone would have tried first, or a part of the best layout left out, and why it loses.
 
-    name: in words. estimate: of the best layout of this kind, of the one nearest to fitting where none fits; None where
-    no layout of the kind can run at all. reason: a sentence: out of memory by how much, or slower by how much and in
+    name: in words. estimate: of the best layout of this kind, of the one nearest to fitting where none fits; None
+    where no layout of the kind can run at all. reason: a sentence: out of memory by how much, or slower by how much and in
     which terms, or the rule that keeps it from running, or that it is the best itself.
     """
 
@@ -118,8 +118,8 @@ class Findings:
 
 
 class NothingFits(ConfigError):
-    """No layout fits the devices. nearest: the one that misses by the fewest bytes, None where no layout can run."""
+    """No layout fits the devices. nearest: the one that misses by the fewest bytes."""
 
-    def __init__(self, problem: str, nearest: Estimate | None) -> None:
+    def __init__(self, problem: str, nearest: Estimate) -> None:
         super().__init__(problem)
         self.nearest = nearest

@@ -1,7 +1,7 @@
 """Every layout of a search space that can run.
 
-A layout is valid where `PretrainConfig.problems` and `planner.runs.run_problems` have nothing against it. To ask both of
-every layout would take longer than all else, so each rule is asked once for the few fields that it reads, and its
+A layout is valid where `PretrainConfig.problems` and `planner.runs.run_problems` have nothing against it. To ask both
+of every layout would take longer than all else, so each rule is asked once for the few fields that it reads, and its
 answer is kept.
 """
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from typing import cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
@@ -32,7 +33,7 @@ class Effort:
     keep: int = 5
     slowest: float = 2.0
     tolerance: float = 0.02
-    actions: int = 100_000
+    actions: int = 40_000
     alternatives: bool = True
     stages: bool = True
 
@@ -71,7 +72,8 @@ def search_speed(
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
     found = explorer.fastest(effort.keep)
     if not found:
-        raise _nothing_fits(explorer.nearest(), hardware, devices)
+        # There are candidates, so that one of them is nearest.
+        raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
     movable = effort.stages and "parallel.layers_per_stage" not in pinned
     ranked = Refiner(hardware, times, effort.actions).refined(found, stages=movable)
     if not ranked:
@@ -116,12 +118,12 @@ def _priced(found: Found, price: float | None) -> Found:
     return found if price is None else replace(found, price=price_per_million_tokens(found.estimate, price))
 
 
-def _nothing_fits(nearest: Estimate | None, hardware: Hardware, devices: int) -> NothingFits:
-    assert nearest is not None  # there are candidates
+def _nothing_fits(nearest: Estimate, hardware: Hardware, devices: int) -> NothingFits:
     layout = ", ".join(f"{name} {value}" for name, value in nearest.as_json()["layout"].items())
     return NothingFits(
         f"no layout fits {devices} devices of {hardware.name!r}; the one that needs least is {out_of_memory(nearest)} "
-        f"({layout}); take more devices, devices with more memory, a smaller model or shorter samples, or unpin fields",
+        f"({layout}); take more devices or devices with more memory, a smaller model or shorter samples, or unpin "
+        "fields",
         nearest,
     )
 

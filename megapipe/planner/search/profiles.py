@@ -71,7 +71,14 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
             "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
         )
     parallel = replace(
-        config.parallel, data=1, tensor=1, pipeline=1, context=1, sequence=False, sequence_chunks=1, layers_per_stage=None
+        config.parallel,
+        data=1,
+        tensor=1,
+        pipeline=1,
+        context=1,
+        sequence=False,
+        sequence_chunks=1,
+        layers_per_stage=None,
     )
     return replace(
         config,

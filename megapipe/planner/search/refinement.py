@@ -1,11 +1,10 @@
 """What is done to the few best layouts alone: stages by time, the order of nodes, the simulated schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.config.errors import ConfigError
-from megapipe.costs.memory import FULL_BYTES, Precision
-from megapipe.costs.memory import boundary_bytes
+from megapipe.costs.memory import FULL_BYTES, Precision, boundary_bytes
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate, predict
@@ -48,15 +47,13 @@ class Refiner:
         if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
             return before
         known: dict[tuple[str, int], float] = {}
-        layers = layers_of(config)
+        seconds, layers = [], layers_of(config)
         for layer in layers:
             key = layer.kind, layer.index if config.training.fp8 != "none" else 0
             if key not in known:
                 each = self.times.of(config, layer)
                 known[key] = each.forward + each.backward_input + each.backward_weight + each.recompute
-        seconds = [
-            known[layer.kind, layer.index if config.training.fp8 != "none" else 0] for layer in layers
-        ]
+            seconds.append(known[key])
         sizes = [stop - first for first, stop in balance_layers(seconds, num_stages(config))]
         if sizes == [len(each) for each in StageLayout.of(config).ranges]:
             return before
@@ -80,8 +77,8 @@ class Refiner:
             precision,
             sequence_shards=parallel.sequence_shards,
         )
-        blocks = sum(spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values())
-        gradients = FULL_BYTES * blocks / (parallel.tensor * parallel.pipeline)
+        elements = sum(spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values())
+        gradients = FULL_BYTES * elements / (parallel.tensor * parallel.pipeline)
         try:
             order = best_node_order(OrderCost(self.hardware, sizes, message, gradients))
         except ConfigError:  # a mesh that does not cut the nodes evenly has no other order
@@ -102,4 +99,5 @@ def _computations(estimate: Estimate) -> int:
     return 2 * count * num_stages(config)
 
 
-_order: Callable[[Found], tuple[float, int]] = lambda found: (found.estimate.step_seconds, found.estimate.peak_bytes)
+def _order(found: Found) -> tuple[float, int]:
+    return found.estimate.step_seconds, found.estimate.peak_bytes

@@ -91,7 +91,9 @@ def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], sp
         "parallel.context": base.parallel.context,
         "parallel.data": base.parallel.data,
     }
-    problems += [f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size is not None and size < 1]
+    problems += [
+        f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size is not None and size < 1
+    ]
     if problems:
         raise ConfigError(problems)
 
