@@ -68,8 +68,10 @@ class _Parser(ArgumentParser):
 
     def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
         """As of ArgumentParser, the configuration alone."""
-        kept = Namespace(**{name: value for name, value in vars(cfg).items() if name in self.config_groups})
-        return super().dump(kept, *args, **kwargs)
+        kept = Namespace(  # type: ignore[no-untyped-call]
+            **{name: value for name, value in vars(cfg).items() if name in self.config_groups}
+        )
+        return str(super().dump(kept, *args, **kwargs))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = _UNKNOWN_KEY.search(message)

@@ -97,6 +97,11 @@ def _search(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--schedules", type=str, help="names to try, separated by commas (default 1f1b,interleaved_1f1b)"
     )
+    parser.add_argument(
+        "--models", type=str, nargs="+", metavar="FILE", help="for the objective size (default: --model, scaled)"
+    )
+    parser.add_argument("--per_layer", action="store_true", help="also advise on each layer's strategy (Galvatron)")
+    parser.add_argument("--two_buffered", action="store_true", help="also ask PipeDream-2BW's own planner")
     parser.add_argument("--top", type=int, default=5, help="layouts that are listed (default 5)")
     parser.add_argument(
         "--write_config", type=Path, metavar="FILE", help="the best layout as a configuration to train"

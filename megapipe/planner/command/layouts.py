@@ -74,9 +74,9 @@ def run_explain(request: Request) -> int:
     for remark in remarks:
         print(f"note: {remark}")
     print(f"\nsimulated step: {seconds_told(answer.step_seconds)}")
-    print_terms(answer, sources=True)
+    print_terms(answer)
     print(f"\nclosed form, as a search uses it: {seconds_told(closed.step_seconds)}")
-    print_terms(closed, sources=True)
+    print_terms(closed)
     print()
     rows = [
         [
@@ -122,14 +122,13 @@ def run_compare(request: Request) -> int:
     return 0
 
 
-def print_terms(answer: Estimate, sources: bool = False) -> None:
-    """What a step's time is made of."""
+def print_terms(answer: Estimate) -> None:
+    """What a step's time is made of, and where each part comes from."""
     rows = [
-        [term.name, seconds_told(term.seconds), f"{term.seconds / answer.step_seconds:.1%}"]
-        + ([term.source] if sources else [])
+        [term.name, seconds_told(term.seconds), f"{term.seconds / answer.step_seconds:.1%}", term.source]
         for term in answer.terms
     ]
-    print_table(["term", "time", "of the step", *(["source"] if sources else [])], rows)
+    print_table(["term", "time", "of the step", "source"], rows)
 
 
 def print_memory(answer: Estimate) -> None:

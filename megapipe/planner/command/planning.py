@@ -8,7 +8,9 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.checkpoints import lost_share, save_interval
 from megapipe.planner.command.arguments import NO_DATA, Request
+from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.measured.times import MeasuredTimes
 from megapipe.planner.report.words import duration_told
 from megapipe.planner.runs.layout import layers_of
 
@@ -45,6 +47,12 @@ def check_fields(config: PretrainConfig) -> None:
     problems = config.model.problems() + named.problems()
     if problems:
         raise ConfigError(problems)
+
+
+def measured_times(hardware: Hardware, devices: int) -> LayerTimes | None:
+    """What was measured of layers, where the ranks are those of the measured machine; None for the roofline."""
+    on_one = hardware.measured is not None and len(hardware.nodes(devices)) == 1
+    return MeasuredTimes(hardware) if on_one else None
 
 
 def num_parameters(config: PretrainConfig) -> int:

@@ -2,19 +2,30 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse_as
+from megapipe.config.model import ModelConfig
+from megapipe.planner.command.advice import advised, print_advice
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.launch import check_folders, launch_command, uneven_nodes, write_config
 from megapipe.planner.command.layouts import print_memory, print_terms
-from megapipe.planner.command.planning import checkpoint_facts, checkpoint_told, planned_config, run_told
+from megapipe.planner.command.planning import (
+    checkpoint_facts,
+    checkpoint_told,
+    measured_times,
+    planned_config,
+    run_told,
+)
 from megapipe.planner.command.reports import write_search
 from megapipe.planner.cost.model import predict
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
 from megapipe.planner.search.findings import Findings, Found
-from megapipe.planner.search.plan import Effort, search_speed
+from megapipe.planner.search.plan import Effort
+from megapipe.planner.search.search import search
 from megapipe.planner.search.space import SearchSpace
 
 OUTPUT_NAME = "plan.yaml"
@@ -29,20 +40,37 @@ def run_search(request: Request) -> int:
     if flags["top"] < 1:
         raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
     config, remarks = planned_config(request, hardware)
-    findings = search_speed(
-        config, hardware, devices, request.given, space=_space(request), effort=Effort(keep=flags["top"])
+    findings = search(
+        config,
+        hardware,
+        devices,
+        request.given,
+        objective=flags["objective"],
+        space=_space(request),
+        tokens=flags["tokens"],
+        models=_models(request),
+        times=measured_times(hardware, devices),
+        effort=Effort(keep=flags["top"]),
     )
     best = findings.best
     facts = checkpoint_facts(request, best.estimate.step_seconds)
     file = OUTPUT_NAME if flags["write_config"] is None else str(flags["write_config"])
     command = launch_command(best.config, hardware, best.estimate.world_size, file)
     if flags["html"] is not None or flags["pictures"] is not None:
-        prediction = predict(best.config, hardware, node_order=best.node_order)
+        times = measured_times(hardware, best.estimate.world_size)
+        prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
         write_search(request, hardware, prediction, findings, command)
     if flags["write_config"] is not None:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
+    advice = advised(request, best.config, hardware, devices)
     if flags["json"]:
-        found = {"launch": command, "checkpoint": facts, "remarks": remarks, "search": findings.as_json()}
+        found = {
+            "advice": advice,
+            "launch": command,
+            "checkpoint": facts,
+            "remarks": remarks,
+            "search": findings.as_json(),
+        }
         print(json.dumps(best.as_json() | found, indent=2))
         return 0
     print(run_told(best.config, hardware, best.estimate.world_size))
@@ -55,6 +83,7 @@ def run_search(request: Request) -> int:
     print_memory(best.estimate)
     if best.node_order is not None:
         print(f"\norder of the nodes, by measured links: {' '.join(map(str, best.node_order))}")
+    print_advice(advice)
     if facts is not None:
         print(f"\n{checkpoint_told(facts)}")
     _print_start(request, hardware, best, command)
@@ -76,7 +105,7 @@ def print_findings(findings: Findings, top: int) -> None:
     if any(each.simulated for each in findings.ranked[:top]):
         print("(* by simulation of the schedule, the others in closed form)")
     if findings.trials:
-        told = [[each.name, "nothing fits" if each.value is None else f"{each.value:.4g}"] for each in findings.trials]
+        told = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
         print()
         print_table(["compared", _COMPARED[findings.objective]], told)
     if findings.alternatives:
@@ -108,6 +137,16 @@ def _devices(request: Request) -> int:
     if "batch.global_size" not in request.given:
         raise ConfigError("--batch.global_size is missing; give the samples of a step, which decide what is fast")
     return request.devices()
+
+
+def _models(request: Request) -> list[tuple[str, ModelConfig]]:
+    """What the objective size chooses from. Raises ConfigError for models beside another objective."""
+    files, objective = request.flags["models"], request.flags["objective"]
+    if files is None:
+        return []
+    if objective != "size":
+        raise ConfigError(f"--models is for --objective size, which is {objective}; set it, or leave --models out")
+    return [(Path(file).stem, parse_as(request.kind, ["--model", file]).model) for file in files]
 
 
 def _space(request: Request) -> SearchSpace:
