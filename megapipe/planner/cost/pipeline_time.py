@@ -77,7 +77,7 @@ def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
     long as the p micro-batches that the first rank holds, and the messages besides."""
     fill = _others(pipeline, (pipeline.forward + pipeline.backward).sum(axis=0))
     rounds = -(-count // pipeline.size)
-    again = 2 * (pipeline.hop - float(pipeline.hops[:-1].max())) if rounds > 1 else 0.0
+    again = 2 * (pipeline.hop - float(pipeline.hops[:-1].max()))
     return Waiting(fill, 2 * pipeline.hop * rounds + again, "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1")
 
 
@@ -125,7 +125,8 @@ def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
     forward, half = pipeline.forward.sum(axis=0), pipeline.input_half.sum(axis=0)
     each = forward + half - 2 * pipeline.weight_half.sum(axis=0)
     one = max(_others(pipeline, forward), _others(pipeline, half))
-    bubble = max(one / 2, _others(pipeline, each)) if count >= 2 * pipeline.size else one
+    # With as many micro-batches as ranks it is twice that; each one more fills a forward of it.
+    bubble = max(one / 2, _others(pipeline, each), one - (count - pipeline.size) * float(forward.mean()))
     return Waiting(bubble, 2 * pipeline.hop, "(p - 1) max(TF / 2, TB / 2, TF + TB - 2 TW), simulated")
 
 

@@ -12,6 +12,7 @@ from megapipe.planner.cost.pipeline_time import Pipeline, waiting_of
 from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import StageCosts
+from megapipe.planner.cost.traffic_counts import traffic_counts
 from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules.generators.registry import find_generator
 
@@ -98,33 +99,16 @@ class _Step:
         yield Term("tensor", once(tensor), "rings, doi 10.1177/1094342005051521, section 4.1")
         yield Term("context", once(context), "rings beside attention, arXiv 2310.01889, section 3")
 
-    def _passes(self, sharded: bool, buffers: int) -> Floats:
-        """By stage, how often a micro-batch finds a unit's buffer given up since the one before, on average."""
-        if not sharded or self.run.costs.of_units.shards == 1:
-            return np.zeros(len(self.costs.ranks))
-        ranks, name = self.costs.ranks, self.run.config.schedule.name
-        largest = np.zeros(self.run.pipeline)
-        np.maximum.at(largest, ranks, self.costs.layers)
-        found = np.ones(self.run.pipeline)
-        if name == "interleaved_1f1b":
-            found[2 * largest <= buffers] = 1.0 / self.run.pipeline
-        if name == "modular":
-            found[largest <= buffers] = 0.0
-        found[self.units <= buffers] = 0.0
-        return found[ranks]
-
     def _steady_traffic(self) -> tuple[Floats, Floats]:
         """By stage, what replicas exchange with every micro-batch: gathers ahead of either pass, sums of gradients."""
-        zero = self.run.config.zero
-        gathers = self._passes(zero.stage >= 3, zero.weight_buffers)
-        often = self.policy.updates_per_step > 1
-        sums = np.ones(len(gathers)) if often else self._passes(zero.stage >= 2, zero.gradient_buffers)
-        return self.costs.gather * gathers, self.costs.reduction * sums
+        counts = traffic_counts(self.run)
+        sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
+        return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
 
     def _at_the_end(self, pipeline: Pipeline) -> Iterator[Term]:
         sums = self._reductions(pipeline)
         yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
-        tied = tied_seconds(self.run) - (sums if self.flushes else self._slack(pipeline)[0])
+        tied = tied_seconds(self.run) - sums - self._slack(pipeline)[0]
         yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
         if self.flushes:
             yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")

@@ -1,0 +1,47 @@
+"""Configurations and machines for tests of the cost model."""
+
+from dataclasses import replace
+from typing import Any
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
+from megapipe.planner.hardware.reader import load_hardware
+
+NOMINAL = Efficiency()
+SMALL = ModelConfig(
+    vocabulary_size=1024,
+    num_layers=16,
+    hidden_size=2048,
+    num_heads=16,
+    max_positions=1024,
+    tie_embeddings=False,
+    activation="gelu_tanh",
+)
+
+
+def config_of(model: ModelConfig = SMALL, **groups: Any) -> PretrainConfig:
+    """A run in bf16 with fields of groups changed; parallel.data is 1 unless told."""
+    groups.setdefault("training", {}).setdefault("precision", "bf16")
+    groups.setdefault("parallel", {}).setdefault("data", 1)
+    groups.setdefault("data", {}).setdefault("sequence_length", 1024)
+    config = PretrainConfig(model=model)
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+
+
+def even_stages(stages: int, layers: int = SMALL.num_layers) -> list[int]:
+    """As many blocks in each stage, embedding and head besides."""
+    sizes = [layers // stages] * stages
+    sizes[0] += 1
+    sizes[-1] += 1
+    return sizes
+
+
+def machine(latency: float = 0.0, bandwidth: float = 1e15, efficiency: Efficiency = NOMINAL) -> Hardware:
+    """Nodes of eight GPUs; by default their links take no time to speak of."""
+    device = Device("GPU", {"bf16": 300e12, "fp16": 300e12, "fp32": 20e12}, 80e9, 2e12, efficiency)
+    group = NodeGroup("n", device, 8, Link(latency, bandwidth, bandwidth), Network(latency, bandwidth, 8))
+    return Hardware("machine", (group,))
+
+
+SELENE = load_hardware("a100-80")

@@ -1,0 +1,226 @@
+"""The closed form beside the paper's FLOPs, simulation, exact memory, and common sense."""
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.cost.model import estimate, explain_stages, predict
+from megapipe.planner.fitting.published import A100
+from megapipe.planner.hardware.description import Hardware
+from tests.planner.cost.runs import SELENE, SMALL, config_of, even_stages, machine
+
+PLAIN = Assumptions(slow_down=1.0)
+"""As the simulator: what runs side by side does not slow down."""
+
+
+def row(name: str) -> PretrainConfig:
+    """One of the layouts that a row of the paper's table 1 may have had."""
+    return next(next(run.candidates()) for run in (*A100.runs(), *A100.told_runs()) if run.name == name)
+
+
+def sc21_flops(config: PretrainConfig) -> float:
+    """96 B s l h^2 (1 + s / 6h + V / 16lh): arXiv 2104.04473, equation 3."""
+    model, s = config.model, config.data.sequence_length
+    h, layers, vocabulary = model.hidden_size, model.num_layers, model.vocabulary_size
+    return 96 * config.batch.global_size * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
+
+
+@pytest.mark.parametrize("name", [run.name for run in (*A100.runs(), *A100.told_runs())])
+def test_executed_flops_with_full_recomputation_are_equation_3(name: str) -> None:
+    found = estimate(row(name), SELENE)
+    assert found.executed_flops == pytest.approx(sc21_flops(found.config), rel=1e-12)
+    assert found.executed_flops > found.model_flops
+
+
+def test_the_row_of_145_6_billion_takes_5_642e18_flop_a_step() -> None:
+    assert estimate(row("145.6B"), SELENE).executed_flops == pytest.approx(5.642e18, rel=1e-4)
+
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1", "zb_h2", "zb_v", "2bw"]
+
+
+def layout(name: str, pipeline: int, microbatches: int, **groups: Any) -> PretrainConfig:
+    stages = pipeline * (2 if name in ("interleaved_1f1b", "modular", "zb_v") else 1)
+    parallel = {"pipeline": pipeline, "layers_per_stage": even_stages(stages), **groups.pop("parallel", {})}
+    data = parallel.get("data", 1)
+    return config_of(parallel=parallel, schedule={"name": name}, batch={"global_size": microbatches * data}, **groups)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 4), (4, 4), (4, 16), (8, 16)])
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 4}, {"tensor": 4, "sequence": True}, {"context": 2}])
+def test_closed_form_and_simulation_agree(
+    name: str, pipeline: int, microbatches: int, parallel: dict[str, Any]
+) -> None:
+    """Within 3% where stages are even and nothing overlaps; zb_h2's with few micro-batches within 6%."""
+    config = layout(name, pipeline, microbatches, parallel=parallel)
+    closed = estimate(config, SELENE, assumptions=PLAIN).step_seconds
+    within = 0.06 if name == "zb_h2" and microbatches < 2 * pipeline - 1 else 0.03
+    assert closed == pytest.approx(predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds, rel=within)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "modular", "2bw"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"recompute": {"method": "full"}},
+        {"recompute": {"method": "selective"}, "parallel": {"tensor": 2, "sequence": True}},
+        {"parallel": {"data": 2}},
+        {"parallel": {"data": 2}, "zero": {"stage": 1}},
+    ],
+)  # fmt: skip
+def test_with_recomputation_and_replicas_they_agree_within_6_percent(name: str, groups: dict[str, Any]) -> None:
+    config = layout(name, 4, 8, **json.loads(json.dumps(groups)))
+    closed = estimate(config, SELENE, assumptions=PLAIN).step_seconds
+    assert closed == pytest.approx(predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds, rel=0.06)
+
+
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from([*SCHEDULES, "zb_auto", "pipedream"]),
+        "pipeline": st.sampled_from([1, 2, 4]),
+        "microbatches": st.integers(4, 10),
+        "data": st.sampled_from([1, 2, 4]),
+        "tensor": st.sampled_from([1, 2]),
+        "zero": st.integers(0, 3),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+        "micro_size": st.sampled_from([1, 3]),
+        "precision": st.sampled_from(["bf16", "fp32"]),
+        "tied": st.booleans(),
+        "attention": st.sampled_from(["sdpa", "unfused"]),
+    }
+)
+
+
+def drawn(values: dict[str, Any]) -> PretrainConfig:
+    name, data = values["name"], values["data"]
+    model = replace(SMALL, num_layers=8, tie_embeddings=values["tied"] and name != "pipedream")
+    return config_of(
+        replace(model, attention=values["attention"], hidden_dropout=0.1),
+        parallel={"pipeline": values["pipeline"], "data": data, "tensor": values["tensor"]},
+        schedule={"name": name},
+        batch={
+            "global_size": values["microbatches"] * data * values["micro_size"],
+            "micro_size": values["micro_size"],
+        },
+        zero={"stage": values["zero"] if data > 1 else 0},
+        recompute={"method": values["recompute"]},
+        training={"precision": values["precision"]},
+        optimizer={"clip_norm": None if name == "pipedream" else 1.0},
+    )
+
+
+@given(LAYOUTS)
+@settings(max_examples=60, deadline=None)
+def test_closed_memory_is_the_exact_one(values: dict[str, Any]) -> None:
+    """Never under it by more than 2%, nor over it by more than 10%, at any pipeline coordinate."""
+    config = drawn(values)
+    closed, exact = estimate(config, SELENE).memory, predict(config, SELENE).estimate.memory
+    assert len(closed) == len(exact) == config.parallel.pipeline
+    for one, other in zip(closed, exact, strict=True):
+        assert min(vars(one).values()) >= 0
+        assert 0.98 * other.total <= one.total <= 1.10 * other.total
+        state = ("weights", "master", "gradients", "moments")
+        assert [getattr(one, part) for part in state] == [getattr(other, part) for part in state]
+
+
+@given(LAYOUTS, st.floats(1.0, 20.0))
+@settings(max_examples=60, deadline=None)
+def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any], factor: float) -> None:
+    config = drawn(values)
+    found = estimate(config, machine(5e-6, 20e9))
+    assert sum(term.seconds for term in found.terms) == pytest.approx(found.step_seconds)
+    assert all(term.seconds > 0 and term.source for term in found.terms)
+    assert estimate(config, machine(5e-6, 20e9 * factor)).step_seconds <= found.step_seconds * (1 + 1e-9)
+    assert estimate(config, machine(5e-6 / factor, 20e9)).step_seconds <= found.step_seconds * (1 + 1e-9)
+    (group,) = machine(5e-6, 20e9).groups
+    for quick in (
+        replace(group.device, peak_flops={name: peak * factor for name, peak in group.device.peak_flops.items()}),
+        replace(group.device, memory_bandwidth=group.device.memory_bandwidth * factor),
+    ):
+        faster = Hardware("faster", (replace(group, device=quick),))
+        assert estimate(config, faster).step_seconds <= found.step_seconds * (1 + 1e-9)
+
+
+def test_terms_of_a_simulation_add_up_and_it_carries_its_schedule() -> None:
+    config = layout("1f1b", 4, 8, parallel={"data": 2})
+    found = predict(config, SELENE)
+    assert sum(term.seconds for term in found.estimate.terms) == pytest.approx(found.simulation.finish)
+    assert found.schedule.header.num_microbatches == 8
+    assert found.estimate.world_size == 8
+
+
+def test_stages_are_told_one_by_one() -> None:
+    config = layout("interleaved_1f1b", 4, 8, parallel={"tensor": 2}, recompute={"method": "full"})
+    found, whole = explain_stages(config, SELENE), estimate(config, SELENE)
+    assert [stage.rank for stage in found] == [0, 1, 2, 3] * 2
+    assert found[0].layers == ("embedding", "blocks.0", "blocks.1")
+    assert found[-1].layers == ("blocks.14", "blocks.15", "head")
+    busiest = max(range(4), key=lambda rank: sum(_work(stage) for stage in found if stage.rank == rank))
+    own = [stage for stage in found if stage.rank == busiest]
+    kernels = sum(stage.forward + stage.backward_input + stage.backward_weight for stage in own)
+    assert whole.seconds_of("compute") == pytest.approx(8 * kernels)
+    assert whole.seconds_of("recompute") == pytest.approx(8 * sum(stage.recompute for stage in own))
+    assert whole.seconds_of("tensor") == pytest.approx(8 * sum(stage.tensor for stage in own))
+
+
+def _work(stage: Any) -> float:
+    return float(stage.forward + stage.backward_input + stage.backward_weight + stage.recompute + stage.tensor)
+
+
+def test_data_may_be_left_open_and_answers_are_json() -> None:
+    config = config_of(batch={"global_size": 64}, parallel={"data": None, "tensor": 2})
+    found: Estimate = estimate(config, SELENE, world_size=16)
+    assert (found.config.parallel.data, found.world_size, config.parallel.data) == (8, 16, None)
+    told = json.loads(json.dumps(found.as_json()))
+    assert told["layout"]["data"] == 8
+    assert told["step_time_s"] == found.step_seconds
+    assert told["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        ({"parallel": {"data": None}}, "parallel.data is null and no number of devices is given"),
+        ({"training": {"precision": "auto"}}, "name fp32, bf16 or fp16"),
+        ({"offload": {"optimizer": True}}, "copies have no time; leave the group out"),
+        ({"parallel": {"tensor": 3}}, "is not divisible by parallel.tensor 3"),
+        ({"parallel": {"pipeline": 40}}, "exceeds the 18 layers of the model"),
+        ({"batch": {"global_size": 7, "micro_size": 2}}, "batch.global_size 7 is not divisible"),
+        ({"schedule": {"name": "1f1c"}}, "did you mean '1f1b'"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_before_any_work(groups: dict[str, Any], told: str) -> None:
+    for ask in (estimate, predict):
+        with pytest.raises(ConfigError, match=told):
+            ask(config_of(**json.loads(json.dumps(groups))), SELENE)
+
+
+def test_a_device_without_the_precision_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no peak for 'fp8'|has no peak for 'fp16'"):
+        estimate(config_of(training={"precision": "fp16"}), _without("fp16"))
+
+
+def _without(dtype: str) -> Hardware:
+    (group,) = machine().groups
+    peaks = {name: peak for name, peak in group.device.peak_flops.items() if name != dtype}
+    return Hardware("m", (replace(group, device=replace(group.device, peak_flops=peaks)),))
+
+
+def test_a_layout_of_128_layers_on_3072_devices_is_told_in_milliseconds() -> None:
+    """Ten times what it takes on one core of a laptop, as others may be at work on this one."""
+    config = row("1008B")
+    estimate(config, SELENE)
+    started = time.perf_counter()
+    for _ in range(20):
+        estimate(config, SELENE)
+    assert (time.perf_counter() - started) / 20 < 0.03
