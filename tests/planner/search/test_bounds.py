@@ -1,0 +1,133 @@
+"""Bounds never exceed the estimates that they stand for."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.in_flight import most_held
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.runs.scheduling import schedule_options
+from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.in_flight import held_at_least
+from megapipe.planner.search.layouts import Layout, Layouts, Shape
+from megapipe.planner.search.plan import slowest_times
+from megapipe.planner.search.space import SearchSpace
+from megapipe.planner.search.stage_limits import StageLimiter
+from megapipe.planner.runs.layout import StageLayout
+from tests.planner.search.runs import machine, run, runs
+
+ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v", "zb_auto", "2bw", "pipedream")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    base=runs(),
+    devices=st.sampled_from([2, 4, 6, 8, 12, 16]),
+    schedule=st.sampled_from(ALL),
+    node=st.sampled_from([2, 3, 4, 8]),
+    inside=st.sampled_from([1e8, 1e10, 1e12]),
+    two_bp=st.booleans(),
+    numbers=st.randoms(use_true_random=False),
+)
+def test_bounds_hold(
+    base: PretrainConfig, devices: int, schedule: str, node: int, inside: float, two_bp: bool, numbers: object
+) -> None:
+    split = two_bp and schedule in ("1f1b", "interleaved_1f1b", "gpipe")
+    base = replace(
+        base,
+        optimizer=replace(base.optimizer, clip_norm=None),
+        schedule=replace(base.schedule, two_bp=split, name=schedule),
+    )
+    hardware = machine(memory=1e15, inside=inside, outside=inside / 10, node=node)
+    space = SearchSpace(schedules=(schedule,), max_context=2)
+    layouts = list(Layouts(base, devices, frozenset(), space))
+    bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
+    for layout in numbers.sample(layouts, min(6, len(layouts))):  # type: ignore[attr-defined]
+        seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, [layout]))
+        exact = estimate(layout.applied(base), hardware)
+        assert 0 <= seconds <= exact.step_seconds * (1 + 1e-9)
+        assert 0 < num_bytes <= exact.peak_bytes * (1 + 1e-9)
+
+
+def test_bounds_are_near_enough_to_prune() -> None:
+    """Of a model whose blocks are much of it, on links that are not the bottleneck."""
+    base = run(num_layers=16, hidden_size=1024, num_heads=8)
+    hardware = machine(memory=1e15, inside=1e12, outside=1e12)
+    bounds = LayoutBounds(base, hardware, 8, slowest_times(base, hardware, 8))
+    shares = []
+    for layout in list(Layouts(base, 8, frozenset(), SearchSpace()))[::40]:
+        seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, [layout]))
+        exact = estimate(layout.applied(base), hardware)
+        shares.append((seconds / exact.step_seconds, num_bytes / exact.peak_bytes))
+    times, sizes = (sorted(each) for each in zip(*shares, strict=True))
+    assert times[len(times) // 2] > 0.75
+    assert sizes[len(sizes) // 2] > 0.75
+
+
+def test_a_layout_that_cannot_fit_has_no_time() -> None:
+    base = run()
+    hardware = machine(memory=1e6)
+    bounds = LayoutBounds(base, hardware, 2, slowest_times(base, hardware, 2))
+    shape = Shape(2, 1, 1, 1, 1, "1f1b", None)
+    seconds, num_bytes = bounds.of(shape, [Layout(shape, False, 0, "none")])
+    assert seconds == [float("inf")] and num_bytes[0] > 1e6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.sampled_from(ALL),
+    pipeline=st.integers(1, 6),
+    chunks=st.integers(2, 4),
+    count=st.integers(1, 20),
+    group=st.sampled_from([None, 1, 2, 5]),
+)
+def test_no_rank_holds_fewer_micro_batches(
+    schedule: str, pipeline: int, chunks: int, count: int, group: int | None
+) -> None:
+    looped = schedule in ("interleaved_1f1b", "modular", "zb_v")
+    chunks = (2 if schedule == "zb_v" else chunks) if looped else 1
+    if schedule in ("2bw", "pipedream"):
+        count = max(count, pipeline)
+    own = run().schedule
+    config = replace(
+        run(),
+        schedule=replace(
+            own,
+            name=schedule,
+            chunks=chunks if looped else None,
+            group_size=group if schedule == "interleaved_1f1b" else None,
+        ),
+    )
+    shape = Shape(1, 1, pipeline, 1, 1, schedule, config.schedule.chunks)
+    least = held_at_least(config.schedule, shape, chunks, count)
+    exact = most_held(schedule, pipeline, count, chunks, schedule_options(config))
+    for rank, moments in enumerate(exact):
+        assert any((moment[:chunks] >= least[rank]).all() for moment in moments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(base=runs(), stages=st.integers(1, 11), vocabulary=st.sampled_from([64, 3000, 30000]))
+def test_no_stage_gets_more_blocks(base: PretrainConfig, stages: int, vocabulary: int) -> None:
+    stages = min(stages, base.model.num_layers + 2)
+    base = replace(
+        base,
+        model=replace(base.model, vocabulary_size=vocabulary),
+        parallel=replace(base.parallel, pipeline=stages),
+    )
+    layout = StageLayout.of(base)
+    blocks = [sum(layout.layers[index].kind == "block" for index in each) for each in layout.ranges]
+    limits = StageLimiter(base).of(stages)
+    assert max(blocks) <= limits.most or stages == 1
+    assert blocks[-1] <= limits.last
+    assert StageLimiter(replace(base, parallel=replace(base.parallel, layers_per_stage=[3, 4]))).of(2).most == 4
+
+
+@pytest.mark.parametrize(("stages", "most", "last"), [(1, 8, 8), (2, 4, 4), (4, 2, 2), (3, 3, 3)])
+def test_blocks_of_a_model_without_a_head_to_speak_of(stages: int, most: int, last: int) -> None:
+    base = run(num_layers=8, vocabulary_size=64, hidden_size=512, num_heads=4)
+    limits = StageLimiter(base).of(stages)
+    assert (limits.most, limits.last) <= (most + 1, last)
+    assert limits.most * (stages - 1) + limits.last >= 8
