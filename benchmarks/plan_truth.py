@@ -142,8 +142,10 @@ def rank_correlation(one: list[float], two: list[float]) -> float:
 
 def table(figures: list[Figure]) -> str:
     """Markdown."""
-    lines = ["| layout | predicted s | measured s | error |", "|---|---|---|---|"]
-    lines += [f"| {each.name} | {each.predicted:.3f} | {each.measured:.3f} | {each.error:+.1%} |" for each in figures]
+    lines = ["| layout | predicted s | measured s | error | layers' times |", "|---|---|---|---|---|"]
+    for each in figures:
+        times = f"{each.predicted:.3f} | {each.measured:.3f} | {each.error:+.1%}"
+        lines.append(f"| {each.name} | {times} | {each.source.partition(' ')[0]} |")
     return "\n".join(lines)
 
 

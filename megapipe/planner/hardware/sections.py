@@ -67,7 +67,7 @@ class Values:
         """A word of a few."""
         text = self.text(node, place)
         if text is not MISSING and text not in known:
-            return self.tell(node, place, f"is {text!r}{nearest(text, known)}: write one of {', '.join(known)}")
+            return self.tell(node, place, f"is {text!r}, but must be one of {', '.join(known)}{nearest(text, known)}")
         return text
 
     def number(self, node: yaml.Node, place: str, rule: str = "above 0", valid: Callable[[float], bool] = bool) -> Any:

@@ -114,13 +114,19 @@ class MeasuredTimes:
 
 
 def between(points: list[tuple[int, float]], at: float) -> float:
-    """The value at a place between or beyond points of ascending places: on the line through the nearest two, never
-    below the proportional share of the first; with one point, in proportion to it."""
+    """The value at a place between or beyond points of ascending places: on the line through the nearest two.
+
+    Below the first point no less than its proportional share, above the last no less than its value; with one point in
+    proportion to it.
+    """
     if len(points) == 1:
         return points[0][1] * at / points[0][0]
     pairs = list(pairwise(points))
     (low, one), (high, two) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
-    return max(one + (at - low) / (high - low) * (two - one), one * min(1.0, at / low))
+    on_line = one + (at - low) / (high - low) * (two - one)
+    if at < low:
+        return max(on_line, one * at / low)
+    return max(on_line, two) if at > high else on_line
 
 
 def shares_a_machine(placement: Placement) -> bool:

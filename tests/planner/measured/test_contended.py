@@ -96,9 +96,7 @@ def test_sums_beside_compute_slow_it_down_by_their_share() -> None:
     schedule = build("gpipe", 1, 2, units_per_stage=[4], tied_groups=[], data_parallel=True)
     costs = rank_costs(schedule.header, forward=1.0, backward=2.0, reduce_gradients=0.4)
     free = simulate(schedule, costs).finish
-    finishes = [
-        simulate_contended(schedule, costs, cores(1), traffic_share=share).finish for share in (0.0, 0.5, 1.0)
-    ]
+    finishes = [simulate_contended(schedule, costs, cores(1), traffic_share=share).finish for share in (0.0, 0.5, 1.0)]
     assert finishes[0] == pytest.approx(free)
     assert finishes[0] < finishes[1] < finishes[2] <= free + 0.4
 

@@ -1,0 +1,136 @@
+"""Times of layers out of rows: exact where measured, straight lines between, the roofline and a word elsewhere."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.costs.gpt import gpt_layers
+from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.cost.roofline_times import RooflineTimes
+from megapipe.planner.hardware.measured import Contention
+from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.measured.times import MeasuredTimes, at_ease, between, shares_a_machine
+from tests.planner.measured.machines import DEVICE, MODEL, machine, run
+
+EMBEDDING, BLOCK, *_, HEAD = gpt_layers(MODEL)
+
+
+def test_a_measured_layer_is_what_its_row_says() -> None:
+    found = MeasuredTimes(machine(), contended=False).of(run(batch={"micro_size": 4}), BLOCK)
+    assert found.forward == pytest.approx(5e-3)
+    assert found.backward_input + found.backward_weight == pytest.approx(10e-3)
+    assert found.recompute == 0.0
+    assert "measured 2026-01-31 on made up: tensor 1, context 1" in found.source
+
+
+def test_halves_that_run_apart_are_slower_than_the_whole() -> None:
+    config = run(batch={"micro_size": 4}, schedule={"name": "zb_h1"}, parallel={"pipeline": 2})
+    found = MeasuredTimes(machine(), contended=False).of(config, BLOCK)
+    assert (found.backward_input, found.backward_weight) == pytest.approx((7.5e-3, 5e-3))
+
+
+def test_blocks_alone_run_again() -> None:
+    config = run(batch={"micro_size": 4}, recompute={"method": "full"})
+    times = MeasuredTimes(machine(), contended=False)
+    assert times.of(config, BLOCK).recompute == pytest.approx(4.5e-3)
+    assert times.of(config, HEAD).recompute == 0.0
+
+
+def test_between_sizes_and_beside_others() -> None:
+    """Rows are 1 + micro_size, so every size between follows; three busy ranks stand between two and four."""
+    config = run(batch={"micro_size": 2}, parallel={"tensor": 2})
+    assert MeasuredTimes(machine(), contended=False).of(config, BLOCK).forward == pytest.approx(1.5e-3)
+    assert MeasuredTimes(machine()).of(config, BLOCK).forward == pytest.approx(1.1 * 1.5e-3)
+    measured = machine().measured
+    assert measured is not None
+    assert [measured.slowdown(each) for each in (1, 2, 3, 4, 8)] == pytest.approx([1.0, 1.1, 1.7, 2.3, 4.6])
+
+
+@given(
+    points=st.dictionaries(st.integers(1, 64), st.floats(1e-6, 1.0), min_size=1, max_size=5),
+    at=st.floats(0.25, 128.0),
+)
+def test_times_between_sizes_stay_positive_and_meet_every_point(points: dict[int, float], at: float) -> None:
+    ordered = sorted(points.items())
+    assert between(ordered, at) > 0.0
+    assert [between(ordered, place) for place, _ in ordered] == pytest.approx([value for _, value in ordered])
+
+
+def test_updates_go_by_the_elements_that_a_rank_owns() -> None:
+    """A tied weight counts at the embedding where one rank has both, at both where two have."""
+    whole = MeasuredTimes(machine(), contended=False)
+    elements = sum(spec.num_elements for spec in EMBEDDING.parameters.values())
+    assert whole.of(run(), EMBEDDING).update == pytest.approx(2e-9 * elements, rel=1e-3)
+    assert whole.of(run(), HEAD).update < 1e-3 * whole.of(run(), EMBEDDING).update * 10
+    assert whole.of(run(parallel={"pipeline": 2}), HEAD).update > 0.5 * whole.of(run(), EMBEDDING).update
+    sharded = run(parallel={"data": 2}, zero={"stage": 1})
+    assert whole.of(sharded, BLOCK).update == pytest.approx(whole.of(run(), BLOCK).update / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (run(model={"hidden_size": 128}), "measured for another shape (hidden_size 128 instead of 64"),
+        (run(data={"sequence_length": 32}), "sequence_length 32 instead of 64"),
+        (run(recompute={"method": "selective"}), "recomputed_parts attention mlp norms instead of none"),
+        (run(parallel={"tensor": 4}), "tensor 4 with context 1 was not measured"),
+        (run(parallel={"context": 2}), "tensor 1 with context 2 was not measured"),
+    ],
+)
+def test_what_was_not_measured_is_the_rooflines_and_says_so(config, why) -> None:  # type: ignore[no-untyped-def]
+    """The file's device is a quarter of a busy machine: a rank by itself is faster than that."""
+    layer = gpt_layers(config.model)[1]
+    found, roofline = MeasuredTimes(machine(), contended=False).of(config, layer), RooflineTimes(DEVICE)
+    assert why in found.source
+    assert found.forward == pytest.approx(roofline.of(config, layer).forward / 2.3)
+
+
+def test_how_tokens_are_shared_matters_to_layers_that_share_them_alone() -> None:
+    config = run(parallel={"context_attention": "all_to_all"})
+    assert "measured 2026" in MeasuredTimes(machine()).of(config, BLOCK).source
+
+
+def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
+    """One rank: its layers, its update and what the engine takes around 2 x 8 actions, and nothing else."""
+    config, times = run(), MeasuredTimes(machine())
+    layers = [times.of(config, layer) for layer in gpt_layers(MODEL)]
+    work = 8 * sum(each.forward + each.backward_input + each.backward_weight for each in layers)
+    work += sum(each.update for each in layers)
+    assert estimate(config, machine()).step_seconds == pytest.approx(work)
+    assert predict(config, machine()).estimate.step_seconds == pytest.approx(work + 16 * 5e-5)
+
+
+def test_two_replicas_slow_each_other_down_as_measured() -> None:
+    """On machines that differ in contention alone; what is summed beside compute is the same."""
+    config = run(parallel={"data": 2})
+    free = predict(config, machine(contention=(Contention(1, 1.0), Contention(4, 1.0)))).estimate.step_seconds
+    slow = predict(config, machine(contention=(Contention(1, 1.0), Contention(2, 2.0)))).estimate.step_seconds
+    assert 1.8 * free < slow < 2.2 * free
+
+
+def test_a_measured_sum_takes_what_was_measured() -> None:
+    """A group of the measured size: latency and bytes over bandwidth, with no ring's formula."""
+    placement = Placement(machine(), {"tensor": 2, "data": 2})
+    assert placement.slowest("all_reduce", 1e6, "tensor").seconds == pytest.approx(2e-3)
+    assert placement.slowest("all_reduce", 1e6, "tensor", "data").seconds == pytest.approx(6e-3)
+    assert placement.slowest("all_gather", 1e6, "tensor").algorithm == "ring"
+    assert Placement(machine(), {"pipeline": 2}).send(4e6, 0).seconds == pytest.approx(1.01e-3)
+
+
+def test_collectives_at_ease_are_contended_again_to_what_was_measured() -> None:
+    eased = at_ease(machine())
+    measured = machine().measured
+    assert measured is not None
+    for before, after in zip(machine().groups[0].inside.collectives, eased.groups[0].inside.collectives, strict=True):
+        factor = 1.0 if before.operation == "send" else measured.slowdown(before.ranks)
+        assert factor * after.seconds(3e5) == pytest.approx(before.seconds(3e5))
+
+
+def test_a_machine_without_measurements_has_no_measured_times() -> None:
+    bare = replace(machine(), measured=None)
+    assert not shares_a_machine(Placement(bare, {}))
+    assert at_ease(bare) is bare
+    with pytest.raises(ValueError, match="no measurements"):
+        MeasuredTimes(bare).of(run(), BLOCK)

@@ -1,0 +1,116 @@
+"""Recomputation by a memory budget: never over it, never more than needed, borne out by bytes of real runs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.model import predict
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.recompute_budget import Recomputation, least_recomputation, peak_bytes
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.layout_runs import run_layout
+from tests.support.meshes import run_mesh
+
+CPU = load_hardware("cpu")
+MODEL = replace(GPT2_SHAPE, num_layers=6)
+
+
+def run(prefix: str = "somewhere", **groups: dict[str, Any]) -> PretrainConfig:
+    config = make_config(prefix, MODEL, batch={"micro_size": 2}, **groups)
+    return replace(config, parallel=replace(config.parallel, data=1))
+
+
+def planned(config: PretrainConfig, budget: float) -> Recomputation | None:
+    """None where nothing fits."""
+    try:
+        return least_recomputation(config, CPU, budget)
+    except ConfigError as error:
+        if "GiB a rank are needed whatever is recomputed" not in str(error):
+            raise
+        return None
+
+
+@given(
+    budgets=st.lists(st.integers(200_000, 2_000_000), min_size=2, max_size=4),
+    pipeline=st.sampled_from([1, 2]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_never_over_budget_and_never_slower_with_more(budgets: list[int], pipeline: int, schedule: str) -> None:
+    config = run(schedule={"name": schedule})
+    config.parallel.pipeline = pipeline
+    times = []
+    for budget in sorted(budgets):
+        found = planned(config, budget)
+        if found is None:
+            assert not times, "a larger budget is refused where a smaller one was enough"
+            continue
+        assert found.peak_bytes == peak_bytes(found.config, "cpu") <= budget
+        times.append(found.step_seconds)
+    assert times == sorted(times, reverse=True)
+
+
+def test_every_fewer_block_is_over_the_budget() -> None:
+    """Brute force over whole blocks alone, on a run that allows no parts."""
+    config = run(training={"compile": True})
+    whole = {
+        count: peak_bytes(replace(config, recompute=replace(config.recompute, method="full", num_blocks=count)), "cpu")
+        for count in range(1, 7)
+    }
+    nothing = peak_bytes(config, "cpu")
+    for budget in sorted({*whole.values(), nothing}):
+        chosen = least_recomputation(config, CPU, budget).config.recompute
+        expected = next((count for count, found in whole.items() if found <= budget), None)
+        if nothing <= budget:
+            assert chosen.method == "none"
+        else:
+            assert (chosen.method, chosen.num_blocks) == ("full", expected)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_real_run_holds_what_was_planned(tmp_path: Path, pipeline: int) -> None:
+    """Bytes of live tensors, counted while it trains, within a tenth of the prediction: under the budget with that."""
+    config = run(write_shard(tmp_path))
+    config.parallel.pipeline = pipeline
+    plain = peak_bytes(config, "cpu")
+    found = least_recomputation(config, CPU, 0.9 * plain)
+    assert found.config.recompute.method != "none"
+    ranks = run_mesh({"data": 1, "pipeline": pipeline, "context": 1, "tensor": 1}, run_layout, found.config)
+    held = max(rank.lasting - rank.host + rank.together for rank in ranks)
+    assert held == pytest.approx(found.peak_bytes, rel=0.1)
+    assert held <= plain
+
+
+def test_the_cost_models_memory_is_the_same_functions() -> None:
+    """`predict` reports the parts of what `predict_rank` tells, which may peak apart: together a bound."""
+    config = run()
+    (memory,) = predict(config, CPU).estimate.memory
+    assert peak_bytes(config, "cpu") <= memory.total
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"parallel": {"data": None}}, "parallel.data is null and no number of devices is given"),
+        ({"offload": {"activations": "auto", "memory": 1.0}}, "with auto and offload.memory it chooses"),
+        ({"batch": {"global_size": 7}}, "batch.global_size 7 is not divisible"),
+    ],
+)
+def test_what_cannot_be_chosen_for_is_refused(change: dict[str, dict[str, Any]], told: str) -> None:
+    config = run()
+    for group, fields in change.items():
+        setattr(config, group, replace(getattr(config, group), **fields))
+    with pytest.raises(ConfigError, match=told):
+        least_recomputation(config, CPU, 1e9)
+
+
+def test_no_budget_is_the_devices_memory_and_none_is_refused() -> None:
+    assert least_recomputation(run(), CPU).config.recompute.method == "none"
+    with pytest.raises(ConfigError, match="holds nothing"):
+        least_recomputation(run(), CPU, 0)

@@ -1,0 +1,103 @@
+"""Layers measured by the engine: what a cell runs is what it says, and every action has its time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapipe.config.bert import BertModelConfig, BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.units import Unit, UnitCosts
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.schedules.actions import Kind
+from megapipe.training.calibration.layers import Cell, LayerRun, cells, measure_cell, measured_config
+from megapipe.training.calibration.samples import RandomSamples, samples_for
+from megapipe.training.calibration.silent_group import SilentGroup, silent_mesh
+
+CPU = torch.device("cpu")
+CONFIG = PretrainConfig(
+    model=ModelConfig(vocabulary_size=64, num_layers=9, hidden_size=32, num_heads=4, max_positions=16)
+)
+CONFIG.data.sequence_length = 16
+
+
+@pytest.mark.parametrize("cell", cells([1, 2], [1, 2], [1, 3]), ids=str)
+def test_every_kind_of_layer_has_all_its_times(cell: Cell) -> None:
+    rows, times = measure_cell(CONFIG, cell, CPU, steps=1)
+    assert [row.kind for row in rows] == ["embedding", "block", "head"]
+    assert {(row.tensor, row.context, row.micro_size) for row in rows} == {tuple(vars(cell).values())}
+    assert min(min(row.forward, row.backward, row.backward_input, row.backward_weight) for row in rows) > 0.0
+    assert [row.recompute > 0.0 for row in rows] == [False, True, False]
+    assert times.update > 0.0
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_a_rank_of_a_silent_group_has_its_share_of_the_weights(tensor: int) -> None:
+    run = LayerRun(CONFIG, Cell(tensor, 1, 1), CPU)
+    config = measured_config(CONFIG, Cell(tensor, 1, 1), "whole")
+    specs = {spec.name: spec for layer in layers_of(config) for spec in layer.parameters.values()}
+    expected = UnitCosts(config, 1, VOCABULARY_ALIGNMENT).own_elements(Unit(tuple(specs.values())), 1)
+    found = run.times(1).elements
+    assert found == pytest.approx(expected, rel=0.01)  # each unit is rounded up by itself
+    assert config.model.num_layers == 4
+
+
+def test_halves_and_what_runs_again_are_the_schedules_own_actions() -> None:
+    run = LayerRun(CONFIG, Cell(1, 1, 2), CPU, "apart")
+    kinds = {action.kind for action in run.replica.schedule.actions("body", 0)}
+    assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE} <= kinds
+    assert Kind.BACKWARD not in kinds
+
+
+def test_what_the_configuration_asks_of_layers_is_kept_and_its_layout_is_not() -> None:
+    config = replace(CONFIG, recompute=replace(CONFIG.recompute, method="selective"))
+    config.parallel = replace(config.parallel, pipeline=4, data=2, sequence=True, tensor=2)
+    config.zero = replace(config.zero, stage=3)
+    alone = measured_config(config, Cell(1, 1, 2), "apart")
+    assert (alone.recompute.method, alone.parallel.pipeline, alone.parallel.sequence) == ("selective", 1, False)
+    assert (alone.zero.stage, alone.batch.global_size) == (0, 4)
+    assert measured_config(config, Cell(2, 1, 2), "whole").parallel.sequence
+
+
+def test_sequence_parallel_layers_can_be_measured() -> None:
+    config = replace(CONFIG, parallel=replace(CONFIG.parallel, sequence=True, tensor=2))
+    rows, _ = measure_cell(config, Cell(2, 1, 1), CPU, steps=1)
+    assert rows[1].forward > 0.0
+
+
+def test_random_samples_are_functions_of_their_numbers() -> None:
+    samples = RandomSamples(8, 50)
+    tokens = samples.tokens([[3, 4], [4, 3]])
+    assert tokens.shape == (2, 2, 9)
+    assert (tokens[0] == tokens[1][::-1]).all()
+    assert tokens.min() >= 0
+    assert tokens.max() < 50
+    assert samples.num_labels([1, 2]).tolist() == [8, 8]
+    assert [each.tolist() for each in samples.boundaries([1])] == [[4]]
+
+
+def test_documents_that_are_kept_apart_can_be_measured() -> None:
+    config = replace(CONFIG, data=replace(CONFIG.data, isolate_documents=True))
+    assert LayerRun(config, Cell(1, 1, 1), CPU).step() > 0.0
+
+
+def test_a_bert_needs_data() -> None:
+    with pytest.raises(ConfigError, match=r"data\.prefix is empty, and a BERT's"):
+        samples_for(BertPretrainConfig(model=BertModelConfig()))
+
+
+def test_a_silent_group_answers_in_the_shapes_of_a_real_one() -> None:
+    group = silent_mesh(2, 1, CPU).group("tensor")
+    assert isinstance(group, SilentGroup)
+    x = torch.arange(6.0).reshape(2, 3)
+    assert group.all_gather(x).shape == (2, 2, 3)
+    assert group.reduce_scatter(x).tolist() == [0.0, 1.0, 2.0]
+    whole = torch.zeros(4)
+    group.gather_into(whole, torch.tensor([1.0, 2.0])).wait()
+    assert whole.tolist() == [1.0, 2.0, 1.0, 2.0]
+    into = torch.zeros(2, 3)
+    group.shift(x, into).wait()
+    assert torch.equal(into, x)
+    assert group.all_gather_object(7) == [7, 7]

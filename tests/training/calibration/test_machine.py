@@ -1,0 +1,128 @@
+"""Profiling a machine: what it writes, what it asks, and what its fit makes of known lines."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.parallel.errors import CommunicationError
+from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.measured.shape import shape_of
+from megapipe.training.calibration import profile
+from megapipe.training.calibration.collectives import Call, fitted
+from megapipe.training.calibration.device import measured_bandwidth, measured_products, memory_bytes
+from megapipe.training.calibration.ranks import on_ranks
+from tests.support.launch import ROOT
+from tests.training.calibration.test_layers import CONFIG
+
+CPU = torch.device("cpu")
+
+
+@given(latency=st.floats(0.0, 1e-2), rate=st.floats(1e6, 1e11), busy=st.floats(0.0, 1.0))
+def test_a_line_is_found_again(latency: float, rate: float, busy: float) -> None:
+    timings = {}
+    for size in (2**12, 2**16, 2**20, 2**23):
+        seconds = latency + size / rate
+        timings[size] = Call(seconds, busy * seconds)
+    row = fitted("all_reduce", 2, "gloo", timings)
+    assert row.busy == pytest.approx(busy)
+    for size, call in timings.items():
+        assert row.seconds(size) == pytest.approx(call.seconds, rel=1e-6)
+
+
+def test_times_that_grow_faster_than_bytes_make_no_negative_latency() -> None:
+    row = fitted("send", 2, "nccl", {2**12: Call(1e-6, 1e-6), 2**20: Call(1e-1, 1e-3), 2**23: Call(2.0, 1.0)})
+    assert row.latency == 0.0
+    assert row.bandwidth > 0.0
+    assert row.busy == 0.0  # a GPU's own
+
+
+def test_a_device_multiplies_and_copies() -> None:
+    products = measured_products("fp32", CPU)
+    assert len({each[:3] for each in products}) == len(products)
+    assert min(each.seconds for each in products) > 0.0
+    assert measured_bandwidth(CPU) > 1e7
+    assert memory_bytes(CPU, 4) == memory_bytes(CPU, 1) // 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"ranks": 0}, "ranks 0 must be 1 or more"),
+        ({"micro_sizes": [1, 0]}, "micro size 0 must be 1 or more"),
+        ({"tensor_sizes": []}, "no tensor size is given; give one or more"),
+        ({"tensor_sizes": [3]}, "3"),
+        ({"context_sizes": [3]}, r"data\.sequence_length 16 is not divisible by 6"),
+        ({"out": Path("machine")}, r"machine is no name of a hardware file; give one that ends in \.yaml"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_anything_is(arguments, told, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    lines: list[str] = []
+    given = {"out": tmp_path / "machine.yaml", "ranks": 2, "tensor_sizes": [1], "micro_sizes": [1], **arguments}
+    with pytest.raises(ConfigError, match=told):
+        profile(CONFIG, say=lines.append, **given)
+    assert not lines
+
+
+@pytest.mark.slow
+def test_a_profile_is_what_the_planner_then_answers_from(tmp_path: Path) -> None:
+    out, lines = tmp_path / "new" / "machine.yaml", []
+    config = replace(CONFIG, parallel=replace(CONFIG.parallel, device="cpu"))
+    hardware = profile(config, out, ranks=2, tensor_sizes=[1, 2], micro_sizes=[1, 2], say=lines.append, steps=1)
+    assert load_hardware(str(out)) == hardware
+    measured = hardware.measured
+    assert measured is not None
+    assert measured.shape == shape_of(config)
+    assert len(measured.layers) == 3 * 2 * 2
+    assert [each.ranks for each in measured.contention] == [1, 2]
+    rows = hardware.groups[0].inside.collectives
+    assert [(row.operation, row.over) for row in rows] == [
+        ("all_reduce", "gloo"), ("all_gather", "gloo"), ("reduce_scatter", "gloo"), ("all_to_all", "gloo"),
+        ("send", "shared_memory"), ("send", "gloo"),
+    ]  # fmt: skip
+    assert lines[-1] == f"wrote {out}"
+    run = replace(config, parallel=replace(config.parallel, data=1, tensor=2))
+    run.batch = replace(run.batch, global_size=4)
+    found = predict(run, hardware).estimate
+    assert any("measured" in term.source for term in found.terms)
+    assert 0.0 < found.step_seconds < 10 * estimate(run, hardware).step_seconds
+    assert not list(out.parent.glob("*.partial"))
+
+
+def fail_on_the_last(mesh, number: int) -> int:  # type: ignore[no-untyped-def]
+    if mesh.rank == mesh.world_size - 1 and number < 0:
+        raise ValueError(f"no root of {number}")
+    return number + mesh.rank
+
+
+@pytest.mark.slow
+def test_ranks_answer_in_order_and_a_failure_names_its_rank() -> None:
+    assert on_ranks(2, "cpu", fail_on_the_last, 5) == [5, 6]
+    with pytest.raises(CommunicationError, match=r"(?s)rank 1 of 2 that measure failed.*no root of -1"):
+        on_ranks(2, "cpu", fail_on_the_last, -1)
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_predictions_with_runs(tmp_path: Path) -> None:
+    """One layout from a file of one's own: a machine that was not measured for this model says so."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "plan_truth.py"), "--hardware", "cpu", "--steps", "5"]
+    table = tmp_path / "table.md"
+    done = subprocess.run(
+        [*script, "--layouts", "data 2", "--write", str(table)],
+        capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert [each["name"] for each in facts["layouts"]] == ["data 2"]
+    assert min(each["measured"] for each in facts["layouts"]) > 0.0
+    assert facts["median_error"] >= 0.0
+    (line,) = [each for each in table.read_text().splitlines() if each.startswith("| data 2 |")]
+    assert line.endswith("| roofline |")
