@@ -162,7 +162,7 @@ def dry_run(
         _run_shapes(config, stages, layout, HeldTokens.of(config, mesh))
         # Of a rank's coordinates its memory knows the pipeline's alone, so that the layout is found once for all.
         found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
-    say(f"shapes: one forward and backward of all {len(layout.ranges)} stages fit together")
+    say(f"shapes: a forward and a backward of every stage fit together ({len(layout.ranges)} in all)")
     return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
 
 

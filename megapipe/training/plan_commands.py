@@ -99,7 +99,7 @@ def _print(found: DryRun) -> None:
     ]
     columns = ["coordinate", "ranks", "stages", "layers", "parameters of a rank", "state", "most in a step"]
     print_table(columns, rows, f"memory of a rank by pipeline coordinate, on {found.device}")
-    print(f"\n{found.world_size:,} ranks checked in one process in {found.seconds:.1f} s")
+    print(f"\n{found.world_size:,} ranks checked in one process")
 
 
 def _say(line: str) -> None:

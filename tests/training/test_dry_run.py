@@ -52,7 +52,9 @@ def test_a_thousand_ranks_hold_the_whole_model_once_a_replica() -> None:
 
 
 def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
-    config = gpt("--parallel.pipeline", "2", "--parallel.tensor", "2", "--zero.stage", "1", "--training.precision=bf16")
+    config = gpt(
+        "--parallel.pipeline", "2", "--parallel.tensor", "2", "--zero.stage", "1", "--training.precision=bf16"
+    )
     found = dry_run(config, 8, device="cuda")
     layout = StageLayout.of(found.config)
     schedule = module.build_schedule(

@@ -9,7 +9,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.checkpoints import lost_share, save_interval
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.description import Efficiency, Hardware
 from megapipe.planner.measured.times import MeasuredTimes
 from megapipe.planner.report.words import duration_told
 from megapipe.planner.runs.layout import layers_of
@@ -36,6 +36,12 @@ def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig
     if config.training.precision == "auto":
         raise ConfigError("training.precision is auto, which is timed when a run starts; name bf16, fp16 or fp32")
     check_fields(config)
+    nominal = [group.device.name for group in hardware.groups if group.device.efficiency == Efficiency()]
+    if nominal and hardware.measured is None:
+        remarks.append(
+            f"{', '.join(nominal)}: no efficiency is known, so that speeds are bounds that real runs stay below; plan.py "
+            "profile measures it, plan.py fit finds it from runs"
+        )
     return config, remarks
 
 

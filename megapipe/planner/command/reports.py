@@ -43,7 +43,9 @@ def write_search(
         if each.estimate is not None and layout_told(each.estimate.config) != layout_told(best.config)
     ]
     pictures = {
-        "breakdown": draw_breakdown([Row("best", best), *others]),
+        "breakdown": draw_breakdown(
+            [Row("best", best), *others], "Time of a step in closed form, by what it goes into"
+        ),
         "pareto": draw_pareto([each.estimate for each in findings.pareto], best.memory_limit),
     }
     ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]

@@ -92,10 +92,7 @@ def run_search(request: Request) -> int:
 
 def print_findings(findings: Findings, top: int) -> None:
     """The layouts that a search ranked, what it compared, and why others lose."""
-    print(
-        f"\n{findings.layouts:,} layouts, {findings.examined:,} of them estimated and the others ruled out unseen, in "
-        f"{seconds_told(findings.seconds)}"
-    )
+    print(f"\n{findings.layouts:,} layouts, {findings.examined:,} of them estimated, the others ruled out unseen")
     rows = [
         {"": str(place)} | layout_cells(each.config) | _figures(each)
         for place, each in enumerate(findings.ranked[:top], start=1)

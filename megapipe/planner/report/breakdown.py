@@ -30,7 +30,7 @@ class Row(NamedTuple):
     estimate: Estimate
 
 
-def draw_breakdown(rows: Sequence[Row], width: int = 900) -> str:
+def draw_breakdown(rows: Sequence[Row], title: str = "Time of a step, by what it goes into", width: int = 900) -> str:
     """One bar a layout, its step in terms; layouts that do not fit say so behind their bar."""
     left = 24 + min(WIDEST_NAME, CHARACTER * max(len(row.name) for row in rows))
     scale = (width - left - RIGHT) / max(row.estimate.step_seconds for row in rows)
@@ -55,7 +55,7 @@ def draw_breakdown(rows: Sequence[Row], width: int = 900) -> str:
             x += seconds * scale
         parts += _end(estimate, width - RIGHT + 8, y)
     more, below = legend([(colours[name], name) for name in names], 12, bottom + 28, width - 24)
-    return document(width, below + 6, "Time of a step, by what it goes into", parts + more)
+    return document(width, below + 6, title, parts + more)
 
 
 def _end(estimate: Estimate, x: float, y: float) -> list[str]:

@@ -64,7 +64,7 @@ def test_a_dry_run_of_a_thousand_ranks(tmp_path):
     finished = run("dry-run", str(file), *sizes, "--hardware", "a100-80")
     assert finished.returncode == 0, finished.stderr
     assert "configuration: valid on 1,024 ranks" in finished.stdout
-    assert "all 2 stages fit together" in finished.stdout
+    assert "every stage fit together (2 in all)" in finished.stdout
     finished = run("dry-run", str(file), *sizes, "--parallel.tensor=4")
     assert finished.returncode == 2
     assert "model.num_heads 6 is not divisible by parallel.tensor 4" in finished.stderr

@@ -108,7 +108,9 @@ def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys)
     model = ["--model", MODEL.replace("gpt3_6.7b", "gpt3_175b"), "--hardware=v100-16", "--devices=8"]
     lines = refusal(capsys, "search", *model, "--batch.global_size=64")
     assert len(lines) == 1
-    assert re.search(r"no layout fits 8 devices .* out of memory by [\d.]+ GB: .* needs [\d.]+ GB of 16.0 GB", lines[0])
+    assert re.search(
+        r"no layout fits 8 devices .* out of memory by [\d.]+ GB: .* needs [\d.]+ GB of 16.0 GB", lines[0]
+    )
 
 
 @pytest.mark.parametrize(
