@@ -27,6 +27,7 @@ class _Memory:
         config = run.config
         generator = find_generator(config.schedule.name)
         options = schedule_options(config)
+        self.splits = generator.splits or config.schedule.two_bp
         arguments = generator.arguments(generator.policy_options, options)
         self.policy = generator.policy(run.pipeline, run.num_microbatches, **arguments)
         self.held = most_held(
@@ -114,8 +115,10 @@ class _Memory:
         """The fullest moment: what waits for backwards, and beside it the layers that run again and their gradient."""
         kept, pending, working = zip(*(self._of_stage(stage) for stage in stages), strict=True)
         most = float((self.held[rank] @ np.array([*kept, *pending])).max())
-        in_hand = self.costs.stream
-        return round(most + max(working) + in_hand)
+        # Where backwards are split, what runs again is gone when its halves hand over: the one or the other counts.
+        left = [late - early if self.splits else 0.0 for early, late in zip(kept, pending, strict=True)]
+        besides = max(max(0.0, again - handed) for again, handed in zip(working, left, strict=True))
+        return round(most + besides + self.costs.stream)
 
     def _of_stage(self, stage: int) -> tuple[float, float, float]:
         """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""

@@ -58,6 +58,16 @@ class Pipeline:
         """Seconds of a message all along the pipeline, one way."""
         return float(self.hops[:-1].sum())
 
+    @property
+    def longest_hop(self) -> float:
+        """Seconds of its slowest message between neighbours."""
+        return float(self.hops[:-1].max())
+
+    @property
+    def loops(self) -> float:
+        """Seconds of messages through all chunks and back, round the ring of ranks."""
+        return 2 * self.chunks * self.hop + 2 * (self.chunks - 1) * float(self.hops[-1])
+
 
 class Waiting(NamedTuple):
     """Seconds that the busiest rank waits for others' compute and for their messages, and the formula's source."""
@@ -77,7 +87,7 @@ def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
     long as the p micro-batches that the first rank holds, and the messages besides."""
     fill = _others(pipeline, (pipeline.forward + pipeline.backward).sum(axis=0))
     rounds = -(-count // pipeline.size)
-    again = 2 * (pipeline.hop - float(pipeline.hops[:-1].max()))
+    again = 2 * (pipeline.hop - pipeline.longest_hop)
     return Waiting(fill, 2 * pipeline.hop * rounds + again, "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1")
 
 
@@ -88,9 +98,9 @@ def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
     passing = forward + pipeline.backward
     fill = float((passing.sum(axis=1) - passing.max(axis=1)).mean())
     missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * float(pipeline.work.mean())
-    passes = pipeline.chunks if count <= pipeline.size else 1
+    messages = pipeline.loops if count <= pipeline.size else 2 * pipeline.hop
     source = "(p - 1) (tf + tb) / v, arXiv 1811.06965, section 2.3, and arXiv 2211.05953"
-    return Waiting(pace + fill + missing, 2 * passes * pipeline.hop, source)
+    return Waiting(pace + fill + missing, messages, source)
 
 
 def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
@@ -101,14 +111,13 @@ def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
     empty = size - count if count < size else -count % size
     lost = pipeline.work if count < size else pipeline.backward.sum(axis=0)
     missing = empty * (chunks - 1) / chunks * float(lost.mean())
-    passes = chunks if count <= size else 1
-    source = "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2"
-    return Waiting(fill + missing, 2 * passes * pipeline.hop, source)
+    return Waiting(fill + missing, pipeline.loops, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
 
 
 def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
     each = (pipeline.forward + pipeline.input_half - pipeline.weight_half).sum(axis=0)
-    return Waiting(max(0.0, _others(pipeline, each)), 2 * pipeline.hop, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
+    messages = 4 * pipeline.hop - (2 * pipeline.longest_hop if count <= pipeline.size else 0.0)
+    return Waiting(max(0.0, _others(pipeline, each)), messages, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
 
 
 def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
@@ -116,18 +125,21 @@ def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
     forward = pipeline.forward.sum(axis=0)
     each = forward + (pipeline.input_half - 2 * pipeline.weight_half).sum(axis=0)
     bubble = max(_others(pipeline, forward), _others(pipeline, each))
+    messages = pipeline.hop
     if count < 2 * pipeline.size - 1:
         bubble = max(1.5 * _others(pipeline, forward), _zb_h1(pipeline, count).bubble)
-    return Waiting(bubble, 2 * pipeline.hop, "(p - 1) max(TF, TF + TB - 2 TW), simulated")
+        messages = 1.5 * pipeline.hop + 0.5 * pipeline.longest_hop
+    return Waiting(bubble, messages, "(p - 1) max(TF, TF + TB - 2 TW), simulated")
 
 
 def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
     forward, half = pipeline.forward.sum(axis=0), pipeline.input_half.sum(axis=0)
-    each = forward + half - 2 * pipeline.weight_half.sum(axis=0)
+    each = half - pipeline.weight_half.sum(axis=0)
     one = max(_others(pipeline, forward), _others(pipeline, half))
     # With as many micro-batches as ranks it is twice that; each one more fills a forward of it.
     bubble = max(one / 2, _others(pipeline, each), one - (count - pipeline.size) * float(forward.mean()))
-    return Waiting(bubble, 2 * pipeline.hop, "(p - 1) max(TF / 2, TB / 2, TF + TB - 2 TW), simulated")
+    messages = 4 * pipeline.hop if count <= pipeline.size else 5 * pipeline.hop - 2 * pipeline.longest_hop
+    return Waiting(bubble, messages, "(p - 1) max(TF / 2, TB / 2, TB - TW), simulated")
 
 
 def _endless(pipeline: Pipeline, count: int) -> Waiting:

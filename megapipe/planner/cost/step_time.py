@@ -56,10 +56,9 @@ class _Step:
         costs, slow, splits = self.costs, self.assumptions.slow_down, self.splits
         backward = costs.input_half + costs.weight_half(apart=splits)
         gathers, sums = self._steady_traffic()
+        whole = costs.whole_again + backward
         forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
-        backward_traffic = (
-            side_by_side(costs.whole_again + backward, gathers + sums, slow) - costs.whole_again - backward
-        )
+        backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
