@@ -14,7 +14,8 @@ STEPS = 4
 SMALLEST, LARGEST = -2, 5
 """Powers of 2 between which width and depth are scaled."""
 HEADS, LAYERS = 8, 4
-"""Heads and layers come in these multiples, so that tensor and pipeline sizes divide them."""
+"""Heads and layers come in these multiples, or what these have in common with the model's own, so that tensor and
+pipeline sizes divide them."""
 
 
 class Member(NamedTuple):
@@ -55,9 +56,10 @@ def member(name: str, config: PretrainConfig) -> Member:
 
 def _scaled(model: ModelConfig, factor: float) -> ModelConfig:
     group = model.num_heads // model.kv_heads
-    multiple = math.lcm(HEADS, group)
+    multiple = math.lcm(math.gcd(HEADS, model.num_heads), group)
     heads = max(1, round(model.num_heads * factor / multiple)) * multiple
-    layers = max(1, round(model.num_layers * factor / LAYERS)) * LAYERS
+    even = math.gcd(LAYERS, model.num_layers)
+    layers = max(1, round(model.num_layers * factor / even)) * even
     channels = model.hidden_size / model.num_heads
     hidden = round(channels * heads)
     ffn = model.ffn_hidden_size

@@ -70,15 +70,17 @@ def search_speed(
     )
     if not explorer.candidates:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
-    found = explorer.fastest(effort.keep)
-    if not found:
+    movable = effort.stages and "parallel.layers_per_stage" not in pinned
+    refiner, keep = Refiner(hardware, times, effort.actions), effort.keep
+    found = explorer.fastest(keep)
+    ranked = refiner.refined(found, stages=movable)
+    while not ranked and len(found) == keep:  # none of them fits by simulation, where closed forms said so
+        keep *= 2
+        found = explorer.fastest(keep)
+        ranked = refiner.refined(found, stages=movable)
+    if not ranked:
         # There are candidates, so that one of them is nearest.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
-    movable = effort.stages and "parallel.layers_per_stage" not in pinned
-    ranked = Refiner(hardware, times, effort.actions).refined(found, stages=movable)
-    if not ranked:
-        # Closed forms fit and the simulated schedules do not: the closed forms say at least what there is.
-        ranked = tuple(Found(each) for each in found)
     front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
     others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
     price = hardware.price_per_hour(devices)

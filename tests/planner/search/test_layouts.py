@@ -14,7 +14,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.layouts import Layout, Layouts, Shape, divisors
 from megapipe.planner.search.space import SearchSpace
-from megapipe.schedules import Kind, Schedule, order, rank_costs, simulate
+from megapipe.schedules import Kind, Schedule, lower, order, rank_costs, simulate
 from megapipe.schedules.actions import KIND
 from tests.planner.search.runs import run, runs
 
@@ -79,37 +79,39 @@ def test_exactly_the_layouts_that_can_run(
     assert len(layouts) == len(set(layouts))
     expected = brute_force(base, devices, frozenset(pinned), space)
     if "schedule.chunks" not in pinned and "1f1b" in schedules:
-        # On one rank they are no faster than the plain schedule, and hold more.
+        # On one rank they are no better than the plain schedule.
         expected = {
-            each
-            for each in expected
-            if not (each.shape.pipeline == 1 and each.shape.schedule == "interleaved_1f1b")
+            each for each in expected if not (each.shape.pipeline == 1 and each.shape.schedule == "interleaved_1f1b")
         }
     assert set(layouts) == expected
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_a_looped_1f1b_on_one_rank_saves_no_time_and_holds_more(chunks: int) -> None:
+def test_a_looped_1f1b_on_one_rank_saves_neither_time_nor_memory(chunks: int) -> None:
     looped = order("interleaved_1f1b", 1, 4, chunks=chunks, units_per_stage=[1] * chunks)
     plain = order("1f1b", 1, 4, units_per_stage=[chunks])
 
     def seconds_and_held(schedule: Schedule, size: float) -> tuple[float, float]:
         change = np.where(schedule.sections.body[0][:, KIND] == Kind.FORWARD, size, -size)
         costs = rank_costs(schedule.header)
-        return simulate(schedule, costs).finish, float(change.cumsum().max())
+        return simulate(lower(schedule), costs).finish, float(change.cumsum().max())
 
     both = seconds_and_held(looped, 1 / chunks), seconds_and_held(plain, 1.0)
     assert both[0][0] == pytest.approx(both[1][0])
-    assert both[0][1] > both[1][1]
+    assert both[0][1] >= both[1][1]
 
 
 def test_what_breaks_a_rule_whatever_the_layout_is_told_before_any_work() -> None:
     base = run()
-    with pytest.raises(ConfigError, match=r"pinned field 'parallel.tensors' is in no .*did you mean 'parallel.tensor'"):
+    with pytest.raises(
+        ConfigError, match=r"pinned field 'parallel.tensors' is in no .*did you mean 'parallel.tensor'"
+    ):
         Layouts(base, 4, frozenset({"parallel.tensors"}), SearchSpace())
     with pytest.raises(ConfigError, match="0 devices asked for"):
         Layouts(base, 0, frozenset(), SearchSpace())
-    with pytest.raises(ConfigError, match="max_chunks is 0; it must be at least 1\nschedules: unknown schedule '1f2b'"):
+    with pytest.raises(
+        ConfigError, match="max_chunks is 0; it must be at least 1\nschedules: unknown schedule '1f2b'"
+    ):
         Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f2b",), max_chunks=0))
     too_long = replace(base, data=replace(base.data, sequence_length=256))
     with pytest.raises(ConfigError, match="data.sequence_length 256 exceeds model.max_positions 128"):

@@ -1,0 +1,124 @@
+"""Branch and bound beside estimating everything: with a made-up cost and bounds below it, and with the cost model."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.explorer import Explorer, order, pareto
+from megapipe.planner.search.layouts import Layout, Layouts, Shape
+from megapipe.planner.search.plan import slowest_times
+from megapipe.planner.search.space import SearchSpace
+from tests.planner.search.runs import machine, run, runs
+
+LIMIT = 600.0
+
+
+class MadeUp:
+    """Costs at random, few of them alike, and bounds at random below them."""
+
+    def __init__(self, layouts: Layouts, seed: int) -> None:
+        rng = random.Random(seed)
+        self._base = layouts.base
+        self.costs = {each: (rng.randint(1, 40) / 4, rng.randint(10, 1000)) for each in layouts}
+        self.by_config = {str(each.applied(layouts.base)): each for each in self.costs}
+        self.below = {each: (rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0)) for each in self.costs}
+
+    def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
+        assert all(each.shape == shape for each in layouts)
+        pairs = [
+            (seconds * self.below[each][0], num_bytes * self.below[each][1])
+            for each, (seconds, num_bytes) in ((each, self.costs[each]) for each in layouts)
+        ]
+        return [seconds for seconds, _ in pairs], [num_bytes for _, num_bytes in pairs]
+
+    def evaluate(self, config: PretrainConfig) -> Estimate:
+        seconds, num_bytes = self.costs[self.by_config[str(config)]]
+        memory = (RankMemory(num_bytes, 0, 0, 0, 0, 0),)
+        return Estimate(config, 4, seconds, (Term("compute", seconds, "made up"),), memory, LIMIT, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_are_those_of_estimating_everything(seed: int) -> None:
+    layouts = Layouts(run(num_layers=2), 4, frozenset(), SearchSpace(max_micro_size=2))
+    made_up = MadeUp(layouts, seed)
+    everything = [made_up.evaluate(each.applied(layouts.base)) for each in layouts]
+    fitting = sorted((each for each in everything if each.fits), key=order)
+
+    explorer = Explorer(layouts, made_up, made_up.evaluate, LIMIT)
+    assert [order(each) for each in explorer.fastest(5)] == [order(each) for each in fitting[:5]]
+    assert explorer.examined < len(everything)
+
+    of_kind = [each for each in everything if each.config.zero.stage == 3]
+    kind = [each for each in fitting if each.config.zero.stage == 3]
+    assert [order(each) for each in explorer.fastest(2, lambda layout: layout.zero == 3)] == [
+        order(each) for each in kind[:2]
+    ]
+    nearest = explorer.nearest(lambda layout: layout.zero == 3)
+    assert nearest is not None
+    assert nearest.peak_bytes == min(each.peak_bytes for each in of_kind)
+
+    slowest = 2 * fitting[0].step_seconds
+    near = [each for each in fitting if each.step_seconds <= slowest]
+    assert [order(each) for each in explorer.front(slowest, 0.0)] == [order(each) for each in pareto(near)]
+    pruned = explorer.pruned()
+    assert explorer.examined + sum(pruned.values()) == len(everything)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tolerant_front_has_something_near_every_layout(seed: int) -> None:
+    layouts = Layouts(run(num_layers=2), 4, frozenset(), SearchSpace(max_micro_size=2))
+    made_up = MadeUp(layouts, seed)
+    front = Explorer(layouts, made_up, made_up.evaluate, LIMIT).front(8.0, 0.1)
+    assert front == pareto(front)
+    for layout in layouts:
+        each = made_up.evaluate(layout.applied(layouts.base))
+        if each.fits and each.step_seconds <= 8.0:
+            assert any(
+                near.step_seconds <= 1.1 * each.step_seconds and near.peak_bytes <= 1.1 * each.peak_bytes
+                for near in front
+            )
+
+
+def test_a_kind_without_layouts_has_neither_a_fastest_nor_a_nearest() -> None:
+    layouts = Layouts(run(num_layers=2), 4, frozenset(), SearchSpace(max_micro_size=2))
+    made_up = MadeUp(layouts, 0)
+    explorer = Explorer(layouts, made_up, made_up.evaluate, LIMIT)
+    assert explorer.fastest(1, lambda layout: False) == []
+    assert explorer.nearest(lambda layout: False) is None
+    assert explorer.examined == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    base=runs(),
+    devices=st.sampled_from([2, 4, 6]),
+    share=st.floats(0.1, 1.2),
+    inside=st.sampled_from([1e8, 1e10]),
+    recompute=st.sampled_from([("none", "full"), ("selective",)]),
+)
+def test_the_cost_models_best_is_that_of_estimating_everything(
+    base: PretrainConfig, devices: int, share: float, inside: float, recompute: tuple[str, ...]
+) -> None:
+    space = SearchSpace(max_micro_size=2, max_chunks=2, zero_stages=(0, 1, 3), recompute=recompute)  # type: ignore[arg-type]
+    plenty = machine(memory=1e15, inside=inside, outside=inside / 4, node=2)
+    layouts = Layouts(base, devices, frozenset(), space)
+    everything = [estimate(each.applied(base), plenty) for each in layouts]
+    sizes = sorted(each.peak_bytes for each in everything)
+    memory = float(sizes[min(len(sizes) - 1, int(share * len(sizes)))])
+    hardware = machine(memory=memory, inside=inside, outside=inside / 4, node=2)
+    fitting = sorted((replace(each, memory_limit=memory) for each in everything), key=order)
+    fitting = [each for each in fitting if each.fits]
+    bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
+    explorer = Explorer(layouts, bounds, lambda config: estimate(config, hardware), memory)
+    assert [order(each) for each in explorer.fastest(3)] == [order(each) for each in fitting[:3]]
+    slowest = 1.5 * fitting[0].step_seconds
+    near = [each for each in fitting if each.step_seconds <= slowest]
+    assert [order(each) for each in explorer.front(slowest, 0.0)] == [order(each) for each in pareto(near)]

@@ -1,0 +1,122 @@
+"""What must hold of every plan: within memory, able to run, no worse on a better machine, no slower than the authors'."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.fitting.published import A100
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.runs.validation import run_problems
+from megapipe.planner.search.differences import differences
+from megapipe.planner.search.findings import Findings, NothingFits
+from megapipe.planner.search.layouts import Layouts
+from megapipe.planner.search.plan import Effort, search_speed
+from megapipe.planner.search.space import SearchSpace
+from megapipe.training.validate import validate
+from tests.planner.search.runs import machine, run, runs
+
+CLOSED = Effort(actions=0, alternatives=False, stages=False)
+SPACE = SearchSpace(max_micro_size=4, max_chunks=3)
+
+
+def seconds(base: PretrainConfig, devices: int, **hardware: float) -> float:
+    """Of the best layout; endless where nothing fits."""
+    try:
+        found = search_speed(base, machine(**hardware), devices, space=SPACE, effort=replace(CLOSED, slowest=0))  # type: ignore[arg-type]
+    except ConfigError:  # nothing fits, or nothing can run
+        return float("inf")
+    return found.best.estimate.step_seconds
+
+
+@settings(max_examples=12, deadline=None)
+@given(base=runs(), devices=st.sampled_from([1, 4, 8]), memory=st.floats(2e6, 1e8), more=st.floats(1, 4))
+def test_more_memory_never_makes_the_best_plan_slower(
+    base: PretrainConfig, devices: int, memory: float, more: float
+) -> None:
+    assert seconds(base, devices, memory=memory * more) <= seconds(base, devices, memory=memory)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    base=runs(),
+    devices=st.sampled_from([4, 8]),
+    inside=st.floats(1e8, 1e11),
+    outside=st.floats(1e7, 1e10),
+    faster=st.tuples(st.floats(1, 10), st.floats(1, 10)),
+)
+def test_faster_links_never_make_the_best_plan_slower(
+    base: PretrainConfig, devices: int, inside: float, outside: float, faster: tuple[float, float]
+) -> None:
+    before = seconds(base, devices, inside=inside, outside=outside)
+    after = seconds(base, devices, inside=inside * faster[0], outside=outside * faster[1])
+    assert after <= before * (1 + 1e-9)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    base=runs(),
+    devices=st.sampled_from([2, 4, 8]),
+    memory=st.floats(5e6, 2e8),
+    pinned=st.sets(
+        st.sampled_from(["parallel.tensor", "zero.stage", "recompute.method", "schedule.name"]), max_size=2
+    ),
+)
+def test_plans_stay_within_memory_and_can_start(
+    base: PretrainConfig, devices: int, memory: float, pinned: set[str]
+) -> None:
+    effort = Effort(actions=300, alternatives=False)
+    try:
+        found = search_speed(base, machine(memory), devices, frozenset(pinned), space=SPACE, effort=effort)
+    except NothingFits as error:
+        assert error.nearest.peak_bytes > memory
+        return
+    except ConfigError:
+        assert not list(Layouts(base, devices, frozenset(pinned), SPACE))
+        return
+    proposed = (*found.ranked, *found.pareto)
+    for each in proposed:
+        assert each.estimate.peak_bytes <= memory
+        assert run_problems(each.config, devices) == []
+        assert each.estimate.world_size == devices
+        for path in pinned:
+            group, name = path.split(".")
+            assert getattr(getattr(each.config, group), name) == getattr(getattr(base, group), name)
+    for each in proposed[:2]:
+        validate(each.config, devices)
+
+
+ROWS = {run.name: run for run in (*A100.runs(), *A100.told_runs())}
+
+
+@pytest.mark.parametrize(
+    "name", ["1.7B", "39.1B", *(pytest.param(row, marks=pytest.mark.slow) for row in ("7.5B", "145.6B", "1008B"))]
+)
+def test_the_best_is_as_fast_as_the_authors_layout_and_says_what_differs(name: str) -> None:
+    """SC21 table 1, everything recomputed and nothing sharded there. Micro-batch size and chunks are free for them."""
+    row, hardware = ROWS[name].row, load_hardware("a100-80")
+    theirs = min(
+        (estimate(each, hardware) for each in ROWS[name].candidates()),
+        key=lambda each: (not each.fits, each.step_seconds),
+    )
+    base = replace(theirs.config, parallel=replace(theirs.config.parallel, layers_per_stage=None, data=None))
+    base = replace(base, data=replace(base.data, prefix="corpus"))
+    found = search_speed(base, hardware, row.devices, effort=replace(CLOSED, slowest=0, keep=1))
+    best = found.best.estimate
+    assert best.step_seconds <= theirs.step_seconds
+    told = differences(best, theirs)
+    assert any(line.startswith("recomputation") for line in told)
+    assert any("faster in tokens per second" in line for line in told)
+    if theirs.config.parallel.tensor != best.config.parallel.tensor:
+        assert f"tensor parallel {best.config.parallel.tensor} instead of {row.tensor}" in told
+
+
+def test_findings_count_every_layout_once() -> None:
+    found: Findings = search_speed(run(), machine(3e7), 4, space=SPACE, effort=CLOSED)
+    assert found.examined + sum(found.pruned.values()) == found.layouts
+    assert found.pruned["memory"] > 0
+    assert found.ranked[0].estimate.step_seconds == found.pareto[0].estimate.step_seconds

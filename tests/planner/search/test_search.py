@@ -1,0 +1,184 @@
+"""Objectives, reasons why alternatives lose, what is refined, and errors."""
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.search.family import family
+from megapipe.planner.search.findings import Findings, NothingFits
+from megapipe.planner.search.layouts import Layouts
+from megapipe.planner.search.plan import Effort
+from megapipe.planner.search.search import QUICK, device_counts, search
+from megapipe.planner.search.space import SearchSpace
+from tests.planner.search.runs import machine, run
+
+SPACE = SearchSpace(max_micro_size=2, max_chunks=2)
+CLOSED = Effort(actions=0, alternatives=False, stages=False)
+
+
+def everything(base: PretrainConfig, hardware: Hardware, devices: int) -> float:
+    """Most tokens per second of any layout that fits, 0 where none does."""
+    found = (estimate(each.applied(base), hardware) for each in Layouts(base, devices, frozenset(), SPACE))
+    return max((each.tokens_per_second for each in found if each.fits), default=0.0)
+
+
+def test_cost_and_time_are_the_best_of_all_numbers_of_devices() -> None:
+    base, hardware = run(), machine(4e7)
+    counts = device_counts(8, hardware)
+    assert counts == (1, 2, 3, 4, 8)
+    speeds = {count: everything(base, hardware, count) for count in counts}
+    cost = search(base, hardware, 8, objective="cost", space=SPACE, effort=CLOSED)
+    prices = {
+        count: (hardware.price_per_hour(count) or 0) / 3600 / speed * 1e6 for count, speed in speeds.items() if speed
+    }
+    assert cost.devices == min(prices, key=lambda count: (prices[count], count))
+    assert {each.name: each.value for each in cost.trials if each.found} == {
+        f"{count} devices": pytest.approx(price) for count, price in prices.items()
+    }
+    assert cost.best.price == pytest.approx(min(prices.values()))
+    soonest = search(base, hardware, 8, objective="time", tokens=1e9, space=SPACE, effort=CLOSED)
+    assert soonest.devices == max(speeds, key=lambda count: speeds[count])
+    days = {each.name: each.value for each in soonest.trials}
+    assert days[f"{soonest.devices} devices"] == pytest.approx(1e9 / max(speeds.values()) / 86400)
+
+
+def test_size_is_the_largest_of_the_family_that_fits() -> None:
+    base, hardware = run(), machine(4e7)
+    found = search(base, hardware, 4, objective="size", space=SPACE, effort=CLOSED)
+    models = family(base)
+    assert list(models) == sorted(models, key=lambda each: each.parameters)
+    assert all(each.model.head_dim == base.model.head_dim and not each.model.problems() for each in models)
+    fits = [each for each in models if everything(replace(base, model=each.model), hardware, 4)]
+    assert found.best.config.model == fits[-1].model
+    assert found.trials[len(fits) - 1].value == fits[-1].parameters
+    given = [("small", models[0].model), ("huge", models[-1].model)]
+    assert search(base, hardware, 4, objective="size", models=given, space=SPACE, effort=QUICK).best.config.model == (
+        models[0].model
+    )
+
+
+def test_a_family_keeps_grouped_queries_and_the_mlps_ratio() -> None:
+    base = run(num_heads=8, num_kv_heads=2, ffn_hidden_size=512)
+    for each in family(base):
+        assert each.model.num_heads == 4 * each.model.kv_heads
+        assert each.model.ffn_size == pytest.approx(2 * each.model.hidden_size, abs=32)
+
+
+@pytest.fixture(scope="module")
+def judged() -> Findings:
+    return search(run(num_layers=6), machine(3e7), 8, space=SearchSpace(max_micro_size=2), effort=Effort(actions=0))
+
+
+def test_alternatives_say_why_they_lose(judged: Findings) -> None:
+    hardware, best = machine(3e7), judged.best.estimate
+    by_name = {each.name: each for each in judged.alternatives}
+    plain = by_name["data parallelism alone"]
+    assert plain.estimate is not None and not plain.estimate.fits
+    missing = plain.estimate.peak_bytes - 3e7
+    assert plain.reason.startswith(f"out of memory by {missing / 1e6:.1f} MB")
+    pipeline = by_name["pipeline parallelism alone"]
+    assert pipeline.estimate is not None
+    assert pipeline.estimate.config.parallel.pipeline == 8 and f"{pipeline.estimate.seconds_of('bubble')}" != "0"
+    assert "bubble" in pipeline.reason
+    tensor = by_name["tensor parallelism alone"]
+    assert tensor.estimate is None
+    assert tensor.reason.startswith("cannot run: model.num_heads 4 is not divisible by parallel.tensor 8")
+    rule = next(each for name, each in by_name.items() if "then just enough pipeline" in name)
+    assert rule.name.startswith("tensor 4,")
+    assert rule.estimate is not None and rule.estimate.config.recompute.method == "full"
+    for each in judged.alternatives:
+        if each.estimate is not None and each.estimate.fits:
+            assert estimate(each.estimate.config, hardware).step_seconds >= best.step_seconds
+            slower = 1 - each.estimate.tokens_per_second / best.tokens_per_second
+            told = "is the best layout" if each.estimate.config == best.config else f"{slower:.1%} slower"
+            assert told in each.reason or slower < 0.0005
+
+
+def test_findings_are_ready_for_json(judged: Findings) -> None:
+    found = judged.as_json()
+    assert found["best"]["step_time_s"] == judged.best.estimate.step_seconds
+    assert found["best"]["price_per_million_tokens"] == pytest.approx(
+        16.0 / 3600 / judged.best.estimate.tokens_per_second * 1e6
+    )
+    assert [each["name"] for each in found["alternatives"]] == [each.name for each in judged.alternatives]
+
+
+def test_the_best_are_simulated_and_ordered_by_that() -> None:
+    base, hardware = run(num_layers=6), machine(1e9, inside=1e9, outside=2e8)
+    pinned = frozenset({"parallel.pipeline", "parallel.tensor"})
+    base = replace(base, parallel=replace(base.parallel, pipeline=4))
+    found = search(base, hardware, 4, pinned, space=SPACE, effort=Effort(alternatives=False, stages=False))
+    assert [each.simulated for each in found.ranked] == [True] * 5
+    steps = [each.estimate.step_seconds for each in found.ranked]
+    assert steps == sorted(steps)
+    assert steps[0] == predict(found.best.config, hardware).estimate.step_seconds
+    # Each takes 2 x 8 micro-batches x 4 stages or more: there is time for one of them.
+    some = search(base, hardware, 4, pinned, space=SPACE, effort=Effort(actions=130, alternatives=False))
+    assert [each.simulated for each in some.ranked].count(True) == 1
+    assert some.ranked[0].simulated
+
+
+def test_layers_move_between_stages_where_their_times_say_so() -> None:
+    """A vocabulary far larger than the model: by FLOPs the embedding weighs nothing, by its bytes it does."""
+    base = run(num_layers=6, vocabulary_size=20000, hidden_size=128)
+    base = replace(base, parallel=replace(base.parallel, pipeline=4))
+    pinned = frozenset({"parallel.pipeline", "schedule.name"})
+    effort = Effort(actions=0, alternatives=False)
+    moved = search(base, machine(), 4, pinned, space=SPACE, effort=effort).best
+    still = search(base, machine(), 4, pinned, space=SPACE, effort=replace(effort, stages=False)).best
+    assert moved.estimate.step_seconds <= still.estimate.step_seconds
+    sizes = moved.config.parallel.layers_per_stage
+    if sizes is not None:
+        assert sum(sizes) == 8 and moved.estimate.step_seconds < still.estimate.step_seconds
+
+
+def test_measured_links_give_an_order_of_the_nodes() -> None:
+    """Nodes 0 and 1 have a slow link to each other: they are no neighbours in the pipeline."""
+    slow, fast = 1e7, 1e9
+    rows = tuple(tuple(slow if {a, b} == {0, 1} else fast for b in range(4)) for a in range(4))
+    hardware = replace(machine(node=1), link_matrix=rows)
+    base = run(num_layers=6)
+    base = replace(base, parallel=replace(base.parallel, pipeline=4))
+    found = search(
+        base,
+        hardware,
+        4,
+        frozenset({"parallel.pipeline"}),
+        space=SearchSpace(schedules=("1f1b",), max_micro_size=2),
+        effort=Effort(alternatives=False, slowest=0),
+    )
+    order = found.best.node_order
+    assert order is not None
+    assert all({a, b} != {0, 1} for a, b in zip(order, order[1:], strict=False))
+    assert Placement(hardware, {"pipeline": 4}, order).node_order == order
+    assert found.best.estimate.step_seconds < estimate(found.best.config, hardware).step_seconds
+
+
+def test_what_cannot_be_is_refused_with_a_way_out() -> None:
+    base, hardware = run(), machine()
+    with pytest.raises(ConfigError, match="objective time needs the tokens to train on, above 0, got None"):
+        search(base, hardware, 4, objective="time")
+    with pytest.raises(ConfigError, match="unknown objective 'fast': it is one of speed, cost, time, size"):
+        search(base, hardware, 4, objective="fast")  # type: ignore[arg-type]
+    free = replace(hardware, groups=(replace(hardware.groups[0], price_per_hour=None),))
+    with pytest.raises(ConfigError, match="objective cost needs prices, and hardware 'small' has groups without"):
+        search(base, free, 4, objective="cost")
+    assert search(base, free, 1, space=SPACE, effort=QUICK).best.price is None
+    with pytest.raises(
+        NothingFits, match=r"no layout fits 2 devices of 'small'; the one that needs least is out of"
+    ) as error:
+        search(base, machine(1e6), 2, space=SPACE)
+    assert error.value.nearest.peak_bytes == min(
+        estimate(each.applied(base), machine(1e6)).peak_bytes for each in Layouts(base, 2, frozenset(), SPACE)
+    )
+    with pytest.raises(ConfigError, match="12 devices asked for, but hardware 'small' has 8"):
+        search(base, machine(nodes=2), 12)
+    with pytest.raises(ConfigError, match="training.precision auto is chosen by timing"):
+        search(replace(base, training=replace(base.training, precision="auto")), hardware, 4)
+    with pytest.raises(ConfigError, match="no layout of 7 devices can run|not divisible"):
+        search(base, hardware, 7)
