@@ -85,9 +85,8 @@ class Figure:
 
 
 def base_config() -> PretrainConfig:
-    """The quickstart's model and batch in fp32, without data."""
-    config = parse_as(PretrainConfig, ["--config", str(EXAMPLE), "--training.precision", "fp32"])
-    return replace(config, data=replace(config.data, prefix=""))
+    """The quickstart's model and batch in fp32."""
+    return parse_as(PretrainConfig, ["--config", str(EXAMPLE), "--training.precision", "fp32"])
 
 
 def config_of(name: str) -> PretrainConfig:

@@ -62,8 +62,8 @@ def profile(
     what collectives take, with 2, 4, ... and with `ranks` ranks at once. Starts its own processes, one thread each.
 
     Args:
-        config: model, sequence length, precision, optimizer, recompute and kernels count; the layout does not. Without
-            data.prefix random tokens are trained on.
+        config: model, sequence length, precision, optimizer, recompute and kernels count; the layout does not. A
+            GPT is measured on random tokens, a BERT on its own data.
         out: the file, replaced as a whole at the end.
         ranks: devices of the machine: GPUs, or as many ranks as are to share its cores.
         tensor_sizes, micro_sizes, context_sizes: ranks that share a layer, samples of a micro-batch, ranks that share

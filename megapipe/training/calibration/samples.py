@@ -1,4 +1,4 @@
-"""Samples to measure with: those of the run where it has some, else random tokens."""
+"""Samples to measure with: random tokens, which take as long as real ones; for a BERT those of the run."""
 
 import numpy as np
 import numpy.typing as npt
@@ -37,16 +37,16 @@ class RandomSamples:
 
 
 def samples_for(config: PretrainConfig) -> Samples:
-    """The run's training samples, or random ones where no data is named.
+    """Random samples of a GPT, whose times do not depend on what they say; a BERT's training samples.
 
     Raises:
         ConfigError: a BERT run without data. DataError: shards that cannot be used.
     """
-    if any(config.data.prefixes):
-        return open_samples(config, "train")
-    if isinstance(config, BertPretrainConfig):
+    if not isinstance(config, BertPretrainConfig):
+        return RandomSamples(config.data.sequence_length, config.model.vocabulary_size)
+    if not any(config.data.prefixes):
         raise ConfigError(
             "data.prefix is empty, and a BERT's masked pairs cannot be made up; give the shard that the run is to "
             "train on"
         )
-    return RandomSamples(config.data.sequence_length, config.model.vocabulary_size)
+    return open_samples(config, "train")
