@@ -71,9 +71,9 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
 
 
 def test_broken_rules_are_told_before_anything_is_built() -> None:
-    with pytest.raises(ConfigError, match="model.num_heads 12 is not divisible by parallel.tensor 5"):
+    with pytest.raises(ConfigError, match=r"model.num_heads 12 is not divisible by parallel.tensor 5"):
         dry_run(gpt("--parallel.tensor", "5"), 1000)
-    with pytest.raises(ConfigError, match="world size 1001 is not a multiple"):
+    with pytest.raises(ConfigError, match=r"world size 1001 is not a multiple"):
         dry_run(gpt("--parallel.pipeline", "4"), 1001)
 
 
@@ -100,7 +100,7 @@ def test_buffers_that_are_not_what_the_formulas_say_are_found() -> None:
     stages, mesh, layout, schedule = stages_of(config)
     other = replace(config, training=replace(config.training, precision="bf16"))
     other = replace(other, parallel=replace(other.parallel, data=1))
-    with pytest.raises(ShapeError, match="bytes of weights, the formulas say"):
+    with pytest.raises(ShapeError, match=r"bytes of weights, the formulas say"):
         module._coordinate(predict_rank(other, schedule, 0), mesh, stages, layout)
 
 

@@ -40,7 +40,7 @@ def test_gpus_are_known_by_their_names_and_memory(name: str, gib: float, preset:
     ("name", "gib"), [("NVIDIA GeForce RTX 4090", 24), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5)]
 )
 def test_a_gpu_without_a_preset_is_refused_with_the_way_out(name: str, gib: float) -> None:
-    with pytest.raises(ConfigError, match="no preset is of .* and give --plan machine.yaml"):
+    with pytest.raises(ConfigError, match=r"no preset is of .* and give --plan machine.yaml"):
         preset_of(name, gib * GIB)
 
 
@@ -69,11 +69,11 @@ def test_what_is_given_stays() -> None:
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown hardware 'atuo'"):
         planned(given(), "atuo", {}, 2)
-    with pytest.raises(ConfigError, match="3 devices asked for, but hardware 'CPU, 2 cores' has 2"):
+    with pytest.raises(ConfigError, match=r"3 devices asked for, but hardware 'CPU, 2 cores' has 2"):
         planned(given(), "cpu", {}, 3)
-    with pytest.raises(ConfigError, match="training.precision auto"):
+    with pytest.raises(ConfigError, match=r"training.precision auto"):
         planned(given("--training.precision=auto"), "auto", {}, 2)
-    with pytest.raises(ConfigError, match="model.num_heads"):
+    with pytest.raises(ConfigError, match=r"model.num_heads"):
         planned(given("--parallel.tensor=3"), "auto", {}, 3)
 
 

@@ -58,7 +58,8 @@ def test_the_program_runs_and_exits_with_2_on_wrong_input():
     assert finished.stderr == "error: --devices is 0; a run takes 1 or more\n"
 
 
-def test_a_dry_run_of_a_thousand_ranks(tmp_path):
+@pytest.mark.slow
+def test_a_dry_run_of_a_thousand_ranks():
     file = ROOT / "examples" / "parallel" / "three_d.yaml"
     sizes = ["--batch.global_size=1024", "--batch.micro_size=1", "--parallel.data=null", "--devices=1024"]
     finished = run("dry-run", str(file), *sizes, "--hardware", "a100-80")

@@ -76,6 +76,47 @@ def test_other_schedules_are_tried_when_named(capsys):
     assert "zb_h9" in refusal(capsys, "search", *SEARCH, "--schedules=zb_h9")[0]
 
 
+@pytest.mark.slow
+def test_the_largest_model_of_some_files_and_the_soonest_done(capsys):
+    folder = ROOT / "examples" / "models"
+    files = [str(folder / f"gpt3_{size}.yaml") for size in ("175b", "1.3b", "13b")]
+    found = json_of(capsys, "search", *SEARCH, "--objective=size", "--models", *files)["search"]
+    named = {each["name"]: each["value"] for each in found["trials"]}
+    assert list(named) == ["gpt3_1.3b", "gpt3_13b", "gpt3_175b"]
+    text = output(capsys, "search", *SEARCH, "--objective=size", "--models", *files)
+    assert text.startswith("GPT of 12.9B parameters on 16 x ")
+    found = json_of(capsys, "search", *SEARCH, "--objective=time", "--tokens=1e9")
+    days = {each["name"]: each["value"] for each in found["search"]["trials"] if each["value"] is not None}
+    assert days["16 devices"] == min(days.values())
+    assert "needs the tokens" in refusal(capsys, "search", *SEARCH, "--objective=time")[0]
+    assert "has groups without price_per_hour" in refusal(capsys, "search", *SEARCH, "--objective=cost")[0]
+    assert (
+        "--models is for --objective size, which is speed"
+        in refusal(capsys, "search", *SEARCH, "--models", files[0])[0]
+    )
+
+
+@pytest.mark.slow
+def test_other_planners_are_asked_on_demand(capsys):
+    flags = ["--per-layer", "--two-buffered"]
+    advice = json_of(capsys, "search", *SEARCH, *flags)["advice"]
+    assert set(advice) == {"per_layer", "two_buffered"}
+    assert advice["two_buffered"]["width"] * advice["two_buffered"]["depth"] <= 16
+    text = output(capsys, "search", *SEARCH, *flags)
+    assert "advice: megapipe trains all layers with one strategy" in text
+    assert f"depth {advice['two_buffered']['depth']}, width {advice['two_buffered']['width']}, " in text
+    layers = [layer["name"] for stage in advice["per_layer"]["stages"] for layer in stage["layers"]]
+    assert layers[0] == "embedding"
+    assert "embedding" in text
+    assert "head: " in text
+
+
+def test_speeds_without_a_known_efficiency_are_called_bounds(capsys):
+    nominal = [each.replace("a100-80", "b200") for each in SEARCH]
+    assert "no efficiency is known, so that speeds are bounds" in output(capsys, "search", *nominal, "--top=1")
+    assert "are bounds" not in output(capsys, "search", *SEARCH, "--top=1")
+
+
 def test_the_written_configuration_is_the_plan_and_runs(capsys, tmp_path):
     file = tmp_path / "plan.yaml"
     text = output(capsys, "search", *SEARCH, *LENGTH, "--write-config", str(file))
@@ -124,8 +165,8 @@ def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys)
         (["--parallel.tensor=3"], "model.num_heads 32 is not divisible by parallel.tensor 3"),
         (["--parallel.pipeline=5"], "world size 16 is not a multiple of parallel.pipeline 5"),
         (["--data.sequence_length=4096"], "data.sequence_length 4096 exceeds model.max_positions 2048"),
-        (["--write-config=/nowhere/at/all.yaml"], "/nowhere/at/all.yaml cannot be written"),
-        (["--html=/nowhere/at/all.html"], "/nowhere/at/all.html cannot be written"),
+        (["--write-config=/proc/nowhere/all.yaml"], "/proc/nowhere/all.yaml cannot be written"),
+        (["--html=/proc/nowhere/all.html"], "/proc/nowhere/all.html cannot be written"),
     ],
 )
 def test_wrong_input_is_told_in_one_line(capsys, flags, words):
