@@ -39,8 +39,8 @@ def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig
     nominal = [group.device.name for group in hardware.groups if group.device.efficiency == Efficiency()]
     if nominal and hardware.measured is None:
         remarks.append(
-            f"{', '.join(nominal)}: no efficiency is known, so that speeds are bounds that real runs stay below; plan.py "
-            "profile measures it, plan.py fit finds it from runs"
+            f"{', '.join(nominal)}: no efficiency is known, so that speeds are bounds that real runs stay below; "
+            "plan.py profile measures it, plan.py fit finds it from runs"
         )
     return config, remarks
 

@@ -132,7 +132,7 @@ class _Step:
         name, slow = self.run.config.schedule.name, self.assumptions.slow_down
         chunks, backward = self.run.chunks, (pipeline.again + pipeline.backward).sum(axis=0)
         earlier = np.concatenate([[0.0], np.cumsum(backward / chunks)[:-1]])
-        slack = self._slack(pipeline)
+        slack, summed = self._slack(pipeline), self.costs.by_rank(traffic_counts(self.run).sums) > 0
         worst = 0.0
         for rank, total in enumerate(totals):
             compute = float(backward[rank]) / chunks
@@ -141,6 +141,8 @@ class _Step:
             elif chunks > 1:
                 compute += float(backward[rank]) / chunks * (chunks - 1) * min(self.run.pipeline, self.count)
             compute += float(slack[rank])
+            # Sums of every micro-batch run beside its backward: the last unit's alone is left.
+            total = total / self.units[rank] if summed[rank] else total
             left = Beside(compute, float(total), int(self.units[rank])).exposed(slow)
             spare = float(earlier[rank]) if self.flushes else 0.0
             worst = max(worst, left - spare)

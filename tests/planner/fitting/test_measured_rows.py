@@ -1,0 +1,108 @@
+"""Rows from a user's file: fitted to, and told what is wrong with them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.fitting.fit import with_efficiency
+from megapipe.planner.fitting.measured_rows import read_rows, rows_report
+from megapipe.planner.hardware.description import Efficiency
+from megapipe.planner.hardware.reader import load_hardware
+
+RUN = """
+model: {num_layers: 8, hidden_size: 2048, num_heads: 16, vocabulary_size: 50304, max_positions: 1024}
+data: {sequence_length: 1024}
+batch: {global_size: 64}
+training: {precision: bf16}
+"""
+TRUTH = Efficiency(ceiling=0.6, memory=0.5, links=0.7)
+
+
+ROWS: list[tuple[int, dict[str, int]]] = [
+    (1, {}),
+    (2, {"parallel.tensor": 2}),
+    (8, {"parallel.tensor": 8}),
+    (4, {"batch.micro_size": 4}),
+    (16, {"parallel.pipeline": 2}),
+]
+"""Devices and what is changed of the run."""
+
+
+@pytest.fixture(scope="module")
+def seconds(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What the cost model gives for the rows on a machine of known efficiency."""
+    run = tmp_path_factory.mktemp("run") / "run.yaml"
+    run.write_text(RUN)
+    truth = with_efficiency(load_hardware("h100"), TRUTH)
+    return [
+        estimate(
+            parse(["--config", str(run), *(f"--{key}={value}" for key, value in overrides.items())]),
+            truth,
+            world_size=devices,
+        ).step_seconds
+        for devices, overrides in ROWS
+    ]
+
+
+def write(folder: Path, seconds: list[float], changes: dict[int, dict[str, object]] | None = None) -> str:
+    """A file of rows; changes: by row, of its fields."""
+    (folder / "run.yaml").write_text(RUN)
+    rows = [
+        {
+            "name": f"row {index}",
+            "config": "run.yaml",
+            "devices": devices,
+            "step_seconds": each,
+            "overrides": overrides,
+        }
+        | (changes or {}).get(index, {})
+        for index, ((devices, overrides), each) in enumerate(zip(ROWS, seconds, strict=False))
+    ]
+    (folder / "rows.yaml").write_text(yaml.safe_dump({"rows": rows}))
+    return str(folder / "rows.yaml")
+
+
+def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[float]) -> None:
+    report = rows_report(write(tmp_path, seconds), load_hardware("h100"))
+    found = {name: float(value) for name, value in re.findall(r"(ceiling|memory|links) (0\.\d+)", report)}
+    assert found == pytest.approx({"ceiling": 0.6, "memory": 0.5, "links": 0.7}, rel=0.03)
+    assert len(re.findall(r"^row \d.*%.*%", report, re.MULTILINE)) == 5  # in sample, and left out
+    assert "tokens/s" in report
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"devices": 0}, r"rows\[1\] has devices 0; write a whole number"),
+        ({"step_seconds": "fast"}, r"rows\[1\] has step_seconds 'fast'; write a number above 0"),
+        ({"overrides": 3}, r"rows\[1\] has overrides 3; write a mapping"),
+        ({"model": "t5"}, r"rows\[1\] has model 't5'; write gpt or bert"),
+        ({"speed": 3}, r"rows\[1\] has an unknown key 'speed'"),
+        ({"overrides": {"parallel.tensr": 2}}, r"rows\[1\] unknown configuration key 'parallel.tensr'"),
+        ({"config": "gone.yaml"}, r"rows\[1\] .*gone.yaml"),
+    ],
+)
+def test_a_wrong_row_is_told_by_its_number(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_rows(write(tmp_path, [1.0, 1.0], {1: change}))
+
+
+@pytest.mark.parametrize("text", ["", "rows: 3", "rows: []", "- 1", "rows: ["])
+def test_a_file_of_another_shape_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="rows file"):
+        read_rows(str(tmp_path / "rows.yaml"))
+
+
+def test_a_row_that_lacks_something_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rows.yaml").write_text("rows: [{name: a}, 3]")
+    with pytest.raises(ConfigError) as found:
+        read_rows(str(tmp_path / "rows.yaml"))
+    told = "\n".join(found.value.problems)
+    assert all(f"rows[0] lacks {key}; add it" in told for key in ("config", "devices", "step_seconds"))
+    assert "rows[1] is 3, no mapping" in told
