@@ -2,8 +2,9 @@
 
 `flat` has all workers on equal links: Harlap et al. (2018), "PipeDream: Fast and Efficient Pipeline Parallel DNN
 Training", arXiv 1806.03377, partitioning algorithm. `hierarchical` has links that slow down from level to level:
-Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, section 3.1. Both
-minimise the time of the slowest stage per mini-batch; both use every worker, as the papers do.
+Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, partitioning
+algorithm. Both minimise the time of the slowest stage per mini-batch; both use every worker, as the papers do. The
+formulas are taken from accounts of the papers (the second's as recalled), not read again in them.
 """
 
 import math
@@ -95,7 +96,7 @@ def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Part
 
 
 def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
-    """The best partition over levels of links, SOSP'19 section 3.1; `levels` from the innermost.
+    """The best partition over levels of links, SOSP'19, partitioning algorithm; `levels` from the innermost.
 
     T^k(i..j, m) = max(A^(k-1)(i..j, m_(k-1)), 2 (m - 1) sum of |w_l| / B_k) / m, and A^0 the sum of seconds; a
     hand-over of level k takes twice the activation over B_k.

@@ -86,14 +86,17 @@ class LayoutBounds:
         return total
 
     def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
-        """Seconds of a block, on a rank with many, with what its replicas exchange for every micro-batch beside it."""
+        """Seconds of a block with what its replicas exchange for every micro-batch beside it, on average over a rank
+        with many blocks.
+
+        A micro-batch passes all blocks of a stage in a row. As many of them as there are buffers may still lie there
+        from the last pass, or stay for the next: of all stages of the rank no more than that many each.
+        """
         zero, slow_down = self._base.zero, self._assumptions.slow_down
-        fullest = -(-self._base.model.num_layers // shape.pipeline)
-        chunk = -(-fullest // self._chunks(shape))
-        # Layers that a buffer has to go round, as `planner.cost.step_time` tells it.
-        turns = {"modular": chunk, "interleaved_1f1b": min(fullest, 2 * chunk)}.get(shape.schedule, fullest)
-        gathers = traffic.gather if layout.zero >= 3 and turns > zero.weight_buffers else 0.0
-        reductions = traffic.reduction if layout.zero >= 2 and turns > zero.gradient_buffers else 0.0
+        blocks = -(-self._base.model.num_layers // shape.pipeline)
+        kept = self._chunks(shape) / blocks
+        gathers = traffic.gather * max(0.0, 1.0 - zero.weight_buffers * kept) if layout.zero >= 3 else 0.0
+        reductions = traffic.reduction * max(0.0, 1.0 - zero.gradient_buffers * kept)
         return overlapped(work.forward, gathers, slow_down) + overlapped(
             work.backward + work.again, gathers + reductions, slow_down
         )
@@ -169,3 +172,4 @@ class LayoutBounds:
             gradients = min(zero.gradient_buffers, fewest) * FULL_BYTES if layout.zero >= 2 else 0
             found.append(state.elements * (weights + gradients) if state.shards > 1 else 0)
         return np.array(found, dtype=np.float64)[:, None]
+

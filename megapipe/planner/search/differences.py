@@ -1,5 +1,7 @@
 """What two layouts differ in, in words."""
 
+from itertools import groupby
+
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 
@@ -78,5 +80,11 @@ def _described(config: PretrainConfig) -> list[tuple[str, str]]:
         ("schedule", name + chunks),
         ("ZeRO stage", str(config.zero.stage)),
         ("recomputation", config.recompute.method),
-        ("layers by stage", "balanced by FLOPs" if by_hand is None else " ".join(map(str, by_hand))),
+        ("layers by stage", "balanced by FLOPs" if by_hand is None else _in_runs(by_hand)),
     ]
+
+
+def _in_runs(sizes: list[int]) -> str:
+    """Such as `2, 62 x 1, 2`."""
+    runs = [(size, len(list(group))) for size, group in groupby(sizes)]
+    return ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)

@@ -47,8 +47,8 @@ class Alternative:
     """What someone would have tried first, or a part of the best layout left out, and why it loses.
 
     name: in words. estimate: of the best layout of this kind, of the one nearest to fitting where none fits; None
-    where no layout of the kind can run at all. reason: a sentence: out of memory by how much, or slower by how much and in
-    which terms, or the rule that keeps it from running, or that it is the best itself.
+    where no layout of the kind can run at all. reason: a sentence: out of memory by how much, or slower by how much
+    and in which terms, or the rule that keeps it from running, or that it is the best itself.
     """
 
     name: str

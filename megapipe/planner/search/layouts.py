@@ -159,8 +159,8 @@ class Layouts:
         return self._sizes("batch.micro_size", own, self._samples // data, most)
 
     def _schedules(self, pipeline: int) -> Iterator[tuple[str, int | None]]:
-        """Names with numbers of chunks. On one rank a looped 1f1b takes as long as the plain one and holds as much: it is
-        left out beside that."""
+        """Names with numbers of chunks. On one rank a looped 1f1b takes as long as the plain one and holds as much: it
+        is left out beside that."""
         schedule = self.base.schedule
         names = tuple(self._values("schedule.name", schedule.name, self.space.schedules))
         most = self._stages // pipeline

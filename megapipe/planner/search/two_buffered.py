@@ -1,16 +1,18 @@
 """PipeDream-2BW's own planner for a model and a machine of this project."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.pipedream.memory import Footprint
 from megapipe.planner.pipedream.two_buffered import BlockModel, Configuration, Machine, plan
-from megapipe.planner.search.profiles import LayerFigures, layer_figures, machine_figures
+from megapipe.planner.search.profiles import LayerFigures, layer_figures, machine_figures, single_device
 
 GRADIENT_BYTES = 4
 """Of an element: gradients are summed in fp32."""
@@ -23,7 +25,9 @@ def two_buffered_plan(
 
     The paper's blocks are equal: embedding and head count as spread over them. A version has what the paper gives it,
     weights and all that belongs to them, more than the second copy of the weights that this project keeps, so that
-    memory is on the safe side; `settings` are the fields that run the plan here.
+    memory is on the safe side; `settings` are the fields that run the plan here, `by_cost_model` is what this
+    project's own cost model says of it. The two differ: the paper's takes no time for an update that the next
+    forwards wait for, and a sequence to be as fast in any micro-batch.
 
     times: of layers; by default the roofline of the first group's device.
 
@@ -64,7 +68,20 @@ def two_buffered_plan(
         "tokens_per_s": found.sequences_per_second * config.data.sequence_length,
         "step_time_s": found.batch_size / found.sequences_per_second,
         "settings": _settings(found),
+        "by_cost_model": estimate(_configured(config, found), hardware, times=times).as_json(),
     }
+
+
+def _configured(config: PretrainConfig, found: Configuration) -> PretrainConfig:
+    """The run with `_settings`, and nothing else that would change its layout."""
+    settings = _settings(found)
+    whole = single_device(config, found.micro_size)
+    return replace(
+        whole,
+        parallel=replace(whole.parallel, data=found.width, pipeline=found.depth),
+        schedule=replace(whole.schedule, name=settings["schedule.name"]),
+        recompute=replace(whole.recompute, method=settings["recompute.method"]),
+    )
 
 
 def _settings(found: Configuration) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.in_flight import most_held
 from megapipe.planner.cost.model import estimate
+from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.in_flight import held_at_least
@@ -16,7 +17,6 @@ from megapipe.planner.search.layouts import Layout, Layouts, Shape
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.space import SearchSpace
 from megapipe.planner.search.stage_limits import StageLimiter
-from megapipe.planner.runs.layout import StageLayout
 from tests.planner.search.runs import machine, run, runs
 
 ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v", "zb_auto", "2bw", "pipedream")
@@ -73,7 +73,8 @@ def test_a_layout_that_cannot_fit_has_no_time() -> None:
     bounds = LayoutBounds(base, hardware, 2, slowest_times(base, hardware, 2))
     shape = Shape(2, 1, 1, 1, 1, "1f1b", None)
     seconds, num_bytes = bounds.of(shape, [Layout(shape, False, 0, "none")])
-    assert seconds == [float("inf")] and num_bytes[0] > 1e6
+    assert seconds == [float("inf")]
+    assert num_bytes[0] > 1e6
 
 
 @settings(max_examples=60, deadline=None)

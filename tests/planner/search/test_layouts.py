@@ -110,11 +110,11 @@ def test_what_breaks_a_rule_whatever_the_layout_is_told_before_any_work() -> Non
     with pytest.raises(ConfigError, match="0 devices asked for"):
         Layouts(base, 0, frozenset(), SearchSpace())
     with pytest.raises(
-        ConfigError, match="max_chunks is 0; it must be at least 1\nschedules: unknown schedule '1f2b'"
+        ConfigError, match=r"max_chunks is 0; it must be at least 1\nschedules: unknown schedule '1f2b'"
     ):
         Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f2b",), max_chunks=0))
     too_long = replace(base, data=replace(base.data, sequence_length=256))
-    with pytest.raises(ConfigError, match="data.sequence_length 256 exceeds model.max_positions 128"):
+    with pytest.raises(ConfigError, match=r"data\.sequence_length 256 exceeds model\.max_positions 128"):
         Layouts(too_long, 4, frozenset(), SearchSpace())
 
 

@@ -1,6 +1,7 @@
 """Objectives, reasons why alternatives lose, what is refined, and errors."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -78,19 +79,22 @@ def test_alternatives_say_why_they_lose(judged: Findings) -> None:
     hardware, best = machine(3e7), judged.best.estimate
     by_name = {each.name: each for each in judged.alternatives}
     plain = by_name["data parallelism alone"]
-    assert plain.estimate is not None and not plain.estimate.fits
+    assert plain.estimate is not None
+    assert not plain.estimate.fits
     missing = plain.estimate.peak_bytes - 3e7
     assert plain.reason.startswith(f"out of memory by {missing / 1e6:.1f} MB")
     pipeline = by_name["pipeline parallelism alone"]
     assert pipeline.estimate is not None
-    assert pipeline.estimate.config.parallel.pipeline == 8 and f"{pipeline.estimate.seconds_of('bubble')}" != "0"
-    assert "bubble" in pipeline.reason
+    assert pipeline.estimate.config.parallel.pipeline == 8
+    share = pipeline.estimate.seconds_of("bubble") / pipeline.estimate.step_seconds
+    assert f"bubble {share:.1%} of the step" in pipeline.reason
     tensor = by_name["tensor parallelism alone"]
     assert tensor.estimate is None
     assert tensor.reason.startswith("cannot run: model.num_heads 4 is not divisible by parallel.tensor 8")
     rule = next(each for name, each in by_name.items() if "then just enough pipeline" in name)
     assert rule.name.startswith("tensor 4,")
-    assert rule.estimate is not None and rule.estimate.config.recompute.method == "full"
+    assert rule.estimate is not None
+    assert rule.estimate.config.recompute.method == "full"
     for each in judged.alternatives:
         if each.estimate is not None and each.estimate.fits:
             assert estimate(each.estimate.config, hardware).step_seconds >= best.step_seconds
@@ -124,17 +128,19 @@ def test_the_best_are_simulated_and_ordered_by_that() -> None:
 
 
 def test_layers_move_between_stages_where_their_times_say_so() -> None:
-    """A vocabulary far larger than the model: by FLOPs the embedding weighs nothing, by its bytes it does."""
-    base = run(num_layers=6, vocabulary_size=20000, hidden_size=128)
+    """A large vocabulary: by FLOPs its head weighs less than by its kernels, which make little of narrow matrices."""
+    base = run(num_layers=9, vocabulary_size=5000, hidden_size=128)
     base = replace(base, parallel=replace(base.parallel, pipeline=4))
     pinned = frozenset({"parallel.pipeline", "schedule.name"})
-    effort = Effort(actions=0, alternatives=False)
-    moved = search(base, machine(), 4, pinned, space=SPACE, effort=effort).best
-    still = search(base, machine(), 4, pinned, space=SPACE, effort=replace(effort, stages=False)).best
-    assert moved.estimate.step_seconds <= still.estimate.step_seconds
-    sizes = moved.config.parallel.layers_per_stage
-    if sizes is not None:
-        assert sum(sizes) == 8 and moved.estimate.step_seconds < still.estimate.step_seconds
+    found = search(base, machine(), 4, pinned, effort=Effort(actions=0, alternatives=False))
+    moved = [each.estimate for each in found.ranked if each.config.parallel.layers_per_stage is not None]
+    assert moved
+    for each in moved:
+        assert sum(each.config.parallel.layers_per_stage or ()) == 11
+        parallel = replace(each.config.parallel, layers_per_stage=None)
+        assert each.step_seconds < estimate(replace(each.config, parallel=parallel), machine()).step_seconds
+    still = search(base, machine(), 4, pinned, effort=Effort(actions=0, alternatives=False, stages=False))
+    assert all(each.config.parallel.layers_per_stage is None for each in still.ranked)
 
 
 def test_measured_links_give_an_order_of_the_nodes() -> None:
@@ -154,7 +160,7 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
     )
     order = found.best.node_order
     assert order is not None
-    assert all({a, b} != {0, 1} for a, b in zip(order, order[1:], strict=False))
+    assert all({a, b} != {0, 1} for a, b in pairwise(order))
     assert Placement(hardware, {"pipeline": 4}, order).node_order == order
     assert found.best.estimate.step_seconds < estimate(found.best.config, hardware).step_seconds
 
@@ -178,7 +184,7 @@ def test_what_cannot_be_is_refused_with_a_way_out() -> None:
     )
     with pytest.raises(ConfigError, match="12 devices asked for, but hardware 'small' has 8"):
         search(base, machine(nodes=2), 12)
-    with pytest.raises(ConfigError, match="training.precision auto is chosen by timing"):
+    with pytest.raises(ConfigError, match=r"training\.precision auto is chosen by timing"):
         search(replace(base, training=replace(base.training, precision="auto")), hardware, 4)
-    with pytest.raises(ConfigError, match="no layout of 7 devices can run|not divisible"):
+    with pytest.raises(ConfigError, match=r"no layout of 7 devices can run|not divisible"):
         search(base, hardware, 7)
