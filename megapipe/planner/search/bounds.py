@@ -173,4 +173,3 @@ class LayoutBounds:
             gradients = min(zero.gradient_buffers, fewest) * FULL_BYTES if layout.zero >= 2 else 0
             found.append(state.elements * (weights + gradients) if state.shards > 1 else 0)
         return np.array(found, dtype=np.float64)[:, None]
-
