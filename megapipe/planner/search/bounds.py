@@ -93,10 +93,11 @@ class LayoutBounds:
         from the last pass, or stay for the next: of all stages of the rank no more than that many each.
         """
         zero, slow_down = self._base.zero, self._assumptions.slow_down
-        blocks = -(-self._base.model.num_layers // shape.pipeline)
-        kept = self._chunks(shape) / blocks
+        kept = self._chunks(shape) / -(-self._base.model.num_layers // shape.pipeline)
         gathers = traffic.gather * max(0.0, 1.0 - zero.weight_buffers * kept) if layout.zero >= 3 else 0.0
         reductions = traffic.reduction * max(0.0, 1.0 - zero.gradient_buffers * kept)
+        if self._count(shape) == 1:  # the one sum of a step counts behind its last backward
+            reductions = 0.0
         return overlapped(work.forward, gathers, slow_down) + overlapped(
             work.backward + work.again, gathers + reductions, slow_down
         )
@@ -172,4 +173,3 @@ class LayoutBounds:
             gradients = min(zero.gradient_buffers, fewest) * FULL_BYTES if layout.zero >= 2 else 0
             found.append(state.elements * (weights + gradients) if state.shards > 1 else 0)
         return np.array(found, dtype=np.float64)[:, None]
-
