@@ -13,6 +13,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.model import predict
 from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.recompute_budget import Recomputation, least_recomputation, peak_bytes
+from megapipe.planner.runs.prediction import predict_rank
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.layout_runs import run_layout
 from tests.support.meshes import run_mesh
@@ -88,10 +89,20 @@ def test_a_real_run_holds_what_was_planned(tmp_path: Path, pipeline: int) -> Non
 
 
 def test_the_cost_models_memory_is_the_same_functions() -> None:
-    """`predict` reports the parts of what `predict_rank` tells, which may peak apart: together a bound."""
+    """What `predict` reports of each pipeline rank is what `predict_rank` tells, and the covering array of
+    tests/distributed/test_covering.py holds to real runs, part by part. They may peak apart: together a bound."""
     config = run()
-    (memory,) = predict(config, CPU).estimate.memory
-    assert peak_bytes(config, "cpu") <= memory.total
+    config.parallel.pipeline = 2
+    found = predict(config, CPU)
+    for rank, memory in enumerate(found.estimate.memory):
+        exact = predict_rank(config, found.schedule, rank, device="cpu")
+        state, peak = exact.state(), exact.peak()
+        assert (memory.weights, memory.master, memory.gradients, memory.moments) == (
+            state.weights, state.master, state.gradients, state.moments
+        )  # fmt: skip
+        assert memory.activations == peak.activations
+        assert memory.buffers == peak.weights + peak.gradients + peak.summands + peak.reloaded
+        assert exact.device_bytes() <= memory.total
 
 
 @pytest.mark.parametrize(

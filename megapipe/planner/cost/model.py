@@ -15,7 +15,7 @@ from megapipe.planner.cost.simulated import Prediction, exact_memories, simulate
 from megapipe.planner.cost.stages import StageCost, StageCosts, stage_costs, stage_details
 from megapipe.planner.cost.step_time import step_terms
 from megapipe.planner.hardware.description import Device, Hardware
-from megapipe.planner.measured.times import MeasuredTimes, at_ease, shares_a_machine
+from megapipe.planner.measured.times import MeasuredTimes, at_ease, is_measured, shares_a_machine
 
 __all__ = ["Prediction", "estimate", "explain_stages", "predict"]
 
@@ -100,7 +100,7 @@ def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumpti
 
 
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
-    if shares_a_machine(run.placement):
+    if is_measured(run.placement):
         return MeasuredTimes(run.hardware)
     return RooflineTimes(_slowest_device(run), assumptions.unfused_loss)
 

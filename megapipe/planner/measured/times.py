@@ -24,8 +24,8 @@ ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor"}
 class MeasuredTimes:
     """`LayerTimes` of a machine with measurements.
 
-    contended: times while all ranks of the run compute at once, for closed forms; else those of a rank by itself, for
-    simulations that know who computes when.
+    contended: times while all ranks of the run on a node compute at once, for closed forms; else those of a rank by
+    itself, for simulations that know who computes when.
 
     Rows are looked up by the ranks that share a layer; between micro-batch sizes times go along straight lines, beyond
     the last in proportion. A shape, or a number of ranks, that was not measured gets the roofline's times, and
@@ -49,7 +49,8 @@ class MeasuredTimes:
             return self._roofline(config, layer, why)
         rows = self._rows(config, layer)
         parallel, size = config.parallel, float(config.batch.micro_size)
-        slower = self.measured.slowdown(_world_size(config)) if self.contended else 1.0
+        busy = self._busy(config)
+        slower = self.measured.slowdown(busy) if self.contended else 1.0
 
         def seconds(name: str) -> float:
             return slower * between([(row.micro_size, getattr(row, name)) for row in rows], size)
@@ -60,13 +61,19 @@ class MeasuredTimes:
             share = seconds("backward") / (backward_input + backward_weight)
             backward_input, backward_weight = share * backward_input, share * backward_weight
         again = seconds("recompute") if config.recompute.method == "full" and layer.kind == "block" else 0.0
-        beside = f", {_world_size(config)} ranks computing" if self.contended and slower > 1.0 else ""
+        beside = f", {busy} ranks of a node computing" if self.contended and slower > 1.0 else ""
         source = (
             f"measured {self.measured.date} on {self.hardware.name}: tensor {parallel.tensor}, context "
             f"{parallel.context}{beside}"
         )
         update = slower * self._elements(config, layer) * self.measured.update_seconds
         return LayerSeconds(seconds("forward"), backward_input, backward_weight, again, update, source)
+
+    def _busy(self, config: PretrainConfig) -> int:
+        """Ranks of the run on one node."""
+        parallel = config.parallel
+        ranks = (parallel.data or 1) * parallel.pipeline * parallel.context * parallel.tensor
+        return min(ranks, self.hardware.groups[0].devices_per_node)
 
     def _why_not(self, config: PretrainConfig, layer: LayerSpec) -> str:
         """Why no row answers; empty where one does."""
@@ -75,7 +82,7 @@ class MeasuredTimes:
         for name, dimension in ONLY_SHARED.items():
             if getattr(parallel, dimension) == 1:
                 wanted.pop(name)
-        if layer.kind != "head":  # the one layer that the vocabulary's size matters to beyond a look-up
+        if layer.kind != "head":  # the only layer that makes logits
             wanted.pop("recompute_logits")
         different = differences(found, wanted)
         if different:
@@ -93,7 +100,7 @@ class MeasuredTimes:
         """The file's devices are shares of a machine that is busy; a rank by itself is as much faster."""
         found = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
         busiest = self.measured.contention[-1]
-        now = self.measured.slowdown(_world_size(config)) if self.contended else 1.0
+        now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
         ease = now / busiest.factor
         return LayerSeconds(
             ease * found.forward,
@@ -129,9 +136,15 @@ def between(points: list[tuple[int, float]], at: float) -> float:
     return max(on_line, two) if at > high else on_line
 
 
+def is_measured(placement: Placement) -> bool:
+    """Whether all ranks stand on nodes of the kind whose layers were measured."""
+    hardware = placement.hardware
+    return hardware.measured is not None and all(node is hardware.groups[0] for node in placement.nodes)
+
+
 def shares_a_machine(placement: Placement) -> bool:
-    """Whether all ranks stand on the one machine whose layers were measured."""
-    return placement.hardware.measured is not None and len(placement.nodes) == 1
+    """Whether all of them stand on one such node, so that who computes when is known."""
+    return is_measured(placement) and len(placement.nodes) == 1
 
 
 def at_ease(hardware: Hardware) -> Hardware:
@@ -150,8 +163,3 @@ def at_ease(hardware: Hardware) -> Hardware:
         return replace(group, inside=replace(group.inside, collectives=rows))
 
     return replace(hardware, groups=tuple(eased(group) for group in hardware.groups))
-
-
-def _world_size(config: PretrainConfig) -> int:
-    parallel = config.parallel
-    return (parallel.data or 1) * parallel.pipeline * parallel.context * parallel.tensor

@@ -1,5 +1,6 @@
 """The machine at hand as a hardware file: what its devices, their neighbours and the links between them can do."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -207,6 +208,9 @@ def _check(
         )
     if out.is_dir() or out.suffix not in (".yaml", ".yml"):
         problems.append(f"{out} is no name of a hardware file; give one that ends in .yaml, such as machine.yaml")
+    folder = next(each for each in out.resolve().parents if each.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        problems.append(f"{out} cannot be written: {folder} is no folder that you may write to; name another file")
     if problems:
         raise ConfigError(problems)
     samples_for(config)

@@ -11,7 +11,7 @@ from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.measured import Contention
 from megapipe.planner.hardware.placement import Placement
-from megapipe.planner.measured.times import MeasuredTimes, at_ease, between, shares_a_machine
+from megapipe.planner.measured.times import MeasuredTimes, at_ease, between, is_measured, shares_a_machine
 from tests.planner.measured.machines import DEVICE, MODEL, machine, run
 
 EMBEDDING, BLOCK, *_, HEAD = gpt_layers(MODEL)
@@ -126,6 +126,20 @@ def test_collectives_at_ease_are_contended_again_to_what_was_measured() -> None:
     for before, after in zip(machine().groups[0].inside.collectives, eased.groups[0].inside.collectives, strict=True):
         factor = 1.0 if before.operation == "send" else measured.slowdown(before.ranks)
         assert factor * after.seconds(3e5) == pytest.approx(before.seconds(3e5))
+
+
+def test_nodes_of_the_measured_kind_have_its_times_and_others_have_not() -> None:
+    """Eight ranks on two nodes: four on each slow each other down, whatever the other node does."""
+    here = machine().groups[0]
+    two = replace(machine(), groups=(replace(here, num_nodes=2),))
+    config = run(parallel={"data": 8})
+    source = {term.name: term.source for term in estimate(config, two).terms}["compute"]
+    assert "4 ranks of a node computing" in source
+    assert not shares_a_machine(Placement(two, {"data": 8}))
+    assert predict(config, two).estimate.step_seconds == pytest.approx(estimate(config, two).step_seconds, rel=0.2)
+    other = replace(machine(), groups=(here, replace(here, name="there")))
+    assert not is_measured(Placement(other, {"data": 8}))
+    assert is_measured(Placement(other, {"data": 4}))
 
 
 def test_a_machine_without_measurements_has_no_measured_times() -> None:
