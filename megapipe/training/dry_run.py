@@ -5,8 +5,9 @@ and no memory. Its stages then run one forward and one backward of a micro-batch
 operations fit together and that every stage hands on what the next one waits for.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.groups import unit_states
-from megapipe.engine.stage import Stage, described
+from megapipe.engine.stage import Stage, TensorSpec, described
 from megapipe.kernels.ops import OPS
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.parallel.groups import Group, ReduceOperation, Work
@@ -30,6 +31,7 @@ from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
 from megapipe.schedules import Schedule
+from megapipe.schedules.schedule import Header
 from megapipe.schedules.validation import validate as validate_schedule
 from megapipe.training.assemble import Assembly, recompute_parts, share_samples_of, use_fp8
 from megapipe.training.context_layout import HeldTokens
@@ -45,8 +47,9 @@ class Coordinate:
     """What the ranks of one pipeline coordinate hold.
 
     ranks: how many there are. stages: of the schedule. layers: names. parameters: elements in the buffers of one rank,
-    padding included. state_bytes: what lives between steps, in host memory too. peak_bytes: the most that a step holds
-    on the device.
+    padding included. state_bytes: what lives between steps, in host memory too. message_bytes: buffers in which
+    messages of other stages arrive, and stay until their backward. peak_bytes: the most that a step holds on the
+    device, these buffers included.
     """
 
     pipeline: int
@@ -55,6 +58,7 @@ class Coordinate:
     layers: tuple[str, ...]
     parameters: int
     state_bytes: int
+    message_bytes: int
     peak_bytes: int
 
 
@@ -254,6 +258,7 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
         total = sum(each[name] for each in built)
         if total != getattr(said, name):
             raise ShapeError(f"rank {mesh.rank} was built with {total} bytes of {name}, the formulas say {said}")
+    messages = _message_bytes(predicted.schedule.header, stages)
     return Coordinate(
         pipeline=predicted.pipeline_rank,
         ranks=mesh.world_size // mesh.size("pipeline"),
@@ -261,7 +266,8 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
         layers=tuple(layout.layers[index].name for stage in stages for index in layout.ranges[stage]),
         parameters=sum(state.table.num_elements for state in states),
         state_bytes=said.total,
-        peak_bytes=predicted.device_bytes(),
+        message_bytes=messages,
+        peak_bytes=predicted.device_bytes() + messages,
     )
 
 
@@ -274,3 +280,18 @@ def _bytes(state: UnitState) -> dict[str, int]:
         "master": 0 if state.working_copy is None else state.master.numel() * state.master.element_size(),
         "gradients": sum(each.numel() * each.element_size() for each in gradients),
     }
+
+
+def _message_bytes(header: Header, stages: Mapping[int, Stage]) -> int:
+    """Receive slots of these stages, for what stages of other ranks send (`engine.wiring.connect` makes them)."""
+    total, ranks = 0, header.stage_ranks
+    for number, stage in stages.items():
+        if stage.inputs and ranks[number - 1] != ranks[number]:
+            total += header.activation_slots[number] * _spec_bytes(stage.inputs)
+        if stage.outputs and ranks[number + 1] != ranks[number]:
+            total += header.gradient_slots[number] * _spec_bytes(stage.outputs)
+    return total
+
+
+def _spec_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)

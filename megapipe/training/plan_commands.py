@@ -93,11 +93,21 @@ def _print(found: DryRun) -> None:
             str(len(each.layers)),
             f"{each.parameters:,}",
             bytes_told(each.state_bytes),
+            bytes_told(each.message_bytes),
             bytes_told(each.peak_bytes),
         ]
         for each in found.coordinates
     ]
-    columns = ["coordinate", "ranks", "stages", "layers", "parameters of a rank", "state", "most in a step"]
+    columns = [
+        "coordinate",
+        "ranks",
+        "stages",
+        "layers",
+        "parameters of a rank",
+        "state",
+        "messages",
+        "most in a step",
+    ]
     print_table(columns, rows, f"memory of a rank by pipeline coordinate, on {found.device}")
     print(f"\n{found.world_size:,} ranks checked in one process")
 

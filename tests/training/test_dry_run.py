@@ -1,6 +1,7 @@
 """A run of many ranks in one process: rules, schedule, shapes on the meta device, memory by the formulas."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.engine.transfers import Boundary, receive_slots
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.prediction import predict_rank
 from megapipe.training import dry_run as module
@@ -66,8 +68,31 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
     )
     for each, rank in zip(found.coordinates, (0, 2), strict=True):
         predicted = predict_rank(found.config, schedule, rank, device="cuda")
-        assert each.peak_bytes == predicted.device_bytes()
+        assert each.peak_bytes == predicted.device_bytes() + each.message_bytes
         assert each.state_bytes == predicted.state().total
+
+
+def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
+    """Every message of another stage that has to wait has a slot: of 1f1b on rank r of p as many as are in flight, and
+    one more that is under way."""
+    found = dry_run(gpt("--parallel.pipeline", "4"), 4)
+    message = 1024 * 768 * 4
+    stages = module.build_schedule(
+        found.config,
+        found.microbatches,
+        units_per_stage=StageLayout.of(found.config).units_per_stage,
+        tied_groups=StageLayout.of(found.config).tied,
+        data_parallel=False,
+    ).header
+    for stage, each in enumerate(found.coordinates):
+        slots = (stages.activation_slots[stage] if stage else 0) + (stages.gradient_slots[stage] if stage < 3 else 0)
+        specs = [module.TensorSpec((1, 1024, 768), torch.float32)]
+        boundary = Boundary(SimpleNamespace(lends=False), specs)
+        buffers = receive_slots(boundary, slots, torch.device("meta"))._buffers
+        assert each.message_bytes == sum(t.numel() * t.element_size() for slot in buffers for t in slot)
+        in_flight = 4 - stage
+        assert each.message_bytes >= (in_flight if stage else 0) * message
+    assert [each.message_bytes for each in dry_run(gpt(), 4).coordinates] == [0]
 
 
 def test_broken_rules_are_told_before_anything_is_built() -> None:
