@@ -56,7 +56,7 @@ def predict(
 ) -> Prediction:
     """The same from the lowered schedule: its time by the simulator, its memory action by action.
 
-    Arguments and errors as of `estimate`.
+    The simulator knows no slow-down of what runs side by side. Arguments and errors as of `estimate`.
     """
     run = lay_run(config, hardware, world_size, node_order)
     if times is None and shares_a_machine(run.placement):

@@ -8,14 +8,14 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import PARAMETERS, FitResult, fit, judge, with_efficiency
+from megapipe.planner.fitting.fit import PARAMETERS, FitResult, fit, judge, with_shares
 from megapipe.planner.fitting.published import TABLES, PublishedRun
 from megapipe.planner.fitting.report import fit_json, fit_report, fit_table, report_lines
-from megapipe.planner.hardware.description import Efficiency, Hardware
+from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import load_hardware
 from tests.planner.cost.runs import SMALL, config_of
 
-TRUTH = Efficiency(ceiling=0.62, memory=0.45, links=0.8)
+TRUTH = {"ceiling": 0.62, "memory": 0.45, "links": 0.8}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MadeUp:
 
 def made_up() -> list[MadeUp]:
     """Bound by products, by updates, by links inside a node and between nodes."""
-    truth = with_efficiency(load_hardware("a100-80"), TRUTH)
+    truth = with_shares(load_hardware("a100-80"), TRUTH)
     runs = [({}, 64), ({}, 1), ({"tensor": 8}, 64), ({"data": 16}, 64), ({"pipeline": 4}, 64), ({"tensor": 4}, 32)]
     return [
         MadeUp(f"{parallel} {batch}", config_of(SMALL, parallel=dict(parallel), batch={"global_size": batch}), truth)
@@ -49,7 +49,7 @@ def test_the_truth_that_rows_were_made_with_is_found() -> None:
     """Speeds to 0.5%, also of a row that it was not fitted to."""
     found = fit(made_up()[:5], load_hardware("a100-80"), made_up()[5:], leave_one_out=False)
     for parameter in PARAMETERS:
-        assert getattr(found.efficiency, parameter.name) == pytest.approx(getattr(TRUTH, parameter.name), rel=0.03)
+        assert getattr(found.efficiency, parameter.name) == pytest.approx(TRUTH[parameter.name], rel=0.03)
     assert found.worst_error < 5e-3
     assert abs(found.told[0].error) < 5e-3
 

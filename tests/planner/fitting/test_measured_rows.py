@@ -9,9 +9,8 @@ import yaml
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import with_efficiency
+from megapipe.planner.fitting.fit import with_shares
 from megapipe.planner.fitting.measured_rows import read_rows, rows_report
-from megapipe.planner.hardware.description import Efficiency
 from megapipe.planner.hardware.reader import load_hardware
 
 RUN = """
@@ -20,7 +19,7 @@ data: {sequence_length: 1024}
 batch: {global_size: 64}
 training: {precision: bf16}
 """
-TRUTH = Efficiency(ceiling=0.6, memory=0.5, links=0.7)
+TRUTH = {"ceiling": 0.6, "memory": 0.5, "links": 0.7}
 
 
 ROWS: list[tuple[int, dict[str, int]]] = [
@@ -38,7 +37,7 @@ def seconds(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """What the cost model gives for the rows on a machine of known efficiency."""
     run = tmp_path_factory.mktemp("run") / "run.yaml"
     run.write_text(RUN)
-    truth = with_efficiency(load_hardware("h100"), TRUTH)
+    truth = with_shares(load_hardware("h100"), TRUTH)
     return [
         estimate(
             parse(["--config", str(run), *(f"--{key}={value}" for key, value in overrides.items())]),
