@@ -12,12 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.costs.communication import Operation
 from megapipe.planner.hardware.collectives import CollectiveTime, GroupLinks, collective_time
 from megapipe.planner.hardware.description import Device, Hardware, Link, NodeGroup
-
-DIMENSIONS = ("data", "pipeline", "context", "tensor")
-"""Names of the mesh's dimensions, slowest first, as `parallel.mesh` has them."""
 
 
 class Placement:

@@ -139,7 +139,7 @@ def between(points: list[tuple[int, float]], at: float) -> float:
 def is_measured(placement: Placement) -> bool:
     """Whether all ranks stand on nodes of the kind whose layers were measured."""
     hardware = placement.hardware
-    return hardware.measured is not None and all(node is hardware.groups[0] for node in placement.nodes)
+    return hardware.measured is not None and all(node.device is hardware.groups[0].device for node in placement.nodes)
 
 
 def shares_a_machine(placement: Placement) -> bool:

@@ -1,20 +1,18 @@
 """Which groups cross nodes: rank by rank, by hand, and by the closed form where nodes are cut evenly."""
 
-import ast
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megapipe
 from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.planner.hardware.collectives import GroupLinks
 from megapipe.planner.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
-from megapipe.planner.hardware.placement import DIMENSIONS, Placement
+from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.hardware.reader import load_hardware
 
 FITTED = load_hardware("a100-80")
@@ -29,17 +27,6 @@ def machine(
 ) -> Hardware:
     inside, outside = Link(1.0, 100.0, 50.0), Network(10.0, bandwidth, adapters)
     return Hardware("m", (NodeGroup("n", DEVICE, devices, inside, outside),), matrix)
-
-
-def test_dimensions_are_the_meshs_own() -> None:
-    """Read from the text: the mesh's room imports torch."""
-    tree = ast.parse((Path(megapipe.__file__).parent / "parallel" / "mesh.py").read_text())
-    (found,) = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "DIMENSIONS"
-    ]
-    assert found == DIMENSIONS
 
 
 def test_selene_as_the_megatron_paper_lays_out_a_trillion() -> None:

@@ -137,7 +137,7 @@ def test_nodes_of_the_measured_kind_have_its_times_and_others_have_not() -> None
     assert "4 ranks of a node computing" in source
     assert not shares_a_machine(Placement(two, {"data": 8}))
     assert predict(config, two).estimate.step_seconds == pytest.approx(estimate(config, two).step_seconds, rel=0.2)
-    other = replace(machine(), groups=(here, replace(here, name="there")))
+    other = replace(machine(), groups=(here, replace(here, name="there", device=replace(DEVICE))))
     assert not is_measured(Placement(other, {"data": 8}))
     assert is_measured(Placement(other, {"data": 4}))
 
