@@ -25,7 +25,8 @@ def most_held(name: str, num_ranks: int, num_microbatches: int, chunks: int, opt
         return tuple(np.array([[min(num_ranks - rank, num_microbatches), 0.0]]) for rank in range(num_ranks))
     if name == "modular" and not options.get("two_bp", False):
         return (np.array([[num_microbatches] * chunks + [0.0] * chunks], dtype=np.float64),) * num_ranks
-    shown = num_microbatches if name == "gpipe" or name == "modular" else min(num_microbatches, ROUNDS * num_ranks)
+    # Weight halves that are put off without a limit pile up to the end.
+    shown = num_microbatches if options.get("two_bp", False) else min(num_microbatches, ROUNDS * num_ranks)
     return _from_order(name, num_ranks, shown, chunks, tuple(sorted(options.items())))
 
 

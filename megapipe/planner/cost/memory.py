@@ -112,13 +112,10 @@ class _Memory:
         return found
 
     def _activations(self, rank: int, stages: list[int]) -> int:
-        """The fullest moment: what waits for backwards, and beside it the layers that run again and their gradient."""
+        """The fullest moment: what waits for backwards or is put off, and beside it what runs again and a gradient."""
         kept, pending, working = zip(*(self._of_stage(stage) for stage in stages), strict=True)
         most = float((self.held[rank] @ np.array([*kept, *pending])).max())
-        # Where backwards are split, what runs again is gone when its halves hand over: the one or the other counts.
-        left = [late - early if self.splits else 0.0 for early, late in zip(kept, pending, strict=True)]
-        besides = max(max(0.0, again - handed) for again, handed in zip(working, left, strict=True))
-        return round(most + besides + self.costs.stream)
+        return round(most + max(working) + self.costs.stream)
 
     def _of_stage(self, stage: int) -> tuple[float, float, float]:
         """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""
@@ -134,7 +131,11 @@ class _Memory:
         stream = self.costs.stream
         inside = {unit for span in spans for unit in span}
         kept = sum(self.kept[kind] for unit, kind in enumerate(kinds) if unit not in inside) + len(spans) * stream
-        working = max((sum(self.kept[kinds[unit]] for unit in span) - stream for span in spans), default=0.0)
+        # Of a split backward what runs again gives way to what its halves hand over, which counts as pending.
+        working = 0.0
+        for span in spans:
+            again = sum(self.kept[kinds[unit]] for unit in span)
+            working = max(working, again - (sum(self.pending[kinds[u]] for u in span) if self.splits else stream))
         pending = sum(self.pending[kind] for kind in kinds)
         if arrives:
             kept -= min(stream, stream if 0 in inside else self.kept[kinds[0]])

@@ -55,7 +55,7 @@ def predict(
 ) -> Prediction:
     """The same from the lowered schedule: its time by the simulator, its memory action by action.
 
-    Arguments and errors as of `estimate`.
+    The simulator knows no slow-down of what runs side by side. Arguments and errors as of `estimate`.
     """
     return _predicted(lay_run(config, hardware, world_size, node_order), times, assumptions)
 

@@ -173,7 +173,7 @@ def waiting_of(name: str, options: Options, pipeline: Pipeline, num_microbatches
     if name in FORMULAS and not options.get("two_bp", False) and options.get("group_size") in (None, pipeline.size):
         return FORMULAS[name](pipeline, num_microbatches)
     ranks = pipeline.size
-    phases = (pipeline.forward, pipeline.again + pipeline.input_half, pipeline.weight_half)
+    phases = (pipeline.forward, pipeline.input_half, pipeline.weight_half)
     mean = [float(phase.sum(axis=0).mean()) for phase in phases]
     # Ratios to two digits: layouts of one model differ by less, and the cache serves them all.
     ratios = tuple(round(each / mean[0], 2) for each in mean[1:])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 from megapipe.config.errors import ConfigError
@@ -19,6 +20,7 @@ from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, pred
 from megapipe.planner.runs.scheduling import num_stages, schedule_options
 from megapipe.planner.runs.validation import data_parallel_size, run_problems
 from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.load_file import read_file
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class RunLayout:
     def synchronises_gradients(self) -> bool:
         """Whether a step sums gradients over ranks that hold the same weights."""
         return self.costs.replicas > 1 or self.config.parallel.sequence
+
+    @property
+    def gathers_after_update(self) -> bool:
+        """Whether updates leave the weights in shards that are gathered at once (ZeRO 1 and 2)."""
+        return self.costs.of_units.shards > 1 and self.config.zero.stage < 3
 
     @cached_property
     def flops(self) -> tuple[Flops, ...]:
@@ -187,7 +194,9 @@ def _cached_shape(keyed: Keyed) -> _Shape:
 
 
 def _ranks_of(config: PretrainConfig) -> tuple[int, ...]:
-    """The pipeline rank of every stage of a named schedule."""
+    """The pipeline rank of every stage."""
+    if config.schedule.file:
+        return tuple(place.rank for place in read_file(Path(config.schedule.file)).header.stages)
     generator = find_generator(config.schedule.name)
     chunks = generator.number_of_chunks(schedule_options(config))
     return _placed(config.schedule.name, config.parallel.pipeline, chunks)

@@ -66,7 +66,7 @@ def _action_costs(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -
     links = {(rank, (rank + 1) % size): hops[rank] for rank in range(size)}
     links |= {(to, sender): link for (sender, to), link in links.items() if (to, sender) not in links}
     whole = costs.input_half + costs.weight_half(apart=False)
-    gathered = run.costs.of_units.shards > 1 and run.config.zero.stage < 3
+    gathered = run.gathers_after_update and not assumptions.gathers_beside_forward
     update = costs.update + (costs.gather if gathered else 0.0)
     return Costs(
         forward=tuple(costs.whole_forward),
@@ -80,6 +80,7 @@ def _action_costs(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -
         reduce_tied=tied_seconds(run),
         reduce_scalars=scalar_seconds(run),
         links=links,
+        blocking_sends=assumptions.waits_for_sends,
     )
 
 

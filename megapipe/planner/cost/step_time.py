@@ -119,6 +119,8 @@ class _Step:
         updates = self.costs.by_rank(self.costs.update)
         if self.flushes:
             return float(updates.max())
+        if self.run.gathers_after_update:
+            updates = updates + self.costs.by_rank(self.costs.gather)
         work = pipeline.work * self.count
         return float((work + updates * self.policy.updates_per_step).max() - work.max())
 
@@ -149,19 +151,23 @@ class _Step:
         return worst
 
     def _slack(self, pipeline: Pipeline) -> Floats:
-        """Seconds by rank from a batch's last backward to the first forward that needs its update: without a flush a
-        lazy update waits for all micro-batches of the next batch that are not under way yet."""
+        """Seconds by rank from a batch's last backward to the first forward that needs its update.
+
+        Without a flush a lazy update waits for all micro-batches of the next batch that are not under way yet, at the
+        slowest rank's pace.
+        """
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
-        return (self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)) * pipeline.work
+        pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
+        return np.minimum(pairs, self.count - 1) * float(pipeline.work.max())
 
     def _gathers(self, pipeline: Pipeline) -> float:
         """Weights that updates left in shards are whole again before the next forward."""
-        if not self.run.costs.of_units.shards > 1 or self.run.config.zero.stage == 3:
+        if not self.run.gathers_after_update or not self.flushes:
             return 0.0
         totals = self.costs.by_rank(self.costs.gather)
         if not self.assumptions.gathers_beside_forward:
-            return float(totals.max()) * self.policy.updates_per_step
+            return float(totals.max())
         forward = pipeline.forward.sum(axis=0)
         return max(
             Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(self.assumptions.slow_down)

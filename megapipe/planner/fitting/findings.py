@@ -108,8 +108,11 @@ ZERO_PUBLISHED = {384: (144.0, 153.0), 768: (88.0, 149.0), 1536: (44.0, 141.0)}
 
 
 def zero_against_pipeline() -> dict[int, tuple[float, float]]:
-    """The same by the model, whose ZeRO-3 falls behind by less. ZeRO-3 takes the whole share of a GPU as one micro-batch; the other has t 8, p 12 and the
-    micro-batch size and chunks that it finds fastest."""
+    """The same by the model, whose ZeRO-3 falls behind by less.
+
+    ZeRO-3 takes the whole share of a GPU as one micro-batch; the other has t 8, p 12 and the micro-batch size and
+    chunks that the model finds fastest.
+    """
     found = {}
     for devices in ZERO_PUBLISHED:
         sharded = run(GPT_175B, Layout(1, 1, devices, 1536, 1536 // devices, zero=True))

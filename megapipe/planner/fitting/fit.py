@@ -1,6 +1,6 @@
 """Fitting a machine's efficiency to rows of training speed, and how well it then tells them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -105,16 +105,19 @@ class FitResult:
         }
 
 
-def with_efficiency(hardware: Hardware, efficiency: Efficiency) -> Hardware:
-    """The machine with all its devices that efficient."""
-    groups = (replace(group, device=replace(group.device, efficiency=efficiency)) for group in hardware.groups)
+def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
+    """The machine whose devices reach these shares (`PARAMETERS`) of their figures, and are else as they were."""
+    groups = []
+    for group in hardware.groups:
+        efficiency = replace(group.device.efficiency, **shares)
+        groups.append(replace(group, device=replace(group.device, efficiency=efficiency)))
     return replace(hardware, groups=tuple(groups))
 
 
 def fit(rows: Sequence[Row], hardware: Hardware, told: Sequence[Row] = (), *, leave_one_out: bool = True) -> FitResult:
     """The efficiency under which predictions come nearest to the rows, by least squares of log speed.
 
-    The machine's own efficiency keeps what is not fitted: half_size and launch. leave_one_out: fit once more without
+    Its half_size and launch stay what they are. leave_one_out: fit once more without
     each row, to see how well the others foretell it.
 
     Raises:
@@ -126,17 +129,15 @@ def fit(rows: Sequence[Row], hardware: Hardware, told: Sequence[Row] = (), *, le
             f"{len(rows)} rows given: {len(PARAMETERS)} parameters ({', '.join(each.name for each in PARAMETERS)}) "
             f"need {needed} or more; measure more layouts"
         )
-    base = hardware.groups[0].device.efficiency
-    errors = _errors_of(rows, hardware, base)
-    best = _efficiency(base, fit_parameters(errors, PARAMETERS))
+    machine = _machine(hardware, fit_parameters(_errors_of(rows, hardware), PARAMETERS))
     left_out: list[float | None] = [None] * len(rows)
     if leave_one_out:
         for index, row in enumerate(rows):
             others = [*rows[:index], *rows[index + 1 :]]
-            without = fit_parameters(_errors_of(others, hardware, base), PARAMETERS)
-            left_out[index] = judge(row, with_efficiency(hardware, _efficiency(base, without))).error
-    machine = with_efficiency(hardware, best)
+            without = fit_parameters(_errors_of(others, hardware), PARAMETERS)
+            left_out[index] = judge(row, _machine(hardware, without)).error
     fitted = (judge(row, machine, left) for row, left in zip(rows, left_out, strict=True))
+    best = machine.groups[0].device.efficiency
     return FitResult(machine, best, tuple(fitted), tuple(judge(row, machine) for row in told))
 
 
@@ -147,13 +148,13 @@ def judge(row: Row, hardware: Hardware, left_out: float | None = None) -> RowRes
     return RowResult(row.name, row.source, measured, predicted, left_out, estimate)
 
 
-def _efficiency(base: Efficiency, point: Floats) -> Efficiency:
-    return replace(base, **{each.name: float(value) for each, value in zip(PARAMETERS, point, strict=True)})
+def _machine(hardware: Hardware, point: Floats) -> Hardware:
+    return with_shares(hardware, {each.name: float(value) for each, value in zip(PARAMETERS, point, strict=True)})
 
 
-def _errors_of(rows: Sequence[Row], hardware: Hardware, base: Efficiency) -> Callable[[Floats], Floats]:
+def _errors_of(rows: Sequence[Row], hardware: Hardware) -> Callable[[Floats], Floats]:
     def errors(point: Floats) -> Floats:
-        machine = with_efficiency(hardware, _efficiency(base, point))
+        machine = _machine(hardware, point)
         speeds = (row.speeds(row.predict(machine)) for row in rows)
         return np.array([np.log(predicted / measured) for predicted, measured in speeds])
 

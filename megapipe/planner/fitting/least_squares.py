@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 class Parameter(NamedTuple):
@@ -33,8 +34,7 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
         slopes = np.stack([_slope(errors, point, found, axis, steps, high) for axis in range(len(point))], axis=1)
         better = None
         for _ in range(_TRIALS):
-            normal = slopes.T @ slopes + damping * np.eye(len(point))
-            moved = np.clip(point - np.linalg.solve(normal, slopes.T @ found) * steps, low, high)
+            moved = np.clip(point + _step(slopes, found, damping, point <= low, point >= high) * steps, low, high)
             tried = errors(moved)
             if tried @ tried < found @ found:
                 better = moved, tried
@@ -50,6 +50,22 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
     return point
 
 
+def _step(slopes: Floats, found: Floats, damping: float, lowest: Bools, highest: Bools) -> Floats:
+    """The damped step towards fewer errors, in units of the parameters' own steps; one that would leave its bound
+    stays, and the others go as if it were no parameter."""
+    free = np.ones(len(lowest), dtype=np.bool_)
+    step = np.zeros(len(lowest))
+    for _ in lowest:
+        own = slopes[:, free]
+        step[:] = 0.0
+        step[free] = -np.linalg.solve(own.T @ own + damping * np.eye(own.shape[1]), own.T @ found)
+        leaving = (lowest & (step < 0)) | (highest & (step > 0))
+        if not leaving.any():
+            break
+        free &= ~leaving
+    return np.where(free, step, 0.0)
+
+
 def _slope(
     errors: Callable[[Floats], Floats], point: Floats, found: Floats, axis: int, steps: Floats, high: Floats
 ) -> Floats:
@@ -62,5 +78,5 @@ def _slope(
 _FIRST_DAMPING = 1e-3
 _ROUNDS, _TRIALS = 40, 6
 _MORE, _LESS = 5.0, 0.3
-_ENOUGH = 1e-10
+_ENOUGH = 1e-8
 """Of the search; the last is a gain in squared logarithms that ends it."""

@@ -8,14 +8,14 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import PARAMETERS, FitResult, fit, judge, with_efficiency
+from megapipe.planner.fitting.fit import PARAMETERS, FitResult, fit, judge, with_shares
 from megapipe.planner.fitting.published import TABLES, PublishedRun
 from megapipe.planner.fitting.report import fit_json, fit_report, fit_table, report_lines
-from megapipe.planner.hardware.description import Efficiency, Hardware
+from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import load_hardware
 from tests.planner.cost.runs import SMALL, config_of
 
-TRUTH = Efficiency(ceiling=0.62, memory=0.45, links=0.8)
+TRUTH = {"ceiling": 0.62, "memory": 0.45, "links": 0.8}
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,22 @@ class MadeUp:
 
 
 def made_up() -> list[MadeUp]:
-    truth = with_efficiency(load_hardware("a100-80"), TRUTH)
-    parallels = [{}, {"tensor": 2}, {"tensor": 8}, {"pipeline": 4}, {"data": 16}, {"tensor": 4, "data": 8}]
+    """Bound by products, by updates, by links inside a node and between nodes."""
+    truth = with_shares(load_hardware("a100-80"), TRUTH)
+    runs = [({}, 64), ({}, 1), ({"tensor": 8}, 64), ({"data": 16}, 64), ({"pipeline": 4}, 64), ({"tensor": 4}, 32)]
     return [
-        MadeUp(str(parallel), config_of(SMALL, parallel=dict(parallel), batch={"global_size": 64}), truth)
-        for parallel in parallels
+        MadeUp(f"{parallel} {batch}", config_of(SMALL, parallel=dict(parallel), batch={"global_size": batch}), truth)
+        for parallel, batch in runs
     ]
 
 
 def test_the_truth_that_rows_were_made_with_is_found() -> None:
-    """Speeds to 0.5%, also of a row that it was not fitted to; of the parameters two trade for each other a little."""
-    found = fit(made_up()[:5], load_hardware("a100-80"), made_up()[5:])
+    """Speeds to 0.5%, also of a row that it was not fitted to."""
+    found = fit(made_up()[:5], load_hardware("a100-80"), made_up()[5:], leave_one_out=False)
     for parameter in PARAMETERS:
-        assert getattr(found.efficiency, parameter.name) == pytest.approx(getattr(TRUTH, parameter.name), rel=0.1)
+        assert getattr(found.efficiency, parameter.name) == pytest.approx(TRUTH[parameter.name], rel=0.03)
     assert found.worst_error < 5e-3
     assert abs(found.told[0].error) < 5e-3
-    assert all(row.left_out is not None and abs(row.left_out) < 0.02 for row in found.fitted)
 
 
 def test_there_are_three_free_parameters_and_each_is_a_share() -> None:

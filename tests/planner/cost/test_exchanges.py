@@ -1,0 +1,58 @@
+"""Messages inside layers by phase, and groups of shards, beside all of them together and by hand."""
+
+import pytest
+
+from megapipe.costs.attention_path import attention_path
+from megapipe.costs.gpt import gpt_layers
+from megapipe.costs.layout import LayoutCosts
+from megapipe.planner.cost.exchanges import exchanges_seconds, layer_exchange_seconds, shard_groups
+from megapipe.planner.hardware.collectives import GroupLinks
+from megapipe.planner.hardware.description import Link
+from megapipe.planner.hardware.placement import Placement
+from tests.planner.cost.runs import SELENE, SMALL, config_of
+
+INSIDE = Link(1e-6, 100.0, 50.0)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("group", ["tensor", "context"])
+def test_phases_add_up_to_a_micro_batch(sequence: bool, group: str) -> None:
+    config = config_of(parallel={"tensor": 4, "context": 2, "sequence": sequence})
+    layers = gpt_layers(SMALL)
+    costs = LayoutCosts(config, layers, 1, attention_path(SMALL, "bf16", "cuda", 1024), 64)
+    placement = Placement(SELENE, {"tensor": 4, "context": 2})
+    for layer in (layers[0], layers[1], layers[-1]):
+        found = layer_exchange_seconds(costs, placement, layer, group)
+        once, twice, halves = (
+            exchanges_seconds(placement, costs.within_layer(layer, **asked).get(group, []), group)  # type: ignore[arg-type]
+            for asked in ({"forwards": 1, "halves": False}, {"forwards": 2, "halves": False},
+                          {"forwards": 1, "halves": True})
+        )  # fmt: skip
+        assert found.forward + found.backward_input == pytest.approx(once)
+        assert min(found) >= 0
+        if layer.kind == "block":
+            assert found.forward == pytest.approx(twice - once)
+            assert found.backward_weight == pytest.approx(halves - once)
+            assert found.forward > 0
+
+
+@pytest.mark.parametrize(
+    ("members", "shards", "sharing", "holding"),
+    [
+        ((8, 8), 16, (8, 8), (1,)),
+        ((8, 8), 8, (8,), (1, 1)),
+        ((8, 8), 4, (4,), (2, 2)),
+        ((8,), 4, (4,), (2,)),
+        ((2, 2, 2, 2), 4, (2, 2), (1, 1)),
+    ],
+)
+def test_neighbours_share_and_strangers_hold_the_same(
+    members: tuple[int, ...], shards: int, sharing: tuple[int, ...], holding: tuple[int, ...]
+) -> None:
+    """A node's adapters are shared by all its members: a group with fewer of them on a node has as much less."""
+    crossing = 80.0 if len(members) > 1 else 0.0
+    together, apart = shard_groups(GroupLinks(members, INSIDE, crossing, 1e-5), shards)
+    assert (together.members, apart.members) == (sharing, holding)
+    for group in (together, apart):
+        expected = crossing * max(group.members) / max(members) if group.crosses else 0.0
+        assert group.crossing == pytest.approx(expected)
