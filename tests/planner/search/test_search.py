@@ -18,7 +18,7 @@ from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.plan import Effort
 from megapipe.planner.search.search import QUICK, device_counts, search
 from megapipe.planner.search.space import SearchSpace
-from megapipe.schedules import dumps, order
+from megapipe.schedules import build, dumps, order
 from tests.planner.search.runs import machine, run
 
 SPACE = SearchSpace(max_micro_size=2, max_chunks=2)
@@ -202,7 +202,7 @@ def test_a_schedule_file_is_planned_with_where_it_is_for_the_run(tmp_path: Path)
     assert {(each.config.parallel.pipeline, each.config.batch.micro_size) for each in found.ranked} == {(2, 1)}
     assert found.best.config.schedule.file == str(path)
     other = tmp_path / "other.txt"
-    other.write_text(dumps(order("gpipe", 2, 8, units_per_stage=[1, 1])))
+    other.write_text(dumps(build("gpipe", 2, 8)))  # lowered, for one layer a stage
     base = replace(base, schedule=replace(base.schedule, file=str(other)))
     with pytest.raises(ConfigError, match=r"schedule\.file .*other\.txt: .* made for units"):
         search(base, machine(), 2, effort=CLOSED)
