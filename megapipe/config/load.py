@@ -2,13 +2,14 @@
 
 `--config FILE` reads a whole configuration, `--model FILE` the content of one group, `--parallel.tensor 2` one field;
 later ones win. `--print_config` prints the result as YAML. Hyphens in flags are read as underscores.
+`parse_given` also tells which fields were written, in a file or as flags, and reads a program's own flags beside them.
 """
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, NoReturn, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
@@ -58,7 +59,19 @@ def _load_yaml(text: str) -> Any:
 
 
 class _Parser(ArgumentParser):
-    """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one."""
+    """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one.
+
+    config_groups: of the configuration, which `--print_config` prints; a program's own flags are no part of it.
+    """
+
+    config_groups: frozenset[str] = frozenset()
+
+    def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+        """As of ArgumentParser, the configuration alone."""
+        kept = Namespace(  # type: ignore[no-untyped-call]
+            **{name: value for name, value in vars(cfg).items() if name in self.config_groups}
+        )
+        return str(super().dump(kept, *args, **kwargs))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = _UNKNOWN_KEY.search(message)
@@ -75,6 +88,7 @@ def build_parser(description: str, kind: type[PretrainConfig] = PretrainConfig) 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False)
+    parser.config_groups = frozenset(each.name for each in fields(kind))
     parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
     for group in fields(kind):
         if group.name == "init_from":
@@ -99,20 +113,53 @@ def parse_as(kind: type[Config], arguments: Sequence[str], description: str = ""
 
     Raises ConfigError on unknown keys, wrong types, unreadable files and duplicate keys.
     """
-    parser = build_parser(description, kind)
-    namespace: Namespace = parser.parse_args(underscored(arguments))
+    return parse_given(build_parser(description, kind), kind, arguments).config
+
+
+@dataclass(frozen=True)
+class Given(Generic[Config]):
+    """What a command line says.
+
+    config: all fields. fields: names, such as `parallel.tensor`, of those that were written in a file or as a flag;
+    one that was written as null is left open, and not among them. flags: the program's own, by name, and `config`.
+    """
+
+    config: Config
+    fields: frozenset[str]
+    flags: Mapping[str, Any]
+
+
+def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[str]) -> Given[Config]:
+    """Parse arguments by a parser of `build_parser(description, kind)` that may have got flags beside the fields.
+
+    Raises ConfigError as `parse_as`.
+    """
+    words = underscored(arguments)
+    namespace: Namespace = parser.parse_args(words)
     values = parser.instantiate(namespace)
-    return kind(**{each.name: values[each.name] for each in fields(kind)})
+    groups = {each.name for each in fields(kind)}
+    own = {name: values[name] for name in vars(namespace) if name not in groups}
+    return Given(kind(**{name: values[name] for name in groups}), _written(parser, words, groups), own)
 
 
-def parse_or_exit(kind: type[Config], description: str, hint: str) -> Config:
+def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> frozenset[str]:
+    """Fields with a value other than null in files or flags."""
+    namespace: Namespace = parser.parse_args(words, defaults=False)
+    return frozenset(
+        name
+        for name, value in namespace.items()
+        if name.partition(".")[0] in groups and not name.endswith("__path__") and value is not None
+    )
+
+
+def parse_given_or_exit(parser: ArgumentParser, kind: type[Config], hint: str) -> Given[Config]:
     """Parse sys.argv for a program: no arguments prints `hint`, a wrong one the problem; both exit with status 2."""
     arguments = sys.argv[1:]
     if not arguments:
         print(hint, file=sys.stderr)
         raise SystemExit(2)
     try:
-        return parse_as(kind, arguments, description)
+        return parse_given(parser, kind, arguments)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

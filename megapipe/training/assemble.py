@@ -95,7 +95,7 @@ class Assembly:
                 alignment=VOCABULARY_ALIGNMENT,
                 master_weights=self._config.training.master_weights,
             )
-            own.initialize(self._config.training.seed)
+            self._draw(own)
             return own
         state = UnitState(
             name,
@@ -112,8 +112,13 @@ class Assembly:
             sharding=sharding,
             in_host=self._config.offload.optimizer,
         )
-        state.initialize(self._config.training.seed)
+        self._draw(state)
         return state
+
+    def _draw(self, state: UnitState) -> None:
+        """Fill in the initial weights; on the meta device there is nothing to fill."""
+        if self._mesh.device.type != "meta":
+            state.initialize(self._config.training.seed)
 
 
 def recompute_parts(stages: Iterable[Stage], parts: Collection[RecomputedPart]) -> None:

@@ -1,11 +1,16 @@
-"""What the pretraining programs share: parse, check, train, and tell of a wrong input in one line a problem."""
+"""What the pretraining programs share: parse, plan, check, train, and tell of a wrong input in one line a problem."""
 
 import os
 
-from megapipe.config.load import parse_or_exit
+from megapipe.config.load import Given, build_parser, parse_given_or_exit
 from megapipe.config.run import PretrainConfig
 from megapipe.training.launcher_death import end_with_launcher
 from megapipe.training.signals import before_training, behind_training
+
+PLAN_HELP = (
+    "auto, or a hardware file or preset: take the fastest layout that fits, by prediction, for the ranks of this "
+    "start; fields that are given stay as they are"
+)
 
 
 def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
@@ -14,17 +19,25 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     kind: of configuration. hint: printed where there are no arguments.
     """
     before_training()
-    config = parse_or_exit(kind, description, hint)
+    parser = build_parser(description, kind)
+    parser.add_argument("--plan", type=str, help=PLAN_HELP)
+    given: Given[PretrainConfig] = parse_given_or_exit(parser, kind, hint)
 
     end_with_launcher()
 
     # Importing torch takes a second, which --help and a misspelt key need not wait for.
     from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.failures import status_of
+    from megapipe.training.planning import planned
     from megapipe.training.pretrain import pretrain
 
     try:
-        status = pretrain(config, LaunchEnvironment.read(os.environ))
+        environment, config = LaunchEnvironment.read(os.environ), given.config
+        if given.flags["plan"] is not None:
+            config, told = planned(given, given.flags["plan"], os.environ, environment.world_size)
+            if environment.rank == 0:
+                print(told, flush=True)
+        status = pretrain(config, environment)
     except Exception as error:
         failure = status_of(error)
         if failure is None:

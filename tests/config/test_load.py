@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.load import parse, underscored
+from megapipe.config.load import build_parser, parse, parse_given, underscored
+from megapipe.config.run import PretrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,3 +117,24 @@ def test_a_schedule_file_rules_out_what_it_says_itself() -> None:
 def test_a_traced_step_counts_from_one() -> None:
     config = parse(["--profile.trace", "traces", "--profile.first_step", "0"])
     assert any(problem.startswith("profile.first_step is 0") for problem in config.problems())
+
+
+def test_fields_that_were_written_are_told_from_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("batch: {micro_size: 1}\nmodel: {rope_scaling: {kind: linear, factor: 2.0}}\n")
+    parser = build_parser("")
+    parser.add_argument("--devices", type=int)
+    words = ["--config", str(tmp_path / "run.yaml"), "--parallel.data", "null", "--zero.stage=0", "--devices", "4"]
+    given = parse_given(parser, PretrainConfig, words)
+    assert given.fields == {"batch.micro_size", "model.rope_scaling.kind", "model.rope_scaling.factor", "zero.stage"}
+    assert given.flags["devices"] == 4
+    assert given.config == parse(words[:-2])
+
+
+def test_a_program_s_own_flags_are_no_part_of_the_printed_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = build_parser("")
+    parser.add_argument("--devices", type=int)
+    with pytest.raises(SystemExit):
+        parse_given(parser, PretrainConfig, ["--devices", "4", "--parallel.tensor", "2", "--print_config"])
+    printed = capsys.readouterr().out
+    assert "devices" not in printed
+    assert "  tensor: 2\n" in printed

@@ -55,8 +55,6 @@ class LayoutBounds:
         return seconds, num_bytes
 
     def _chunks(self, shape: Shape) -> int:
-        if self._base.schedule.file:
-            return 1
         return find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
 
     def _count(self, shape: Shape) -> int:
@@ -86,14 +84,18 @@ class LayoutBounds:
         return total
 
     def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
-        """Seconds of a block, on a rank with many, with what its replicas exchange for every micro-batch beside it."""
+        """Seconds of a block with what its replicas exchange for every micro-batch beside it, on average over a rank
+        with many blocks.
+
+        A micro-batch passes all blocks of a stage in a row. As many of them as there are buffers may still lie there
+        from the last pass, or stay for the next: of all stages of the rank no more than that many each.
+        """
         zero, slow_down = self._base.zero, self._assumptions.slow_down
-        fullest = -(-self._base.model.num_layers // shape.pipeline)
-        chunk = -(-fullest // self._chunks(shape))
-        # Layers that a buffer has to go round, as `planner.cost.step_time` tells it.
-        turns = {"modular": chunk, "interleaved_1f1b": min(fullest, 2 * chunk)}.get(shape.schedule, fullest)
-        gathers = traffic.gather if layout.zero >= 3 and turns > zero.weight_buffers else 0.0
-        reductions = traffic.reduction if layout.zero >= 2 and turns > zero.gradient_buffers else 0.0
+        kept = self._chunks(shape) / -(-self._base.model.num_layers // shape.pipeline)
+        gathers = traffic.gather * max(0.0, 1.0 - zero.weight_buffers * kept) if layout.zero >= 3 else 0.0
+        reductions = traffic.reduction * max(0.0, 1.0 - zero.gradient_buffers * kept)
+        if self._count(shape) == 1:  # the one sum of a step counts behind its last backward
+            reductions = 0.0
         return overlapped(work.forward, gathers, slow_down) + overlapped(
             work.backward + work.again, gathers + reductions, slow_down
         )
@@ -101,8 +103,7 @@ class LayoutBounds:
     def _least_blocks(self, shape: Shape, chunks: int) -> Floats:
         """Of every stage, shape [pipeline, chunks] as ranks hold them: stages between the first and the last have at
         least one, and each as many as the others have no room for."""
-        by_hand = self._base.parallel.layers_per_stage is not None or self._base.schedule.file
-        if by_hand or shape.schedule == "zb_v":
+        if self._base.parallel.layers_per_stage is not None or shape.schedule == "zb_v":
             return np.zeros((shape.pipeline, chunks))
         return self._least_of(shape.pipeline, chunks)
 
@@ -127,6 +128,8 @@ class LayoutBounds:
         take R / sum(1 / c_r), and no cut has a fullest rank below that. The best j counts.
         """
         pipeline, chunks = shape.pipeline, self._chunks(shape)
+        if self._base.schedule.file:  # its stages may lie on any rank
+            return np.array([self._base.model.num_layers * state.block / pipeline for state in states])
         held = held_at_least(self._base.schedule, shape, chunks, self._count(shape))
         least = self._least_blocks(shape, chunks)
         always = held.min(axis=1)
@@ -142,7 +145,7 @@ class LayoutBounds:
         # A stage's input lies in the slot that it arrived in, which counts once for all.
         besides = more * kept + (1.0 - held.sum(axis=1)) * stream
         besides[:, :1] += column("embedding", states) + held[0, 0] * column("embedding", helds)
-        if shape.schedule != "zb_v" and not self._base.schedule.file:
+        if shape.schedule != "zb_v":
             besides[:, -1:] += column("head", states) + held[-1, -1] * column("head", helds)
         if pipeline == 1:
             besides -= column("tied", states)

@@ -201,7 +201,7 @@ class LayerFigures:
         )
 
     def _traffic(self, data: int, pipeline: int, context: int, tensor: int, zero: ZeroStage) -> Traffic:
-        """None where the mesh does not cut nodes evenly: there its groups take long to find."""
+        """Nothing where the mesh does not cut nodes evenly: there its groups take long to find."""
         replicas = data * context
         sizes = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
         placement = Placement(self._hardware, sizes)

@@ -22,7 +22,7 @@ def held_at_least(schedule: ScheduleConfig, shape: Shape, chunks: int, count: in
     """
     pipeline = shape.pipeline
     ahead = pipeline - np.arange(pipeline)
-    if schedule.file or (schedule.two_bp and shape.schedule in COLLECTS):
+    if schedule.two_bp and shape.schedule in COLLECTS:
         return np.zeros((pipeline, chunks))
     if shape.schedule in COLLECTS:
         return np.full((pipeline, chunks), float(count))

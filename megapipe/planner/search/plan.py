@@ -19,6 +19,7 @@ from megapipe.planner.search.findings import Findings, Found, NothingFits
 from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.refinement import Refiner
 from megapipe.planner.search.space import SearchSpace
+from megapipe.schedules import ScheduleError
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def search_speed(
     explorer = Explorer(
         layouts,
         LayoutBounds(base, hardware, devices, times),
-        lambda config: estimate(config, hardware, times=times),
+        lambda config: _estimated(config, hardware, times),
         limit,
     )
     if not explorer.candidates:
@@ -96,6 +97,14 @@ def search_speed(
         layouts=len(explorer.candidates),
         seconds=time.perf_counter() - started,
     )
+
+
+def _estimated(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> Estimate:
+    """Its cost. Raises ConfigError where a schedule file is for another cut of the model, which shows first here."""
+    try:
+        return estimate(config, hardware, times=times)
+    except ScheduleError as error:
+        raise ConfigError(f"schedule.file {config.schedule.file}: {error}") from error
 
 
 def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> LayerTimes:

@@ -12,30 +12,17 @@ from megapipe.schedules.generators.registry import find_generator
 ZeroStage = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 
-FIELDS = (
-    "parallel.data",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.context",
-    "parallel.sequence",
-    "batch.micro_size",
-    "schedule.name",
-    "schedule.chunks",
-    "zero.stage",
-    "recompute.method",
-)
-"""Fields of the configuration that a search sets unless they are pinned; it leaves all others as they are."""
-
 
 @dataclass(frozen=True)
 class SearchSpace:
     """The values that a search tries where a field is not pinned.
 
+    A search sets parallel.data, tensor, pipeline, context and sequence, batch.micro_size, schedule.name and chunks,
+    zero.stage and recompute.method; it leaves all other fields as they are.
     Sizes of tensor, pipeline, context and data parallelism are all divisors of the devices, micro-batch sizes all
     divisors of a replica's batch, numbers of chunks all up to the layers a rank; the bounds here cut these down.
-    max_context: 1 leaves samples whole, as shorter samples than some tens of thousands of tokens never need it.
-    schedules: names of pipeline schedules. 2bw and pipedream train with older weights, so they are left to the caller
-    to name.
+    max_context: 1 leaves samples whole; raise it for long ones. schedules: names of pipeline schedules. 2bw and
+    pipedream train with older weights, so they are left to the caller to name.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b")

@@ -30,11 +30,21 @@ ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v",
     node=st.sampled_from([2, 3, 4, 8]),
     inside=st.sampled_from([1e8, 1e10, 1e12]),
     two_bp=st.booleans(),
+    many=st.sampled_from([None, 12, 18, 25]),
     numbers=st.randoms(use_true_random=False),
 )
 def test_bounds_hold(
-    base: PretrainConfig, devices: int, schedule: str, node: int, inside: float, two_bp: bool, numbers: object
+    base: PretrainConfig,
+    devices: int,
+    schedule: str,
+    node: int,
+    inside: float,
+    two_bp: bool,
+    many: int | None,
+    numbers: object,
 ) -> None:
+    if many is not None:
+        base = replace(base, model=replace(base.model, num_layers=many))
     split = two_bp and schedule in ("1f1b", "interleaved_1f1b", "gpipe")
     base = replace(
         base,

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.run import PretrainConfig
+from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.placement import Placement
@@ -16,6 +18,7 @@ from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.plan import Effort
 from megapipe.planner.search.search import QUICK, device_counts, search
 from megapipe.planner.search.space import SearchSpace
+from megapipe.schedules import build, dumps, order
 from tests.planner.search.runs import machine, run
 
 SPACE = SearchSpace(max_micro_size=2, max_chunks=2)
@@ -188,3 +191,32 @@ def test_what_cannot_be_is_refused_with_a_way_out() -> None:
         search(replace(base, training=replace(base.training, precision="auto")), hardware, 4)
     with pytest.raises(ConfigError, match=r"no layout of 7 devices can run|not divisible"):
         search(base, hardware, 7)
+
+
+def test_a_schedule_file_is_planned_with_where_it_is_for_the_run(tmp_path: Path) -> None:
+    """Two ranks with three layers each: only meshes of its own ranks and micro-batches are left."""
+    path = tmp_path / "own.txt"
+    path.write_text(dumps(order("gpipe", 2, 8, units_per_stage=[3, 3])))
+    base = replace(run(), schedule=replace(run().schedule, file=str(path)))
+    found = search(base, machine(), 2, effort=CLOSED)
+    assert {(each.config.parallel.pipeline, each.config.batch.micro_size) for each in found.ranked} == {(2, 1)}
+    assert found.best.config.schedule.file == str(path)
+    other = tmp_path / "other.txt"
+    other.write_text(dumps(build("gpipe", 2, 8)))  # lowered, for one layer a stage
+    base = replace(base, schedule=replace(base.schedule, file=str(other)))
+    with pytest.raises(ConfigError, match=r"schedule\.file .*other\.txt: .* made for units"):
+        search(base, machine(), 2, effort=CLOSED)
+
+
+def test_a_bert_is_planned_too() -> None:
+    model = BertModelConfig(vocabulary_size=500, num_layers=4, hidden_size=256, num_heads=4, max_positions=128)
+    base = BertPretrainConfig(
+        model=model,
+        data=BertDataConfig(prefix="corpus", sequence_length=128),
+        batch=BatchConfig(global_size=8),
+        training=TrainingConfig(precision="bf16"),
+    )
+    hardware = machine(5e7)
+    found = search(base, hardware, 4, space=SPACE, effort=CLOSED)
+    assert isinstance(found.best.config, BertPretrainConfig)
+    assert found.best.estimate.tokens_per_second == pytest.approx(everything(base, hardware, 4))

@@ -1,0 +1,202 @@
+"""The flags of ``tools/plan.py``: those of a training configuration, and each command's own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from jsonargparse import ArgumentParser
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import Given, build_parser, parse_given
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.fitting.published import TABLES
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.reader import PRESETS, load_hardware
+from megapipe.planner.search.findings import Objective
+
+NO_DATA = "DATA"
+"""Stands for the data.prefix of a configuration that is written without one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One command as it was asked for.
+
+    arguments: as written, without the command's name. config: every field. given: fields that were written. flags:
+    the command's own, by name.
+    """
+
+    command: str
+    arguments: tuple[str, ...]
+    kind: type[PretrainConfig]
+    config: PretrainConfig
+    given: frozenset[str]
+    flags: Mapping[str, Any]
+
+    def hardware(self) -> Hardware:
+        """The machine that --hardware names. ConfigError without one."""
+        if self.flags["hardware"] is None:
+            raise ConfigError(f"--hardware is missing; name a file or one of {', '.join(PRESETS)}")
+        return load_hardware(self.flags["hardware"])
+
+    def devices(self) -> int:
+        """Ranks: --devices, or what the sizes of the layout make; both must agree where both are given."""
+        parallel, devices = self.config.parallel, self.flags["devices"]
+        if devices is None:
+            if parallel.data is None:
+                raise ConfigError("--devices is missing; give it, or parallel.data beside the other sizes")
+            return parallel.data * parallel.pipeline * parallel.context * parallel.tensor
+        if devices < 1:
+            raise ConfigError(f"--devices is {devices}; a run takes 1 or more")
+        return int(devices)
+
+    def for_file(self, file: str) -> "Request":
+        """The same command about the configuration of a file, on top of which the flags are laid."""
+        given = parse_given(_parser(self.command, self.kind), self.kind, ["--config", file, *self.arguments])
+        return replace(self, config=given.config, given=given.fields)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A sub-command. summary: of one line. usage: behind its name. flags: that add its own to a parser."""
+
+    summary: str
+    usage: str
+    flags: tuple[Callable[[ArgumentParser], None], ...]
+
+
+def _machine(parser: ArgumentParser) -> None:
+    parser.add_argument("--hardware", type=str, help=f"file, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--devices", type=int, help="ranks in all (default: what the sizes of the layout make)")
+
+
+def _json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _pictures(parser: ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help="a report with pictures, in one file")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="the report's pictures, as SVG files")
+
+
+def _failures(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--mean_time_between_failures", type=float, metavar="HOURS",
+        help="of the whole job: says how often to save; with --save_seconds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--save_seconds", type=float, help="what a save adds to the training time (docs/checkpoints.md)"
+    )
+
+
+def _search(parser: ArgumentParser) -> None:
+    parser.add_argument("--objective", choices=get_args(Objective), default="speed", help="what is best")
+    parser.add_argument("--tokens", type=float, help="of the whole training; for the objective time")
+    parser.add_argument(
+        "--schedules", type=str, help="names to try, separated by commas (default 1f1b,interleaved_1f1b)"
+    )
+    parser.add_argument(
+        "--models", type=str, nargs="+", metavar="FILE", help="for the objective size (default: --model, scaled)"
+    )
+    parser.add_argument("--per_layer", action="store_true", help="also advise on each layer's strategy (Galvatron)")
+    parser.add_argument("--two_buffered", action="store_true", help="also ask PipeDream-2BW's own planner")
+    parser.add_argument("--top", type=int, default=5, help="layouts that are listed (default 5)")
+    parser.add_argument(
+        "--write_config", type=Path, metavar="FILE", help="the best layout as a configuration to train"
+    )
+
+
+def _train_time(parser: ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=float, help="that the model is trained on")
+    parser.add_argument("--achieved_tflops", type=float, help="of a device; with --devices the time is 8 T P / (n X)")
+    parser.add_argument("--parameters", type=float, help="of the model (default: those of --model)")
+    parser.add_argument("--least_efficiency", type=float, default=0.5, help="share of the peak to keep (default 0.5)")
+
+
+def _files(parser: ArgumentParser) -> None:
+    parser.add_argument("files", type=str, nargs="+", help="configurations, one a layout; flags are laid over each")
+
+
+def _file(parser: ArgumentParser) -> None:
+    parser.add_argument("file", type=str, help="configuration")
+
+
+def _profile(parser: ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="hardware file to write")
+    parser.add_argument("--ranks", type=int, default=2, help="processes that run at once (default 2)")
+    parser.add_argument("--tensor_sizes", type=list[int], default=[1], help="sizes of parallel.tensor, as in [1,2]")
+    parser.add_argument("--micro_sizes", type=list[int], default=[1, 2, 4], help="sizes of micro-batches, as in [1,2]")
+
+
+def _fit(parser: ArgumentParser) -> None:
+    parser.add_argument("--published", choices=tuple(TABLES), help="a table of published rows")
+    parser.add_argument("--rows", type=str, metavar="FILE", help="YAML of your own measured runs (docs/cost_model.md)")
+    parser.add_argument("--hardware", type=str, help="with --rows: file or preset of the machine that they ran on")
+    parser.add_argument("--output", type=Path, help="hardware file to write, with the efficiency that was found")
+
+
+COMMANDS: dict[str, Command] = {
+    "search": Command(
+        "the best layout of a model on a machine, and why others lose",
+        "--model FILE --hardware FILE|PRESET --devices N --batch.global_size B [--parallel.tensor 8 ...]",
+        (_machine, _search, _failures, _json, _pictures),
+    ),
+    "predict": Command(
+        "step time and memory of one layout",
+        "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
+        (_machine, _failures, _json, _pictures),
+    ),
+    "explain": Command(
+        "the same with every term and where it comes from",
+        "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
+        (_machine, _json),
+    ),
+    "compare": Command(
+        "several layouts side by side",
+        "FILE [FILE ...] --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
+        (_files, _machine, _json),
+    ),
+    "train-time": Command(
+        "days to train, and the least that they can be",
+        "--model FILE --tokens T [--devices N --achieved_tflops X] [--hardware FILE|PRESET]",
+        (_machine, _train_time, _json),
+    ),
+    "profile": Command(
+        "measure this machine and write a hardware file",
+        "--model FILE --output FILE [--ranks N]",
+        (_profile, _json),
+    ),
+    "fit": Command(
+        "fit a machine's efficiency to measured runs, and say how far off it is",
+        "--published NAME | --rows FILE --hardware FILE|PRESET [--output FILE]",
+        (_fit, _json),
+    ),
+    "dry-run": Command(
+        "check a run of any size in one process: rules, schedule, shapes, memory",
+        "FILE [--devices N] [--hardware FILE|PRESET] [--group.field VALUE ...]",
+        (_file, _machine, _json),
+    ),
+}
+"""Every sub-command by its name."""
+
+
+def parse_request(command: str, arguments: Sequence[str]) -> Request:
+    """Read a command line. Raises ConfigError; --help prints and exits."""
+    kind = BertPretrainConfig if "--bert" in arguments else PretrainConfig
+    given: Given[PretrainConfig] = parse_given(_parser(command, kind), kind, arguments)
+    return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)
+
+
+def _parser(command: str, kind: type[PretrainConfig]) -> ArgumentParser:
+    about = COMMANDS[command]
+    parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind)
+    parser.prog = f"plan.py {command}"
+    parser.usage = f"plan.py {command} {about.usage}"
+    parser.add_argument(
+        "--bert", action="store_true", help="a BERT's run, as pretrain_bert.py reads it, and not a GPT's"
+    )
+    for add in about.flags:
+        add(parser)
+    return parser

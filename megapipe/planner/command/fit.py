@@ -1,0 +1,44 @@
+"""`fit`: a machine's efficiency from measured runs, and how far its predictions are off."""
+
+import json
+
+from megapipe.config.errors import ConfigError
+from megapipe.planner.command.arguments import Request
+from megapipe.planner.command.launch import check_folders, write_text
+from megapipe.planner.fitting.fit import FitResult
+from megapipe.planner.fitting.measured_rows import fit_rows
+from megapipe.planner.fitting.report import find_table, fit_table, report_lines
+from megapipe.planner.hardware.writer import written
+
+
+def run_fit(request: Request) -> int:
+    """Fit, print every row beside its prediction, and write the machine where --output asks for it."""
+    flags = request.flags
+    check_folders(flags["output"])
+    result, title, unit = _fit(request)
+    if flags["output"] is not None:
+        write_text(flags["output"], written(result.hardware, f"Efficiency by plan.py fit: {title}."))
+    if flags["json"]:
+        print(json.dumps(result.as_json(), indent=2))
+        return 0
+    print(title)
+    for line in report_lines(result, unit):
+        print(line)
+    if flags["output"] is not None:
+        print(f"written: {flags['output']}; plan with it by --hardware {flags['output']}")
+    return 0
+
+
+def _fit(request: Request) -> tuple[FitResult, str, str]:
+    """What was found, its title, and the unit of its speeds."""
+    flags = request.flags
+    if (flags["published"] is None) == (flags["rows"] is None):
+        raise ConfigError("give one of --published, a table of published rows, and --rows, a file of your own")
+    if flags["rows"] is not None:
+        return fit_rows(flags["rows"], request.hardware()), f"rows of {flags['rows']}", "tokens/s"
+    if flags["hardware"] is not None:
+        raise ConfigError(
+            f"--hardware {flags['hardware']} goes with --rows; published rows ran on "
+            f"{find_table(flags['published']).hardware}: leave it out"
+        )
+    return fit_table(flags["published"]), find_table(flags["published"]).title, "TFLOP/s"

@@ -1,0 +1,70 @@
+"""What ``tools/plan.py`` does: reads a command, runs it, tells of a wrong input in one line a problem."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from megapipe.config.errors import ConfigError, nearest
+from megapipe.planner.command.arguments import COMMANDS, Request, parse_request
+from megapipe.planner.command.fit import run_fit
+from megapipe.planner.command.layouts import run_compare, run_explain, run_predict
+from megapipe.planner.command.search import run_search
+from megapipe.planner.command.train_time import run_train_time
+from megapipe.schedules.errors import ScheduleError
+
+Handler = Callable[[Request], int]
+"""Runs a command and gives the exit status. Raises ConfigError or ScheduleError for what the user can mend."""
+
+HANDLERS: dict[str, Handler] = {
+    "search": run_search,
+    "predict": run_predict,
+    "explain": run_explain,
+    "compare": run_compare,
+    "train-time": run_train_time,
+    "fit": run_fit,
+}
+"""Commands that need no torch."""
+
+
+def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
+    """Run a command line; 0 on success, 2 on an error that the user can mend.
+
+    others: handlers of the commands that need torch, which this room may not import.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name = arguments[0].replace("_", "-")
+    try:
+        if name not in COMMANDS:
+            raise ConfigError(f"unknown command {arguments[0]!r}{nearest(name, COMMANDS)} (--help lists them)")
+        request = parse_request(name, arguments[1:])
+        return {**HANDLERS, **others}[name](request)
+    except ConfigError as error:
+        return _refused(error.problems)
+    except ScheduleError as error:
+        return _refused([str(error)])
+    except BrokenPipeError:
+        return 0
+
+
+def overview() -> str:
+    """Help without a command."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: plan.py COMMAND [--group.field VALUE ...]",
+            "",
+            "Which layout of a model fits a machine, how fast it will be, and why.",
+            "",
+            *lines,
+            "",
+            "`plan.py COMMAND --help` lists a command's flags: its own, and every field of a training configuration.",
+        ]
+    )
+
+
+def _refused(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(f"error: {' '.join(problem.split())}", file=sys.stderr)
+    return 2

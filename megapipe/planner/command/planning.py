@@ -1,0 +1,119 @@
+"""What the commands about layouts share: the configuration made ready, the machine, words about both."""
+
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.checkpoints import lost_share, save_interval
+from megapipe.planner.command.arguments import NO_DATA, Request
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.hardware.description import Efficiency, Hardware
+from megapipe.planner.measured.times import MeasuredTimes
+from megapipe.planner.report.words import duration_told
+from megapipe.planner.runs.layout import layers_of
+
+PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
+"""Precisions, the fastest first that trains without care."""
+HOUR = 3600.0
+
+
+def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig, list[str]]:
+    """The configuration to plan, and remarks on what was chosen for it.
+
+    Where no file and no flag says a precision, it is the first of bf16, fp16, fp32 that all devices multiply in; a
+    file without one trains in fp32, and is planned so.
+
+    Raises ConfigError with every rule that single fields break; data.prefix may be missing.
+    """
+    config, remarks = request.config, []
+    if "training.precision" not in request.given and not request.flags.get("config"):
+        common = [name for name in PREFERRED if all(name in group.device.peak_flops for group in hardware.groups)]
+        if common:
+            config = replace(config, training=replace(config.training, precision=common[0]))
+            remarks.append(f"training.precision {common[0]}, as none was given")
+    if config.training.precision == "auto":
+        raise ConfigError("training.precision is auto, which is timed when a run starts; name bf16, fp16 or fp32")
+    check_fields(config)
+    nominal = [group.device.name for group in hardware.groups if group.device.efficiency == Efficiency()]
+    if nominal and hardware.measured is None:
+        remarks.append(
+            f"{', '.join(nominal)}: no efficiency is known, so that speeds are bounds that real runs stay below; "
+            "plan.py profile measures it, plan.py fit finds it from runs"
+        )
+    return config, remarks
+
+
+def check_fields(config: PretrainConfig) -> None:
+    """Raise ConfigError with every rule that single fields break; that data is named is not asked for."""
+    named = config
+    if not config.data.prefixes[0]:
+        named = replace(config, data=replace(config.data, prefix=NO_DATA))
+    problems = config.model.problems() + named.problems()
+    if problems:
+        raise ConfigError(problems)
+
+
+def measured_times(hardware: Hardware, devices: int) -> LayerTimes | None:
+    """What was measured of layers, where the ranks are those of the measured machine; None for the roofline."""
+    on_one = hardware.measured is not None and len(hardware.nodes(devices)) == 1
+    return MeasuredTimes(hardware) if on_one else None
+
+
+def num_parameters(config: PretrainConfig) -> int:
+    """Of the whole model, tied weights once."""
+    return sum(
+        {spec.name: spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values()}.values()
+    )
+
+
+def count_told(count: float) -> str:
+    """`20.3B`, `124M`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
+    return f"{count:,.0f}"
+
+
+def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
+    """Model, machine and batch in a line."""
+    kind = "BERT" if isinstance(config, BertPretrainConfig) else "GPT"
+    nodes = hardware.nodes(devices)
+    names = ", ".join(dict.fromkeys(node.device.name for node in nodes))
+    return (
+        f"{kind} of {count_told(num_parameters(config))} parameters on {devices:,} x {names} ({len(nodes):,} "
+        f"node{'s' if len(nodes) > 1 else ''}); a step is {config.batch.global_size:,} samples of "
+        f"{config.data.sequence_length:,} tokens, in {config.training.precision}"
+    )
+
+
+def checkpoint_facts(request: Request, step_seconds: float) -> dict[str, float] | None:
+    """How often to save, by Young's and Daly's rule; None where nothing was said of failures.
+
+    Raises ConfigError where one of the two flags is missing or not above 0.
+    """
+    hours, save = request.flags["mean_time_between_failures"], request.flags["save_seconds"]
+    if hours is None and save is None:
+        return None
+    if hours is None or save is None:
+        missing = "save_seconds" if save is None else "mean_time_between_failures"
+        raise ConfigError(
+            f"--{missing} is missing; how often to save follows from the time between failures and what a save takes"
+        )
+    if hours <= 0 or save <= 0:
+        raise ConfigError(f"--mean_time_between_failures {hours:g} and --save_seconds {save:g} must be above 0")
+    interval = save_interval(save, hours * HOUR)
+    return {
+        "interval_s": interval,
+        "interval_steps": max(1.0, round(interval / step_seconds)),
+        "lost_share": lost_share(interval, save, hours * HOUR),
+    }
+
+
+def checkpoint_told(facts: dict[str, Any]) -> str:
+    """The rule's answer in a line."""
+    return (
+        f"save every {duration_told(facts['interval_s'])} (--checkpoint.every {facts['interval_steps']:.0f}): saves "
+        f"and work done twice take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
+    )

@@ -1,0 +1,125 @@
+"""What `--html` and `--pictures` write."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.config.errors import ConfigError
+from megapipe.planner.command.arguments import Request
+from megapipe.planner.command.launch import write_text
+from megapipe.planner.command.planning import run_told
+from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.cost.model import Prediction, estimate
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.report.breakdown import Row, draw_breakdown
+from megapipe.planner.report.memory import draw_memory
+from megapipe.planner.report.page import Section, command_html, draw_page, table_html
+from megapipe.planner.report.pareto import draw_pareto
+from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
+from megapipe.planner.search.findings import Findings
+from megapipe.schedules.drawing import draw_svg
+
+DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
+"""Largest schedule whose still picture can be read."""
+
+
+def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, extra: list[Section]) -> None:
+    """The report of one layout, where a flag asks for it. extra: sections at the end."""
+    rows = [Row("this layout", prediction.estimate)]
+    _write(request, hardware, prediction, {"breakdown": draw_breakdown(rows)}, extra)
+
+
+def write_search(
+    request: Request, hardware: Hardware, prediction: Prediction, findings: Findings, command: str
+) -> None:
+    """The report of a search. prediction: of the best layout. command: that starts it.
+
+    Layouts beside each other are all in closed form, as a search compares them.
+    """
+    found = findings.best
+    best = estimate(found.config, hardware, node_order=found.node_order)
+    others = [
+        Row(each.name, each.estimate)
+        for each in findings.alternatives
+        if each.estimate is not None and layout_told(each.estimate.config) != layout_told(best.config)
+    ]
+    pictures = {
+        "breakdown": draw_breakdown(
+            [Row("best", best), *others], "Time of a step in closed form, by what it goes into"
+        ),
+        "pareto": draw_pareto([each.estimate for each in findings.pareto], best.memory_limit),
+    }
+    ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]
+    _write(
+        request,
+        hardware,
+        prediction,
+        pictures,
+        [
+            Section("The best layouts", table_html(list(ranked[0]), [list(each.values()) for each in ranked])),
+            Section(
+                "Why others lose",
+                table_html(["layout", "why"], [[each.name, each.reason] for each in findings.alternatives]),
+            ),
+            Section("To start it, on every node", command_html(command)),
+        ],
+    )
+
+
+def _write(
+    request: Request, hardware: Hardware, prediction: Prediction, pictures: dict[str, str], extra: list[Section]
+) -> None:
+    html, folder, answer = request.flags["html"], request.flags["pictures"], prediction.estimate
+    pictures = {"memory": draw_memory(answer), **pictures}
+    if folder is not None:
+        header = prediction.schedule.header
+        if header.num_ranks <= DRAWN_RANKS and header.num_microbatches <= DRAWN_MICROBATCHES:
+            pictures["timeline"] = draw_svg(prediction.simulation)
+        _write_pictures(folder, pictures)
+    if html is not None:
+        page = draw_page(
+            f"{layout_told(answer.config)}",
+            _figures(answer),
+            prediction.simulation,
+            [*_sections(hardware, answer, pictures), *extra],
+        )
+        write_text(html, page)
+
+
+def _write_pictures(folder: Path, pictures: dict[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}; name another folder") from None
+    for name, picture in pictures.items():
+        write_text(folder / f"{name}.svg", picture)
+
+
+def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
+    cells = figures_cells(answer)
+    return [
+        ("a step", cells["step"], "seconds of one optimizer step"),
+        ("tokens/s", f"{answer.tokens_per_second:,.0f}", "of all devices together"),
+        ("tokens/s/device", cells["tokens/s/device"], "of one device"),
+        ("TFLOP/s/device", cells["TFLOP/s/device"], "of the model; what is recomputed is not counted"),
+        ("fullest rank", cells["memory"], f"of {bytes_told(answer.memory_limit)}; fits: {cells['fits']}"),
+    ]
+
+
+def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) -> list[Section]:
+    terms = [
+        [term.name, seconds_told(term.seconds), f"{term.seconds / answer.step_seconds:.1%}", term.source]
+        for term in answer.terms
+    ]
+    found = [
+        Section(
+            "Memory",
+            pictures["memory"],
+            "Weights to moments live between steps; activations and buffers are the most that any moment of a step "
+            "holds. Point at a part for its size.",
+        ),
+        Section("Time", pictures["breakdown"], run_told(answer.config, hardware, answer.world_size)),
+    ]
+    if "pareto" in pictures:
+        found.append(Section("Speed against memory", pictures["pareto"], "Layouts that no other one beats in both."))
+    found.append(Section("Terms of a step", table_html(["term", "time", "of the step", "source"], terms)))
+    return found

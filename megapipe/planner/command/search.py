@@ -1,0 +1,173 @@
+"""`search`: the best layout of a model on a machine, the next ones, and why others lose."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse_as
+from megapipe.config.model import ModelConfig
+from megapipe.planner.command.advice import advised, print_advice
+from megapipe.planner.command.arguments import NO_DATA, Request
+from megapipe.planner.command.launch import check_folders, launch_command, uneven_nodes, write_config
+from megapipe.planner.command.layouts import print_memory, print_terms
+from megapipe.planner.command.planning import (
+    checkpoint_facts,
+    checkpoint_told,
+    measured_times,
+    planned_config,
+    run_told,
+)
+from megapipe.planner.command.reports import write_search
+from megapipe.planner.cost.model import predict
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.report.table import print_table
+from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
+from megapipe.planner.search.findings import Findings, Found
+from megapipe.planner.search.plan import Effort
+from megapipe.planner.search.search import search
+from megapipe.planner.search.space import SearchSpace
+
+OUTPUT_NAME = "plan.yaml"
+"""File that commands name where none was written."""
+
+
+def run_search(request: Request) -> int:
+    """Print, and where flags ask for it write, what a search finds."""
+    flags = request.flags
+    check_folders(flags["html"], flags["write_config"])
+    hardware, devices = request.hardware(), _devices(request)
+    if flags["top"] < 1:
+        raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
+    config, remarks = planned_config(request, hardware)
+    findings = search(
+        config,
+        hardware,
+        devices,
+        request.given,
+        objective=flags["objective"],
+        space=_space(request),
+        tokens=flags["tokens"],
+        models=_models(request),
+        times=measured_times(hardware, devices),
+        effort=Effort(keep=flags["top"]),
+    )
+    best = findings.best
+    facts = checkpoint_facts(request, best.estimate.step_seconds)
+    file = OUTPUT_NAME if flags["write_config"] is None else str(flags["write_config"])
+    command = launch_command(best.config, hardware, best.estimate.world_size, file)
+    if flags["html"] is not None or flags["pictures"] is not None:
+        times = measured_times(hardware, best.estimate.world_size)
+        prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
+        write_search(request, hardware, prediction, findings, command)
+    if flags["write_config"] is not None:
+        write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
+    advice = advised(request, best.config, hardware, devices)
+    if flags["json"]:
+        found = {
+            "advice": advice,
+            "launch": command,
+            "checkpoint": facts,
+            "remarks": remarks,
+            "search": findings.as_json(),
+        }
+        print(json.dumps(best.as_json() | found, indent=2))
+        return 0
+    print(run_told(best.config, hardware, best.estimate.world_size))
+    for remark in remarks:
+        print(f"note: {remark}")
+    print_findings(findings, flags["top"])
+    print("\nthe best layout:")
+    print_terms(best.estimate)
+    print()
+    print_memory(best.estimate)
+    if best.node_order is not None:
+        print(f"\norder of the nodes, by measured links: {' '.join(map(str, best.node_order))}")
+    print_advice(advice)
+    if facts is not None:
+        print(f"\n{checkpoint_told(facts)}")
+    _print_start(request, hardware, best, command)
+    return 0
+
+
+def print_findings(findings: Findings, top: int) -> None:
+    """The layouts that a search ranked, what it compared, and why others lose."""
+    print(f"\n{findings.layouts:,} layouts, {findings.examined:,} of them estimated, the others ruled out unseen")
+    rows = [
+        {"": str(place)} | layout_cells(each.config) | _figures(each)
+        for place, each in enumerate(findings.ranked[:top], start=1)
+    ]
+    columns = [name for name in rows[0] if name != "context" or any(row[name] != "1" for row in rows)]
+    print_table(columns, [[row[name] for name in columns] for row in rows])
+    if any(each.simulated for each in findings.ranked[:top]):
+        print("(* by simulation of the schedule, the others in closed form)")
+    if findings.trials:
+        told = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
+        print()
+        print_table(["compared", _COMPARED[findings.objective]], told)
+    if findings.alternatives:
+        print("\ninstead:")
+        for each in findings.alternatives:
+            print(f"  {each.name}: {each.reason}")
+
+
+_COMPARED = {
+    "speed": "tokens per second",
+    "cost": "price of a million tokens",
+    "time": "days",
+    "size": "parameters",
+}
+
+
+def _figures(found: Found) -> dict[str, str]:
+    cells = figures_cells(found.estimate)
+    if found.simulated:
+        cells["step"] += " *"
+    del cells["fits"]
+    return cells | ({} if found.price is None else {"price/M tokens": f"{found.price:.4g}"})
+
+
+def _devices(request: Request) -> int:
+    """A search needs them said: sizes that are not given are open."""
+    if request.flags["devices"] is None:
+        raise ConfigError("--devices is missing; give the devices that may be used")
+    if "batch.global_size" not in request.given:
+        raise ConfigError("--batch.global_size is missing; give the samples of a step, which decide what is fast")
+    return request.devices()
+
+
+def _models(request: Request) -> list[tuple[str, ModelConfig]]:
+    """What the objective size chooses from. Raises ConfigError for models beside another objective."""
+    files, objective = request.flags["models"], request.flags["objective"]
+    if files is None:
+        return []
+    if objective != "size":
+        raise ConfigError(f"--models is for --objective size, which is {objective}; set it, or leave --models out")
+    return [(Path(file).stem, parse_as(request.kind, ["--model", file]).model) for file in files]
+
+
+def _space(request: Request) -> SearchSpace:
+    names = request.flags["schedules"]
+    return SearchSpace() if names is None else replace(SearchSpace(), schedules=tuple(names.split(",")))
+
+
+def _file_remarks(hardware: Hardware, best: Found, command: str) -> list[str]:
+    estimate = best.estimate
+    return [
+        f"Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_told(estimate.step_seconds)} a "
+        f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted.",
+        f"Start on every node: {command}",
+    ]
+
+
+def _print_start(request: Request, hardware: Hardware, best: Found, command: str) -> None:
+    if request.flags["write_config"] is None:
+        print(f"\nto start it: add --write_config {OUTPUT_NAME}, then on every node")
+    else:
+        print(f"\nwritten: {request.flags['write_config']}; to start it, on every node")
+    print(f"  {command}")
+    if not best.config.data.prefixes[0]:
+        print(f"  ({NO_DATA}: the shard that tools/preprocess.py wrote)")
+    warning = uneven_nodes(hardware, best.estimate.world_size)
+    if warning is not None:
+        print(f"  {warning}")

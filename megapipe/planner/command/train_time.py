@@ -1,0 +1,234 @@
+"""`train-time`: how many days a training takes, and the fewest that it can take, by two papers' analyses.
+
+Narayanan et al. (2021, arXiv 2104.04473, section 5.1, equation 4), and Lamy-Poirier (2021, arXiv 2106.02679).
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from megapipe.config.errors import ConfigError
+from megapipe.planner.command.arguments import Request
+from megapipe.planner.command.planning import PREFERRED, count_told, num_parameters
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.report.table import print_table
+from megapipe.planner.report.words import DAY, bytes_told
+from megapipe.planner.training_time.intensity import (
+    Transformer,
+    critical_batch_tokens,
+    data_intensity,
+    link_threshold,
+    partitioned_intensity,
+    pipeline_intensity,
+    tensor_intensity,
+)
+from megapipe.planner.training_time.layouts import (
+    Cluster,
+    Layout,
+    Method,
+    Overheads,
+    layout_seconds,
+    memory_bytes,
+    overheads,
+    shortest,
+)
+from megapipe.planner.training_time.megatron import training_seconds
+
+
+@dataclass(frozen=True)
+class Shortest:
+    """The fastest layout of a method: Lamy-Poirier's figures of it, or why there is none."""
+
+    method: Method
+    layout: Layout | None = None
+    seconds: float = math.nan
+    memory: float = math.nan
+    shares: Overheads | None = None
+    intensities: dict[str, float] | None = None
+    problem: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers alone; infinite intensities, of traffic that there is none of, are null."""
+        if self.layout is None or self.shares is None or self.intensities is None:
+            return {"method": self.method, "problem": self.problem}
+        return {
+            "method": self.method,
+            "layout": vars(self.layout),
+            "devices": self.layout.devices,
+            "batch": self.layout.batch_size,
+            "days": self.seconds / DAY,
+            "memory_bytes": self.memory,
+            "efficiency": self.shares.efficiency,
+            "overheads": vars(self.shares),
+            "intensities": {key: value if math.isfinite(value) else None for key, value in self.intensities.items()},
+        }
+
+
+def run_train_time(request: Request) -> int:
+    """Print the estimates that the flags give enough for."""
+    flags = request.flags
+    tokens = flags["tokens"]
+    if tokens is None:
+        raise ConfigError("--tokens is missing; give the tokens that the model is trained on, as in --tokens 300e9")
+    parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
+    _check({"tokens": tokens, "parameters": parameters, "achieved_tflops": flags["achieved_tflops"]})
+    if flags["devices"] is not None and flags["devices"] < 1:
+        raise ConfigError(f"--devices is {flags['devices']}; a run takes 1 or more")
+    if not 0 <= flags["least_efficiency"] < 1:
+        raise ConfigError(
+            f"--least_efficiency is {flags['least_efficiency']:g}; it is a share, at least 0 and below 1"
+        )
+    estimate = _megatron(request, parameters, tokens)
+    methods: list[Shortest] = []
+    cluster = batch = None
+    if flags["hardware"] is not None:
+        cluster, batch = _cluster(request.hardware(), request), _batch(request)
+        methods = [_shortest(request, cluster, method, batch, tokens) for method in get_args(Method)]
+    elif estimate is None:
+        raise ConfigError(
+            "nothing to tell: give --achieved_tflops and --devices for the estimate of one run, or --hardware for the "
+            "shortest times"
+        )
+    if flags["json"]:
+        found = {
+            "parameters": parameters,
+            "tokens": tokens,
+            "critical_batch_tokens": critical_batch_tokens(parameters),
+            "estimate_days": None if estimate is None else estimate / DAY,
+            "batch": batch,
+            "thresholds": None if cluster is None else _thresholds(cluster),
+            "shortest": [each.as_json() for each in methods],
+        }
+        print(json.dumps(found, indent=2))
+        return 0
+    print(
+        f"{count_told(parameters)} parameters on {count_told(tokens)} tokens; critical batch, by GPT-3's and the cube "
+        f"root of the parameters: {critical_batch_tokens(parameters):,.0f} tokens"
+    )
+    if estimate is not None:
+        print(
+            f"on {flags['devices']:,} devices at {flags['achieved_tflops']:g} TFLOP/s each: {estimate / DAY:.1f} days "
+            "(8 T P / (n X), Narayanan et al. 2021, section 5.1)"
+        )
+    if cluster is not None and batch is not None:
+        _print_shortest(request, cluster, methods, batch)
+    return 0
+
+
+def _megatron(request: Request, parameters: float, tokens: float) -> float | None:
+    devices, achieved = request.flags["devices"], request.flags["achieved_tflops"]
+    if achieved is None:
+        return None
+    if devices is None:
+        raise ConfigError(f"--devices is missing; --achieved_tflops {achieved:g} is of each of how many?")
+    return training_seconds(parameters, tokens, devices, achieved * 1e12)
+
+
+def _cluster(hardware: Hardware, request: Request) -> Cluster:
+    """The first group's nodes as the paper's cluster. Its bandwidths count both directions."""
+    group = hardware.groups[0]
+    known = [name for name in PREFERRED if name in group.device.peak_flops]
+    asked = request.config.training.precision
+    precision = asked if "training.precision" in request.given or not known else known[0]
+    return Cluster(
+        peak_flops=group.device.peak(precision),
+        memory_bytes=group.device.memory_bytes,
+        tensor_link=2 * group.inside.bandwidth,
+        link=2 * group.outside.of_device(group.devices_per_node),
+        node_size=group.devices_per_node,
+    )
+
+
+def _transformer(request: Request) -> Transformer:
+    model = request.config.model
+    return Transformer(model.num_layers, model.hidden_size, model.num_heads, request.config.data.sequence_length)
+
+
+def _batch(request: Request) -> int:
+    """Sequences: as given, or the critical batch."""
+    if "batch.global_size" in request.given:
+        return request.config.batch.global_size
+    model = _transformer(request)
+    return max(1, int(critical_batch_tokens(model.parameters) / model.sequence_length))
+
+
+def _shortest(request: Request, cluster: Cluster, method: Method, batch: int, tokens: float) -> Shortest:
+    model = _transformer(request)
+    try:
+        layout, _ = shortest(
+            model,
+            cluster,
+            method,
+            batch,
+            tokens,
+            max_devices=request.flags["devices"],
+            least_efficiency=request.flags["least_efficiency"],
+        )
+    except ValueError as error:
+        return Shortest(method, problem=str(error))
+    layers = 1 if method == "modular" else model.num_layers / layout.pipeline
+    data = (
+        partitioned_intensity(model, layout.micro_size, layout.accumulated)
+        if layout.partitioned
+        else data_intensity(model, layout.micro_size, layout.accumulated)
+    )
+    return Shortest(
+        method,
+        layout,
+        layout_seconds(model, cluster, layout, tokens),
+        memory_bytes(model, layout),
+        overheads(model, cluster, layout),
+        {
+            "data": data if layout.data > 1 else math.inf,
+            "pipeline": pipeline_intensity(model, layers) if layout.pipeline > 1 else math.inf,
+            "tensor": tensor_intensity(model, layout.tensor),
+        },
+    )
+
+
+def _thresholds(cluster: Cluster) -> dict[str, float]:
+    return {
+        "inside": link_threshold(cluster.peak_flops, cluster.tensor_link),
+        "outside": link_threshold(cluster.peak_flops, cluster.link),
+    }
+
+
+def _print_shortest(request: Request, cluster: Cluster, methods: list[Shortest], batch: int) -> None:
+    limits = _thresholds(cluster)
+    print(
+        f"\nshortest training, batches of at most {batch:,} sequences of {request.config.data.sequence_length:,} "
+        f"tokens, efficiency at least {request.flags['least_efficiency']:.0%} of the peak (Lamy-Poirier 2021)"
+    )
+    print(
+        f"traffic hides behind compute above an intensity of {limits['outside']:,.0f} FLOP a byte between nodes; "
+        f"tensor traffic does not hide, and takes {limits['inside']:,.0f} over its intensity on top\n"
+    )
+    rows = []
+    for each in methods:
+        if each.layout is None or each.shares is None or each.intensities is None:
+            print(f"{each.method}: {each.problem}")
+            continue
+        layout, found = each.layout, each.intensities
+        sizes = (layout.devices, layout.data, layout.pipeline, layout.tensor, layout.micro_size, layout.microbatches)
+        rows.append(
+            [
+                each.method,
+                f"{each.seconds / DAY:,.1f}",
+                *(f"{size:,}" for size in sizes),
+                f"{each.shares.efficiency:.0%}",
+                bytes_told(each.memory),
+                *(f"{value:,.0f}" if math.isfinite(value) else "none" for value in found.values()),
+            ]
+        )
+    if rows:
+        columns = ["method", "days", "devices", "data", "pipeline", "tensor", "micro-batch", "micro-batches"]
+        print_table(
+            [*columns, "efficiency", "memory", *(f"{name} FLOP/B" for name in ("data", "pipeline", "tensor"))], rows
+        )
+
+
+def _check(values: dict[str, float | None]) -> None:
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name} is {value:g}; it must be a finite number above 0")

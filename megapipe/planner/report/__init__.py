@@ -1,0 +1,1 @@
+"""What the planner found, as terminal tables, pictures and one HTML page."""

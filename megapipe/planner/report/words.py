@@ -1,0 +1,85 @@
+"""Numbers and layouts as people read them."""
+
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.estimate import Estimate
+
+DAY = 86400.0
+
+
+def bytes_told(count: float) -> str:
+    """`18.3 GB`, in powers of 1000 as memory is sold."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_told(seconds: float) -> str:
+    """`2.31 s`, `41.0 ms`, `180 us`: three figures."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+    return "0" if seconds == 0 else f"{seconds * 1e6:.2g} us"
+
+
+def duration_told(seconds: float) -> str:
+    """`34.0 days`, `2.5 hours`, `41 minutes`, or seconds."""
+    for unit, size in (("days", DAY), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return seconds_told(seconds)
+
+
+def layout_cells(config: PretrainConfig) -> dict[str, str]:
+    """Column -> value of a layout, in the words of the configuration."""
+    parallel = config.parallel
+    return {
+        "data": "open" if parallel.data is None else str(parallel.data),
+        "pipeline": str(parallel.pipeline),
+        "context": str(parallel.context),
+        "tensor": f"{parallel.tensor}{' + sequence' if parallel.sequence else ''}",
+        "micro-batch": str(config.batch.micro_size),
+        "schedule": schedule_told(config),
+        "ZeRO": str(config.zero.stage),
+        "recompute": config.recompute.method,
+    }
+
+
+def schedule_told(config: PretrainConfig) -> str:
+    """`interleaved_1f1b x 2`: the name, and chunks where they are more than the schedule's own."""
+    schedule = config.schedule
+    name = schedule.file or schedule.name
+    return f"{name} x {schedule.chunks}" if schedule.chunks is not None else name
+
+
+def layout_told(config: PretrainConfig) -> str:
+    """A layout in one line; what is off is left out."""
+    parallel, found = config.parallel, []
+    for name in ("data", "pipeline", "context", "tensor"):
+        size = getattr(parallel, name)
+        if size is not None and size > 1:
+            found.append(f"{name} {size}")
+    found = found or ["one rank"]
+    if parallel.pipeline > 1:
+        found.append(schedule_told(config))
+    if parallel.sequence:
+        found.append("sequence")
+    if config.zero.stage:
+        found.append(f"ZeRO {config.zero.stage}")
+    if config.recompute.method != "none":
+        found.append(f"recompute {config.recompute.method}")
+    return ", ".join([*found, f"micro-batch {config.batch.micro_size}"])
+
+
+def figures_cells(estimate: Estimate) -> dict[str, str]:
+    """Column -> figure of an estimate."""
+    found = estimate.as_json()
+    return {
+        "step": seconds_told(estimate.step_seconds),
+        "tokens/s/device": f"{found['tokens_per_s_per_device']:,.0f}",
+        "TFLOP/s/device": f"{found['model_tflops_per_device']:.1f}",
+        "memory": bytes_told(estimate.peak_bytes),
+        "fits": "yes" if estimate.fits else f"no, by {bytes_told(estimate.missing_bytes)}",
+    }

@@ -1,0 +1,297 @@
+"""A run of any number of ranks, checked in one process: rules, schedule, shapes and memory, and nothing computed.
+
+Ranks of one pipeline coordinate are alike, so one of each is built, on torch's meta device, whose tensors have shapes
+and no memory. Its stages then run one forward and one backward of a micro-batch, which shows that the shapes of all
+operations fit together and that every stage hands on what the next one waits for.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.groups import unit_states
+from megapipe.engine.stage import Stage, TensorSpec, described
+from megapipe.kernels.ops import OPS
+from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.parallel.groups import Group, ReduceOperation, Work
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.sharding import WHOLE, Sharding
+from megapipe.parallel.unit_state import UnitState
+from megapipe.planner.rank import RankPrediction
+from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.runs.prediction import predict_rank
+from megapipe.planner.runs.scheduling import build_schedule
+from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
+from megapipe.schedules import Schedule
+from megapipe.schedules.schedule import Header
+from megapipe.schedules.validation import validate as validate_schedule
+from megapipe.training.assemble import Assembly, recompute_parts, share_samples_of, use_fp8
+from megapipe.training.context_layout import HeldTokens
+from megapipe.training.families import family_of
+from megapipe.training.sequence import shard_sequences
+from megapipe.training.validate import validate
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """What the ranks of one pipeline coordinate hold.
+
+    ranks: how many there are. stages: of the schedule. layers: names. parameters: elements in the buffers of one rank,
+    padding included. state_bytes: what lives between steps, in host memory too. message_bytes: buffers in which
+    messages of other stages arrive, and stay until their backward. peak_bytes: the most that a step holds on the
+    device, these buffers included.
+    """
+
+    pipeline: int
+    ranks: int
+    stages: tuple[int, ...]
+    layers: tuple[str, ...]
+    parameters: int
+    state_bytes: int
+    message_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What was checked. config: with parallel.data filled in. actions: of one step, over all pipeline coordinates."""
+
+    config: PretrainConfig
+    world_size: int
+    microbatches: int
+    actions: int
+    coordinates: tuple[Coordinate, ...]
+    device: str
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures; memory by pipeline coordinate."""
+        return {
+            "world_size": self.world_size,
+            "microbatches": self.microbatches,
+            "schedule": self.config.schedule.file or self.config.schedule.name,
+            "actions": self.actions,
+            "device": self.device,
+            "seconds": self.seconds,
+            "memory_bytes": [each.peak_bytes for each in self.coordinates],
+            "coordinates": [vars(each) for each in self.coordinates],
+        }
+
+
+class ShapeError(RuntimeError):
+    """Stages do not fit together, or hold other bytes than the formulas say: a defect of megapipe, not of a config."""
+
+
+class ShapeGroup(Group):
+    """A group of absent ranks: collectives of meta tensors give results of the right shape at once."""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        return _Done()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty((self.size, *tensor.shape))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(tensor.shape[1:])
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        return _Done()
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        return _Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Nothing changes in a tensor without content."""
+
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        return _Done()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+class _Done(Work):
+    def wait(self) -> None:
+        """Nothing was started."""
+
+
+def dry_run(
+    config: PretrainConfig,
+    world_size: int,
+    *,
+    device: str = "cuda",
+    say: Callable[[str], None] = lambda line: None,
+) -> DryRun:
+    """Check a run on `world_size` ranks.
+
+    device: type of its devices, "cpu" or "cuda", on which memory depends. say: told of each part when it is done.
+
+    Raises ConfigError for rules that the configuration breaks, ScheduleError, and ShapeError.
+    """
+    begin = time.perf_counter()
+    validate(config, world_size)
+    config = replace(config, parallel=replace(config.parallel, data=data_parallel_size(config, world_size)))
+    say(f"configuration: valid on {world_size:,} ranks")
+    layout, microbatches = StageLayout.of(config), num_microbatches(config, world_size)
+    shape = MeshShape({name: getattr(config.parallel, name) for name in DIMENSIONS})
+    schedule = build_schedule(
+        config,
+        microbatches,
+        units_per_stage=layout.units_per_stage,
+        tied_groups=layout.tied,
+        data_parallel=shape.sizes["data"] * shape.sizes["context"] > 1 or config.parallel.sequence,
+        recompute=layout.recomputed(config.recompute),
+    )
+    validate_schedule(schedule)
+    actions = sum(len(rows) for rows in schedule.sections.body)
+    say(f"schedule: {schedule.header.name}, {microbatches:,} micro-batches, {actions:,} actions a step, valid")
+    first = predict_rank(config, schedule, 0, device=device)
+    found = []
+    for place in range(shape.sizes["pipeline"]):
+        mesh = _mesh(shape, shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0}))
+        stages = shaped_stages(config, mesh, layout, schedule)
+        _run_shapes(config, stages, layout, HeldTokens.of(config, mesh))
+        # Of a rank's coordinates its memory knows the pipeline's alone, so that the layout is found once for all.
+        found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
+    say(f"shapes: a forward and a backward of every stage fit together ({len(layout.ranges)} in all)")
+    return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
+
+
+def shaped_stages(config: PretrainConfig, mesh: Mesh, layout: StageLayout, schedule: Schedule) -> dict[int, Stage]:
+    """The stages of a mesh's rank as `Replica` builds them."""
+    replicas = mesh.group("data", "context")
+    count = config.zero.num_shards(replicas.size)
+    muon = config.optimizer.name == "muon"
+    sharding = Sharding(config.zero.stage, replicas.rank % count, count, muon) if count > 1 else WHOLE
+    kernels = OPS.with_overrides(config.kernels.backends)
+    stages = Assembly(config, mesh, layout, schedule.header, kernels, sharding).stages()
+    if config.parallel.sequence:
+        shard_sequences(stages, layout, mesh.group("tensor"), config.parallel.sequence_chunks)
+    if mesh.size("context") > 1:
+        share_samples_of(stages.values(), mesh.group("context"), config.parallel.context_attention)
+    if config.recompute.method == "selective":
+        recompute_parts(stages.values(), config.recompute.parts)
+    use_fp8(stages, layout, config, mesh.group("tensor"))
+    return stages
+
+
+def _mesh(shape: MeshShape, rank: int) -> Mesh:
+    def group(name: str, partition: Partition) -> Group | None:
+        mine = next((ranks for ranks in partition if rank in ranks), None)
+        return None if mine is None else ShapeGroup(name, mine, mine.index(rank))
+
+    return Mesh(shape, rank, META, group)
+
+
+def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], layout: StageLayout, held: HeldTokens) -> None:
+    """One forward and backward through each stage, from the inputs that it waits for to what it hands on."""
+    terms = len(family_of(config).loss_terms)
+    context = _context(config, held)
+    for number, stage in stages.items():
+        inputs = [spec.allocate(META).requires_grad_(spec.requires_grad) for spec in stage.inputs]
+        outputs: tuple[Tensor, ...] = tuple(inputs)
+        for unit in stage.units:
+            outputs = unit[0](*outputs, context=context)
+        if number == len(layout.ranges) - 1:
+            wanted = described([torch.empty((terms,) if terms > 1 else (), dtype=torch.float32, device=META)])
+        else:
+            wanted = described(stage.outputs)
+        if described(outputs) != wanted:
+            raise ShapeError(f"stage {number} hands on {described(outputs)}, where {wanted} is waited for")
+        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
+        for each in inputs:
+            if each.grad is None or each.grad.shape != each.shape:
+                raise ShapeError(f"stage {number} gives no gradient of shape {list(each.shape)} back")
+
+
+def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
+    """A micro-batch's, as the loader of the run makes it, of shapes alone."""
+    size, whole = config.batch.micro_size, config.data.sequence_length
+    tokens = whole // config.parallel.context
+    shared: dict[str, Any] = {
+        "ordinals": torch.empty(size, dtype=torch.int64, device=META),
+        "tokens": torch.empty((size, tokens), dtype=torch.int64, device=META),
+        "seed": config.training.seed,
+        "token_numbers": None if held.numbers is None else torch.empty(tokens, dtype=torch.int64, device=META),
+    }
+    if isinstance(config, BertPretrainConfig):
+        predictions = config.data.max_predictions
+        return BertContext(
+            **shared,
+            labels=torch.empty((size, predictions), dtype=torch.int64, device=META),
+            loss_mask=torch.empty((size, predictions), device=META),
+            lengths=torch.empty(size, dtype=torch.int64, device=META),
+            token_types=torch.empty((size, tokens), dtype=torch.int64, device=META),
+            positions=torch.empty((size, predictions), dtype=torch.int64, device=META),
+            sentence_labels=torch.empty(size, dtype=torch.int64, device=META),
+            sentence_weights=torch.empty(size, device=META),
+        )
+    starts = torch.empty((size, tokens), dtype=torch.int64, device=META) if config.data.isolate_documents else None
+    whole_starts = torch.empty((size, whole), dtype=torch.int64, device=META) if held.gathers else None
+    return MicrobatchContext(
+        **shared,
+        labels=torch.empty((size, tokens), dtype=torch.int64, device=META),
+        loss_mask=torch.empty((size, tokens), device=META),
+        document_starts=starts,
+        whole_document_starts=whole_starts if starts is not None else None,
+    )
+
+
+def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stage], layout: StageLayout) -> Coordinate:
+    """The memory of a rank by formula, its lasting state held to the buffers that were built."""
+    states = unit_states(dict(stages))
+    said, built = predicted.state(), [_bytes(state) for state in states]
+    for name in ("weights", "master", "gradients"):
+        total = sum(each[name] for each in built)
+        if total != getattr(said, name):
+            raise ShapeError(f"rank {mesh.rank} was built with {total} bytes of {name}, the formulas say {said}")
+    messages = _message_bytes(predicted.schedule.header, stages)
+    return Coordinate(
+        pipeline=predicted.pipeline_rank,
+        ranks=mesh.world_size // mesh.size("pipeline"),
+        stages=tuple(stages),
+        layers=tuple(layout.layers[index].name for stage in stages for index in layout.ranges[stage]),
+        parameters=sum(state.table.num_elements for state in states),
+        state_bytes=said.total,
+        message_bytes=messages,
+        peak_bytes=predicted.device_bytes() + messages,
+    )
+
+
+def _bytes(state: UnitState) -> dict[str, int]:
+    """Of a unit's lasting buffers, moments apart, which the optimizer makes."""
+    weights = state.weight_shards if state.weights_come_and_go else state.weights
+    gradients = state.gradient_shards if state.sharding.gradients else state.gradients
+    return {
+        "weights": sum(each.numel() * each.element_size() for each in weights),
+        "master": 0 if state.working_copy is None else state.master.numel() * state.master.element_size(),
+        "gradients": sum(each.numel() * each.element_size() for each in gradients),
+    }
+
+
+def _message_bytes(header: Header, stages: Mapping[int, Stage]) -> int:
+    """Receive slots of these stages, for what stages of other ranks send (`engine.wiring.connect` makes them)."""
+    total, ranks = 0, header.stage_ranks
+    for number, stage in stages.items():
+        if stage.inputs and ranks[number - 1] != ranks[number]:
+            total += header.activation_slots[number] * _spec_bytes(stage.inputs)
+        if stage.outputs and ranks[number + 1] != ranks[number]:
+            total += header.gradient_slots[number] * _spec_bytes(stage.outputs)
+    return total
+
+
+def _spec_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)

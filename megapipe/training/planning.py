@@ -1,0 +1,80 @@
+"""`--plan`: the layout of a run, planned where it starts. Every rank plans by itself and comes to the same answer: it
+is a function of the configuration, the machine's kind and the number of ranks alone."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import Given
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.reader import PRESETS, load_hardware
+from megapipe.planner.report.words import layout_told, seconds_told
+from megapipe.planner.search.plan import Effort, search_speed
+
+AUTO = "auto"
+BEST_ALONE = Effort(slowest=0.0, alternatives=False)
+SIZE_TOLERANCE = 0.2
+"""By how much a GPU's memory may differ from its preset's, whose makers count GB where drivers count GiB."""
+
+
+def planned(
+    given: Given[PretrainConfig], plan: str, environment: Mapping[str, str], world_size: int
+) -> tuple[PretrainConfig, str]:
+    """The configuration with the best layout filled in, and a line about it.
+
+    plan: `auto`, a preset or a hardware file. environment: of the process, in which torchrun says how many ranks a
+    node runs.
+
+    Raises ConfigError where the machine is not known, or no layout runs on so many ranks.
+    """
+    config = given.config
+    if config.training.precision == "auto":
+        raise ConfigError("training.precision auto is timed after the layout is known; name one beside --plan")
+    per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
+    findings = search_speed(config, hardware, world_size, given.fields, effort=BEST_ALONE)
+    best = findings.best
+    told = (
+        f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(best.config)}; predicted "
+        f"{seconds_told(best.estimate.step_seconds)} a step, {findings.layouts:,} layouts looked at"
+    )
+    return best.config, told
+
+
+def this_machine(device: str, per_node: int) -> Hardware:
+    """The preset of the devices here, in nodes of as many as run on this one.
+
+    device: as parallel.device says. Raises ConfigError for a GPU without a preset.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return _in_nodes(load_hardware("cpu"), per_node)
+    found = torch.cuda.get_device_properties(0)
+    return _in_nodes(load_hardware(preset_of(found.name, found.total_memory)), per_node)
+
+
+def preset_of(name: str, memory_bytes: float) -> str:
+    """The preset of a GPU that calls itself so, such as `NVIDIA A100-SXM4-80GB`. Raises ConfigError for none."""
+    words = name.upper().replace("-", " ").split()
+    misses = {}
+    for preset in PRESETS:
+        device = load_hardware(preset).groups[0].device
+        # a100-80-25gbe and the like are the same devices behind another network.
+        if device.name.upper().partition("-")[0] in words and "gbe" not in preset:
+            misses[preset] = abs(memory_bytes / device.memory_bytes - 1)
+    nearest = min(misses, key=lambda preset: misses[preset], default=None)
+    if nearest is None or misses[nearest] > SIZE_TOLERANCE:
+        raise ConfigError(
+            f"--plan auto: no preset is of {name!r} with {memory_bytes / 1e9:.0f} GB (presets: {', '.join(PRESETS)}); "
+            "measure it by tools/plan.py profile --output machine.yaml, or describe it (docs/hardware.md), and give "
+            "--plan machine.yaml"
+        )
+    return nearest
+
+
+def _in_nodes(hardware: Hardware, per_node: int) -> Hardware:
+    """Any number of nodes, each of as many devices as this one runs ranks."""
+    node = replace(hardware.groups[0], devices_per_node=per_node, num_nodes=None)
+    return replace(hardware, groups=(node,))

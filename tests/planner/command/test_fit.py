@@ -1,0 +1,58 @@
+"""fit and profile as a user runs them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megapipe.planner.fitting.published import TABLES
+from megapipe.planner.hardware.reader import load_hardware
+from tests.planner.command.plan import ROOT, json_of, output, refusal
+
+
+@pytest.mark.slow
+def test_published_rows_are_fitted_and_the_machine_written(capsys, tmp_path):
+    name = next(iter(TABLES))
+    file = tmp_path / "fitted.yaml"
+    found = json_of(capsys, "fit", "--published", name, "--output", str(file))
+    assert len(found["parameters"]) <= 3
+    assert found["mean_error"] <= 0.04
+    assert all(row["leave_one_out_error"] is not None for row in found["rows"])
+    efficiency = load_hardware(str(file)).groups[0].device.efficiency
+    for parameter, value in found["parameters"].items():
+        assert getattr(efficiency, parameter) == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "give one of --published"),
+        (["--published=sc21", "--rows=rows.yaml"], "give one of --published"),
+        (["--published=sc22"], "sc22"),
+        (["--published=sc21", "--hardware=h100"], "--hardware h100 goes with --rows"),
+        (["--rows=nowhere.yaml"], "--hardware is missing"),
+        (["--rows=nowhere.yaml", "--hardware=h100"], "nowhere.yaml"),
+        (["--published=sc21", "--output=/proc/nowhere/all.yaml"], "/proc/nowhere/all.yaml cannot be written"),
+    ],
+)
+def test_wrong_input(capsys, flags, words):
+    assert any(words in line for line in refusal(capsys, "fit", *flags))
+
+
+@pytest.mark.slow
+def test_a_profile_is_measured_and_planned_with(capsys, tmp_path):
+    file = tmp_path / "machine.yaml"
+    shape = ["--model.vocabulary_size=61", "--model.num_layers=2", "--model.hidden_size=32", "--model.num_heads=4"]
+    shape += ["--model.max_positions=16", "--data.sequence_length=16", "--training.precision=fp32"]
+    sizes = ["--ranks=2", "--tensor_sizes=[1]", "--micro_sizes=[1,2]", "--parallel.device=cpu"]
+    program = [sys.executable, str(ROOT / "tools" / "plan.py"), "profile", *shape, *sizes, "--output", str(file)]
+    finished = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert f"written: {file}; plan with it by --hardware {file}" in finished.stdout
+    planned = ["--hardware", str(file), "--devices=2", "--batch.global_size=4", "--batch.micro_size=2"]
+    text = output(capsys, "search", *shape, *planned, "--recompute.method=none", "--parallel.tensor=1")
+    assert "measured 20" in text
+    wrong = subprocess.run([*program, "--ranks=0"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: ")
+    assert "Traceback" not in wrong.stderr

@@ -1,0 +1,127 @@
+"""predict, explain and compare as a user runs them."""
+
+import pytest
+import yaml
+
+from megapipe.config.load import parse
+from megapipe.costs.checkpoints import save_interval
+from megapipe.planner.cost.model import predict
+from megapipe.planner.hardware.reader import load_hardware
+from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal
+
+
+def test_predict_gives_the_promised_keys(capsys):
+    found = json_of(capsys, "predict", *LAYOUT)
+    assert found["layout"]["data"] == 4
+    assert (found["layout"]["tensor"], found["layout"]["pipeline"]) == (2, 2)
+    assert len(found["memory_bytes"]) == 2
+    assert found["fits"] is True
+    assert found["tokens_per_s_per_device"] == pytest.approx(32 * 1024 / found["step_time_s"] / 16)
+    assert found["model_tflops_per_device"] > 0
+    assert sum(term["seconds"] for term in found["terms"]) == pytest.approx(found["step_time_s"])
+
+
+def test_predict_says_what_the_cost_model_says(capsys):
+    found = json_of(capsys, "predict", *LAYOUT, "--training.precision", "bf16")
+    flags = [each for each in LAYOUT if "hardware" not in each and "devices" not in each]
+    config = parse([*flags, "--training.precision", "bf16"])
+    expected = predict(config, load_hardware("a100-80"), world_size=16).estimate
+    assert found["step_time_s"] == expected.step_seconds
+    assert found["memory_bytes"] == [memory.total for memory in expected.memory]
+
+
+def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(capsys, tmp_path):
+    assert "note: training.precision bf16, as none was given" in output(capsys, "predict", *LAYOUT)
+    v100 = [each.replace("a100-80", "v100-32") for each in LAYOUT]
+    assert "note: training.precision fp16, as none was given" in output(capsys, "predict", *v100)
+    (tmp_path / "run.yaml").write_text("training: {steps: 5}\n")
+    text = output(capsys, "predict", "--config", str(tmp_path / "run.yaml"), *LAYOUT)
+    assert "in fp32" in text
+    assert "note:" not in text
+
+
+def test_explain_names_each_source_and_stage(capsys):
+    text = output(capsys, "explain", *LAYOUT)
+    assert "simulated step:" in text
+    assert "closed form, as a search uses it:" in text
+    assert "roofline of the device" in text
+    assert "embedding to blocks." in text
+    found = json_of(capsys, "explain", *LAYOUT)
+    assert len(found["stages"]) == 2
+    assert all(term["source"] for term in found["terms"])
+    assert sum(found["memory"][0].values()) == found["memory_bytes"][0]
+
+
+def test_compare_puts_what_fits_and_is_fastest_first(capsys, tmp_path):
+    for name, tensor, micro in (("a", 1, 1), ("b", 8, 1), ("c", 1, 64)):
+        values = {"parallel": {"tensor": tensor}, "batch": {"global_size": 1024, "micro_size": micro}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    files = [str(tmp_path / f"{name}.yaml") for name in "abc"]
+    shape = ["--model", MODEL, "--model.num_heads=24", "--model.hidden_size=1536", "--training.precision=bf16"]
+    machine = ["--hardware", "v100-16", "--devices", "16", "--training.precision=fp16"]
+    found = json_of(capsys, "compare", *files, *shape, *machine)
+    order = [(each["fits"], each["tokens_per_s_per_device"]) for each in found]
+    assert [fits for fits, _ in order] == sorted((fits for fits, _ in order), reverse=True)
+    assert {fits for fits, _ in order} == {True, False}
+    fitting = [speed for fits, speed in order if fits]
+    assert fitting == sorted(fitting, reverse=True)
+    text = output(capsys, "compare", *files, *shape, *machine)
+    assert all(file in text for file in files)
+    assert "no, by " in text
+
+
+def test_how_often_to_save_follows_young_and_daly(capsys):
+    flags = ["--mean-time-between-failures", "3", "--save-seconds", "40"]
+    found = json_of(capsys, "predict", *LAYOUT, *flags)
+    assert found["checkpoint"]["interval_s"] == pytest.approx(save_interval(40, 3 * 3600))
+    assert found["checkpoint"]["interval_steps"] == round(found["checkpoint"]["interval_s"] / found["step_time_s"])
+    assert "save every 15.5 minutes" in output(capsys, "predict", *LAYOUT, *flags)
+    assert "--save_seconds is missing" in refusal(capsys, "predict", *LAYOUT, flags[0], flags[1])[0]
+    assert "must be above 0" in refusal(capsys, "predict", *LAYOUT, *flags[:3], "-1")[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--hardware", "a100-8"], "unknown hardware 'a100-8'; did you mean 'a100-80'?"),
+        (["--hardware", "none.yaml"], "hardware file 'none.yaml' cannot be read"),
+        (["--devices", "0"], "--devices is 0; a run takes 1 or more"),
+        (["--devices", "15"], "world size 15 is not a multiple"),
+        (["--parallel.tensor", "7"], "model.num_heads 24 is not divisible by parallel.tensor 7"),
+        (["--parallel.tensr", "7"], "unknown configuration key 'parallel.tensr'; did you mean 'parallel.tensor'?"),
+        (["--devces", "7"], "unknown configuration key 'devces'; did you mean 'devices'?"),
+        (["--batch.global_size", "33"], "batch.global_size 33 is not divisible"),
+        (["--training.precision", "auto"], "training.precision is auto, which is timed when a run starts"),
+        (["--model", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_wrong_input_is_told_in_one_line(capsys, change, words):
+    lines = refusal(capsys, "predict", *LAYOUT, *change)
+    assert any(words in line for line in lines), lines
+
+
+def test_what_is_missing_is_named(capsys):
+    assert "--hardware is missing" in refusal(capsys, "predict", "--model", MODEL, "--devices", "8")[0]
+    missing = refusal(capsys, "predict", "--model", MODEL, "--hardware", "h100")
+    assert missing == ["--devices is missing; give it, or parallel.data beside the other sizes"]
+
+
+def test_devices_follow_from_a_layout_that_says_all_sizes(capsys):
+    flags = [each for each in LAYOUT if "devices" not in each]
+    assert json_of(capsys, "predict", *flags, "--parallel.data", "4") == json_of(capsys, "predict", *LAYOUT)
+
+
+def test_a_wrong_file_of_several_is_named(capsys, tmp_path):
+    (tmp_path / "good.yaml").write_text("batch: {global_size: 32}\n")
+    (tmp_path / "bad.yaml").write_text("batch: {global_size: 30}\n")
+    files = [str(tmp_path / "good.yaml"), str(tmp_path / "bad.yaml")]
+    flags = [each for each in LAYOUT if "global_size" not in each]
+    lines = refusal(capsys, "compare", *files, *flags)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{files[1]}: batch.global_size 30 is not divisible")
+
+
+def test_a_bert_is_planned_too(capsys):
+    shape = ["--bert", "--model", MODEL.replace("gpt2_1.5b", "bert_large"), "--hardware=v100-16", "--devices=4"]
+    text = output(capsys, "predict", *shape, "--batch.global_size=16", "--data.sequence_length=512")
+    assert text.startswith("BERT of 336M parameters on 4 x ")

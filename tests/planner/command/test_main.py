@@ -1,0 +1,79 @@
+"""The program: help, commands, exit statuses, and that it thinks without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megapipe.planner.command.arguments import COMMANDS
+from megapipe.planner.command.main import main
+from tests.planner.command.plan import LAYOUT, ROOT, refusal
+
+TOOL = ROOT / "tools" / "plan.py"
+
+
+def run(*arguments, code=None):
+    program = [sys.executable, str(TOOL)] if code is None else [sys.executable, "-c", code]
+    return subprocess.run([*program, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"], {}) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name}" in text for name in COMMANDS)
+    assert main([], {}) == 2
+    assert capsys.readouterr().err == text
+
+
+def test_help_of_every_command_lists_its_flags_and_a_configuration_s(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as stopped:
+            main([name, "--help"], {})
+        assert stopped.value.code == 0
+        text = capsys.readouterr().out
+        assert f"plan.py {name}" in text
+        assert "--parallel.tensor" in text
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys):
+    assert refusal(capsys, "serch") == ["unknown command 'serch'; did you mean 'search'? (--help lists them)"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["search", "--help"], ["predict", *LAYOUT]])
+def test_neither_help_nor_a_prediction_imports_torch(arguments):
+    code = (
+        "import sys; from megapipe.planner.command.main import main\n"
+        "try: main(sys.argv[1:], {})\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'triton'} & set(sys.modules), 'torch was imported'\n"
+    )
+    finished = run(*arguments, code=code)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout
+
+
+def test_the_program_runs_and_exits_with_2_on_wrong_input():
+    finished = run("predict", *LAYOUT, "--devices", "0")
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr == "error: --devices is 0; a run takes 1 or more\n"
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_a_thousand_ranks():
+    file = ROOT / "examples" / "parallel" / "three_d.yaml"
+    sizes = ["--batch.global_size=1024", "--batch.micro_size=1", "--parallel.data=null", "--devices=1024"]
+    finished = run("dry-run", str(file), *sizes, "--hardware", "a100-80")
+    assert finished.returncode == 0, finished.stderr
+    assert "configuration: valid on 1,024 ranks" in finished.stdout
+    assert "every stage fit together (2 in all)" in finished.stdout
+    finished = run("dry-run", str(file), *sizes, "--parallel.tensor=4")
+    assert finished.returncode == 2
+    assert "model.num_heads 6 is not divisible by parallel.tensor 4" in finished.stderr
+
+
+def test_a_dry_run_tells_what_does_not_fit():
+    file = ROOT / "examples" / "parallel" / "data.yaml"
+    model = ["--model", str(ROOT / "examples" / "models" / "llama2_13b.yaml"), "--parallel.data=null"]
+    finished = run("dry-run", str(file), *model, "--devices=8", "--hardware=a100-80", "--batch.global_size=32")
+    assert finished.returncode == 2
+    assert "do not fit 80.0 GB a device; coordinate 0 holds" in finished.stderr

@@ -1,0 +1,180 @@
+"""search as a user runs it: answers, pinned fields, what it writes, and what it refuses."""
+
+import json
+import re
+
+import pytest
+
+from megapipe.config.load import parse
+from megapipe.planner.command.main import main
+from megapipe.planner.runs.validation import run_problems
+from tests.planner.command.plan import ROOT, json_of, output, refusal
+
+MODEL = str(ROOT / "examples" / "models" / "gpt3_6.7b.yaml")
+SEARCH = ["--model", MODEL, "--hardware=a100-80", "--devices=16", "--batch.global_size=64"]
+LENGTH = ["--data.sequence_length=2048"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A search's JSON; module-wide, as a search takes a second."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert main(["search", *SEARCH, *LENGTH, "--json"], {}) == 0
+    return json.loads(text.getvalue())
+
+
+def test_search_gives_the_promised_keys(found):
+    layout = found["layout"]
+    assert layout["data"] * layout["tensor"] * layout["pipeline"] * layout["context"] == 16
+    assert found["fits"] is True
+    assert len(found["memory_bytes"]) == layout["pipeline"]
+    assert max(found["memory_bytes"]) <= found["memory_limit_bytes"] == 80e9
+    assert found["tokens_per_s_per_device"] == pytest.approx(64 * 2048 / found["step_time_s"] / 16)
+    assert found["model_tflops_per_device"] > 0
+    assert found["search"]["examined"] <= found["search"]["layouts"]
+    assert found["search"]["alternatives"]
+    assert found["launch"].startswith("torchrun --nnodes 2 --nproc_per_node 8 ")
+
+
+def test_the_best_is_the_fastest_of_what_is_ranked_and_of_the_front(found):
+    ranked = [each["step_time_s"] for each in found["search"]["ranked"] if each["simulated"]]
+    assert ranked == sorted(ranked)
+    assert found["step_time_s"] == ranked[0]
+    front = [(each["step_time_s"], max(each["memory_bytes"])) for each in found["search"]["pareto"]]
+    assert front == sorted(front)
+    assert [memory for _, memory in front] == sorted((memory for _, memory in front), reverse=True)
+
+
+def test_the_table_says_the_same(capsys, found):
+    text = output(capsys, "search", *SEARCH, *LENGTH)
+    first = next(line for line in text.splitlines() if line.startswith("1 "))
+    assert f"{found['tokens_per_s_per_device']:,.0f}" in first
+    assert f"{found['model_tflops_per_device']:.1f}" in first
+    assert "out of memory by " in text
+    assert f"  {found['launch']}" in text
+
+
+def test_fields_that_are_given_stay(capsys):
+    pins = ["--parallel.tensor=2", "--zero.stage=1", "--schedule.name=1f1b", "--parallel.pipeline", "4"]
+    layout = json_of(capsys, "search", *SEARCH, *LENGTH, *pins)["layout"]
+    assert (layout["tensor"], layout["zero"], layout["schedule"], layout["pipeline"]) == (2, 1, "1f1b", 4)
+    assert layout["data"] == 2
+
+
+def test_fields_of_a_file_stay_too(capsys, tmp_path):
+    (tmp_path / "run.yaml").write_text("parallel: {tensor: 4, data: null}\nrecompute: {method: full}\n")
+    layout = json_of(capsys, "search", "--config", str(tmp_path / "run.yaml"), *SEARCH, *LENGTH)["layout"]
+    assert (layout["tensor"], layout["recompute"]) == (4, "full")
+
+
+def test_other_schedules_are_tried_when_named(capsys):
+    names = ["--schedules=zb_h1", "--parallel.pipeline=4"]
+    assert json_of(capsys, "search", *SEARCH, *LENGTH, *names)["layout"]["schedule"] == "zb_h1"
+    assert "zb_h9" in refusal(capsys, "search", *SEARCH, "--schedules=zb_h9")[0]
+
+
+@pytest.mark.slow
+def test_the_largest_model_of_some_files_and_the_soonest_done(capsys):
+    folder = ROOT / "examples" / "models"
+    files = [str(folder / f"gpt3_{size}.yaml") for size in ("175b", "1.3b", "13b")]
+    found = json_of(capsys, "search", *SEARCH, "--objective=size", "--models", *files)["search"]
+    named = {each["name"]: each["value"] for each in found["trials"]}
+    assert list(named) == ["gpt3_1.3b", "gpt3_13b", "gpt3_175b"]
+    text = output(capsys, "search", *SEARCH, "--objective=size", "--models", *files)
+    assert text.startswith("GPT of 12.9B parameters on 16 x ")
+    found = json_of(capsys, "search", *SEARCH, "--objective=time", "--tokens=1e9")
+    days = {each["name"]: each["value"] for each in found["search"]["trials"] if each["value"] is not None}
+    assert days["16 devices"] == min(days.values())
+    assert "needs the tokens" in refusal(capsys, "search", *SEARCH, "--objective=time")[0]
+    assert "has groups without price_per_hour" in refusal(capsys, "search", *SEARCH, "--objective=cost")[0]
+    assert (
+        "--models is for --objective size, which is speed"
+        in refusal(capsys, "search", *SEARCH, "--models", files[0])[0]
+    )
+
+
+@pytest.mark.slow
+def test_other_planners_are_asked_on_demand(capsys):
+    flags = ["--per-layer", "--two-buffered"]
+    advice = json_of(capsys, "search", *SEARCH, *flags)["advice"]
+    assert set(advice) == {"per_layer", "two_buffered"}
+    assert advice["two_buffered"]["width"] * advice["two_buffered"]["depth"] <= 16
+    text = output(capsys, "search", *SEARCH, *flags)
+    assert "advice: megapipe trains all layers with one strategy" in text
+    assert f"depth {advice['two_buffered']['depth']}, width {advice['two_buffered']['width']}, " in text
+    layers = [layer["name"] for stage in advice["per_layer"]["stages"] for layer in stage["layers"]]
+    assert layers[0] == "embedding"
+    assert "embedding" in text
+    assert "head: " in text
+
+
+def test_speeds_without_a_known_efficiency_are_called_bounds(capsys):
+    nominal = [each.replace("a100-80", "b200") for each in SEARCH]
+    assert "no efficiency is known, so that speeds are bounds" in output(capsys, "search", *nominal, "--top=1")
+    assert "are bounds" not in output(capsys, "search", *SEARCH, "--top=1")
+
+
+def test_the_written_configuration_is_the_plan_and_runs(capsys, tmp_path):
+    file = tmp_path / "plan.yaml"
+    text = output(capsys, "search", *SEARCH, *LENGTH, "--write-config", str(file))
+    assert f"written: {file}; to start it, on every node" in text
+    assert f"--config {file} --data.prefix DATA" in text
+    found = json_of(capsys, "search", *SEARCH, *LENGTH)
+    config = parse(["--config", str(file)])
+    assert run_problems(config, 16) == []
+    assert config.training.precision == "bf16"
+    assert config.model == parse(["--model", MODEL]).model
+    again = json_of(capsys, "predict", "--config", str(file), "--hardware", "a100-80", "--devices", "16")
+    assert again["layout"] == found["layout"]
+    assert again["step_time_s"] == pytest.approx(found["step_time_s"])
+    assert again["memory_bytes"] == found["memory_bytes"]
+
+
+def test_the_report_has_every_part_and_needs_nothing_else(capsys, tmp_path):
+    html, folder = tmp_path / "report.html", tmp_path / "pictures"
+    output(capsys, "search", *SEARCH, *LENGTH, "--html", str(html), "--pictures", str(folder))
+    page = html.read_text()
+    for title in ("Memory", "Time", "Speed against memory", "Terms of a step", "The best layouts", "Why others lose"):
+        assert f"<h3>{title}</h3>" in page
+    assert page.count("<svg") == 3
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", page)
+    assert set(re.findall(r"https?://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert {each.stem for each in folder.iterdir()} >= {"memory", "breakdown", "pareto"}
+
+
+def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys):
+    model = ["--model", MODEL.replace("gpt3_6.7b", "gpt3_175b"), "--hardware=v100-16", "--devices=8"]
+    lines = refusal(capsys, "search", *model, "--batch.global_size=64")
+    assert len(lines) == 1
+    assert re.search(
+        r"no layout fits 8 devices .* out of memory by [\d.]+ GB: .* needs [\d.]+ GB of 16.0 GB", lines[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--devices=0"], "--devices is 0; a run takes 1 or more"),
+        (["--devices=-4"], "--devices is -4"),
+        (["--hardware=h200s"], "unknown hardware 'h200s'; did you mean 'h200'?"),
+        (["--top=0"], "--top is 0; list at least 1 layout"),
+        (["--objective=best"], "objective"),
+        (["--parallel.tensor=3"], "model.num_heads 32 is not divisible by parallel.tensor 3"),
+        (["--parallel.pipeline=5"], "world size 16 is not a multiple of parallel.pipeline 5"),
+        (["--data.sequence_length=4096"], "data.sequence_length 4096 exceeds model.max_positions 2048"),
+        (["--write-config=/proc/nowhere/all.yaml"], "/proc/nowhere/all.yaml cannot be written"),
+        (["--html=/proc/nowhere/all.html"], "/proc/nowhere/all.html cannot be written"),
+    ],
+)
+def test_wrong_input_is_told_in_one_line(capsys, flags, words):
+    assert any(words in line for line in refusal(capsys, "search", *SEARCH, *flags))
+
+
+def test_what_is_missing_is_named(capsys):
+    missing = [each for each in SEARCH if "devices" not in each]
+    assert refusal(capsys, "search", *missing) == ["--devices is missing; give the devices that may be used"]
+    missing = [each for each in SEARCH if "global_size" not in each]
+    assert "--batch.global_size is missing" in refusal(capsys, "search", *missing)[0]

@@ -1,0 +1,64 @@
+"""train-time: published figures of both papers' analyses, and what it refuses."""
+
+import pytest
+
+from megapipe.planner.training_time.intensity import Transformer
+from megapipe.planner.training_time.layouts import Cluster, shortest
+from tests.planner.command.plan import ROOT, json_of, output, refusal
+
+TRILLION = ["--model", str(ROOT / "examples" / "models" / "megatron_1t.yaml"), "--data.sequence_length=2048"]
+
+
+def test_megatron_s_estimates(capsys):
+    """Narayanan et al. (2021), section 5.1: 34 days for 175B parameters, 84 for 1T."""
+    small = ["--parameters=175e9", "--tokens=300e9", "--devices=1024", "--achieved_tflops=140"]
+    assert json_of(capsys, "train-time", *small)["estimate_days"] == pytest.approx(34, abs=0.5)
+    large = ["--parameters=1e12", "--tokens=450e9", "--devices=3072", "--achieved-tflops=163"]
+    assert json_of(capsys, "train-time", *large)["estimate_days"] == pytest.approx(84, abs=1)
+
+
+def test_the_critical_batch_is_gpt_3_s_for_its_parameters(capsys):
+    flags = ["--parameters=175e9", "--tokens=300e9", "--devices=1024", "--achieved_tflops=140"]
+    assert json_of(capsys, "train-time", *flags)["critical_batch_tokens"] == pytest.approx(3.2e6)
+
+
+def test_each_method_s_shortest_is_the_analysis_s_own(capsys):
+    found = json_of(capsys, "train-time", *TRILLION, "--tokens=450e9", "--hardware=a100-80", "--devices=3072")
+    assert [each["method"] for each in found["shortest"]] == ["3d", "sharded", "layered", "modular"]
+    # 200 GB/s of adapters for 8 devices, and NVLink's 300 GB/s, a direction; the paper counts both.
+    cluster = Cluster(312e12, 80e9, 600e9, 50e9, 8)
+    assert found["thresholds"] == {"inside": 312e12 / 600e9, "outside": 312e12 / 50e9}
+    model = Transformer(128, 25600, 160, 2048)
+    for each in found["shortest"]:
+        layout, seconds = shortest(
+            model, cluster, each["method"], found["batch"], 450e9, max_devices=3072, least_efficiency=0.5
+        )
+        assert each["layout"] == vars(layout)
+        assert each["days"] == pytest.approx(seconds / 86400)
+        assert each["efficiency"] >= 0.5
+        assert each["devices"] <= 3072
+    text = output(capsys, "train-time", *TRILLION, "--tokens=450e9", "--hardware=a100-80", "--devices=3072")
+    assert "Lamy-Poirier 2021" in text
+    assert text.count("modular") == 1
+
+
+def test_a_method_that_fits_nowhere_says_the_least_memory(capsys):
+    text = output(capsys, "train-time", *TRILLION, "--tokens=450e9", "--hardware=v100-16", "--devices=64")
+    assert "no 3d layout of batch" in text
+    assert "the least that one takes is" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--tokens is missing"),
+        (["--tokens=-1"], "--tokens is -1; it must be a finite number above 0"),
+        (["--tokens=1e9"], "nothing to tell: give --achieved_tflops and --devices"),
+        (["--tokens=1e9", "--achieved_tflops=100"], "--devices is missing"),
+        (["--tokens=1e9", "--achieved_tflops=100", "--devices=0"], "--devices is 0"),
+        (["--tokens=1e9", "--hardware=h100", "--least_efficiency=1"], "--least_efficiency is 1"),
+        (["--tokens=1e9", "--hardware=h1000"], "unknown hardware 'h1000'"),
+    ],
+)
+def test_wrong_input(capsys, flags, words):
+    assert words in refusal(capsys, "train-time", *TRILLION, *flags)[0]

@@ -1,0 +1,137 @@
+"""A run of many ranks in one process: rules, schedule, shapes on the meta device, memory by the formulas."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megapipe.config.bert import BertDataConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
+from megapipe.config.mesh_shape import MeshShape
+from megapipe.engine.transfers import Boundary, receive_slots
+from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.runs.prediction import predict_rank
+from megapipe.training import dry_run as module
+from megapipe.training.context_layout import HeldTokens
+from megapipe.training.dry_run import ShapeError, ShapeGroup, dry_run
+from tests.support.covering import covering_array
+from tests.support.layouts import AXES, allowed, config_of, world_size
+
+BERT = BertDataConfig(prefix="unread", sequence_length=16)
+CASES = covering_array(AXES, allowed)
+
+
+def gpt(*arguments: str):
+    shape = ["--model", "examples/models/gpt2_124m.yaml", "--data.prefix", "unread", "--batch.global_size", "64"]
+    return parse([*shape, *arguments])
+
+
+@pytest.mark.slow
+def test_layouts_that_are_known_to_run_pass() -> None:
+    """Every case of the covering array: those layouts train in tests/distributed."""
+    for case in CASES:
+        config = config_of(case, "unread", BERT)
+        found = dry_run(config, world_size(case), device="cpu")
+        assert len(found.coordinates) == config.parallel.pipeline
+        assert all(each.peak_bytes > 0 for each in found.coordinates)
+
+
+def test_a_thousand_ranks_hold_the_whole_model_once_a_replica() -> None:
+    """GPT-2's 124,439,808 parameters, the position table's and the norms' included, and its tied weight on both ends;
+    no size needs padding at tensor 1 but the vocabulary, 50,257 rows to the next multiple of 64."""
+    config = gpt("--parallel.pipeline", "4", "--batch.global_size", "1024")
+    found = dry_run(config, 1024)
+    vocabulary, padded = 50257 * 768, 50304 * 768
+    assert found.config.parallel.data == 256
+    assert sum(each.parameters for each in found.coordinates) == 124_439_808 + 2 * padded - vocabulary
+    assert [each.ranks for each in found.coordinates] == [256] * 4
+    assert sum(each.ranks for each in found.coordinates) == found.world_size
+    layers = [name for each in found.coordinates for name in each.layers]
+    assert len(layers) == 14
+    assert found.as_json()["memory_bytes"] == [each.peak_bytes for each in found.coordinates]
+
+
+def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
+    config = gpt(
+        "--parallel.pipeline", "2", "--parallel.tensor", "2", "--zero.stage", "1", "--training.precision=bf16"
+    )
+    found = dry_run(config, 8, device="cuda")
+    layout = StageLayout.of(found.config)
+    schedule = module.build_schedule(
+        found.config,
+        found.microbatches,
+        units_per_stage=layout.units_per_stage,
+        tied_groups=layout.tied,
+        data_parallel=True,
+    )
+    for each, rank in zip(found.coordinates, (0, 2), strict=True):
+        predicted = predict_rank(found.config, schedule, rank, device="cuda")
+        assert each.peak_bytes == predicted.device_bytes() + each.message_bytes
+        assert each.state_bytes == predicted.state().total
+
+
+def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
+    """Every message of another stage that has to wait has a slot: of 1f1b on rank r of p as many as are in flight, and
+    one more that is under way."""
+    found = dry_run(gpt("--parallel.pipeline", "4"), 4)
+    message = 1024 * 768 * 4
+    stages = module.build_schedule(
+        found.config,
+        found.microbatches,
+        units_per_stage=StageLayout.of(found.config).units_per_stage,
+        tied_groups=StageLayout.of(found.config).tied,
+        data_parallel=False,
+    ).header
+    for stage, each in enumerate(found.coordinates):
+        slots = (stages.activation_slots[stage] if stage else 0) + (stages.gradient_slots[stage] if stage < 3 else 0)
+        specs = [module.TensorSpec((1, 1024, 768), torch.float32)]
+        boundary = Boundary(SimpleNamespace(lends=False), specs)
+        buffers = receive_slots(boundary, slots, torch.device("meta"))._buffers
+        assert each.message_bytes == sum(t.numel() * t.element_size() for slot in buffers for t in slot)
+        in_flight = 4 - stage
+        assert each.message_bytes >= (in_flight if stage else 0) * message
+    assert [each.message_bytes for each in dry_run(gpt(), 4).coordinates] == [0]
+
+
+def test_broken_rules_are_told_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match=r"model.num_heads 12 is not divisible by parallel.tensor 5"):
+        dry_run(gpt("--parallel.tensor", "5"), 1000)
+    with pytest.raises(ConfigError, match=r"world size 1001 is not a multiple"):
+        dry_run(gpt("--parallel.pipeline", "4"), 1001)
+
+
+def stages_of(config):
+    shape = MeshShape({"pipeline": 2})
+    layout = StageLayout.of(config)
+    schedule = module.build_schedule(
+        config, 64, units_per_stage=layout.units_per_stage, tied_groups=layout.tied, data_parallel=False
+    )
+    mesh = module._mesh(shape, 0)
+    return module.shaped_stages(config, mesh, layout, schedule), mesh, layout, schedule
+
+
+def test_a_stage_that_hands_on_another_shape_is_found() -> None:
+    config = gpt("--parallel.pipeline", "2")
+    stages, _, layout, _ = stages_of(config)
+    twice = replace(config, batch=replace(config.batch, micro_size=2))
+    with pytest.raises(ShapeError, match=r"stage 0 hands on \[2, 1024, 768\] float32, where \[1, 1024, 768\] float32"):
+        module._run_shapes(twice, stages, layout, HeldTokens())
+
+
+def test_buffers_that_are_not_what_the_formulas_say_are_found() -> None:
+    config = gpt("--parallel.pipeline", "2")
+    stages, mesh, layout, schedule = stages_of(config)
+    other = replace(config, training=replace(config.training, precision="bf16"))
+    other = replace(other, parallel=replace(other.parallel, data=1))
+    with pytest.raises(ShapeError, match=r"bytes of weights, the formulas say"):
+        module._coordinate(predict_rank(other, schedule, 0), mesh, stages, layout)
+
+
+def test_collectives_of_absent_ranks_give_shapes() -> None:
+    group = ShapeGroup("tensor", (4, 5, 6), 1)
+    whole = torch.empty(3, 2, device="meta")
+    assert group.all_gather(whole).shape == (3, 3, 2)
+    assert group.reduce_scatter(whole).shape == (2,)
+    assert group.all_gather_object("a") == ["a"] * 3

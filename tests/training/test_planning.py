@@ -1,0 +1,94 @@
+"""`--plan`: the machine that a run is planned for, what stays pinned, and that all ranks come to the same layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import build_parser, parse_given
+from megapipe.config.run import PretrainConfig
+from megapipe.training.planning import planned, preset_of, this_machine
+from megapipe.training.validate import validate
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import TINY, launch
+
+GIB = 2**30
+
+
+def given(*arguments: str):
+    return parse_given(build_parser(""), PretrainConfig, [*TINY, "--data.prefix=unread", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA B200", 178.4, "b200"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+        ("Tesla V100-SXM2-16GB", 15.8, "v100-16"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100-32"),
+    ],
+)
+def test_gpus_are_known_by_their_names_and_memory(name: str, gib: float, preset: str) -> None:
+    assert preset_of(name, gib * GIB) == preset
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("NVIDIA GeForce RTX 4090", 24), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5)]
+)
+def test_a_gpu_without_a_preset_is_refused_with_the_way_out(name: str, gib: float) -> None:
+    with pytest.raises(ConfigError, match=r"no preset is of .* and give --plan machine.yaml"):
+        preset_of(name, gib * GIB)
+
+
+def test_a_node_has_as_many_devices_as_ranks() -> None:
+    hardware = this_machine("cpu", 3)
+    assert [node.devices_per_node for node in hardware.nodes(6)] == [3, 3]
+
+
+def test_the_plan_is_valid_and_the_same_each_time() -> None:
+    first, told = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
+    assert told.startswith("plan for 4 x core: ")
+    validate(first, 4)
+    second, again = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
+    assert (first, told) == (second, again)
+
+
+def test_what_is_given_stays() -> None:
+    config, _ = planned(given("--parallel.pipeline=2", "--batch.micro_size=2"), "auto", {}, 4)
+    assert (config.parallel.pipeline, config.batch.micro_size) == (2, 2)
+    assert config.training.precision == "fp32"
+    assert config.data.prefix == "unread"
+    config, _ = planned(given("--parallel.tensor=2", "--zero.stage=1"), "auto", {}, 4)
+    assert (config.parallel.tensor, config.zero.stage, config.parallel.data) == (2, 1, 2)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown hardware 'atuo'"):
+        planned(given(), "atuo", {}, 2)
+    with pytest.raises(ConfigError, match=r"3 devices asked for, but hardware 'CPU, 2 cores' has 2"):
+        planned(given(), "cpu", {}, 3)
+    with pytest.raises(ConfigError, match=r"training.precision auto"):
+        planned(given("--training.precision=auto"), "auto", {}, 2)
+    with pytest.raises(ConfigError, match=r"model.num_heads"):
+        planned(given("--parallel.tensor=3"), "auto", {}, 3)
+
+
+@pytest.mark.slow
+def test_two_ranks_plan_by_themselves_and_train(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path)
+    flags = [f"--data.prefix={prefix}", "--training.steps=2", "--training.log_every=1"]
+    folders = ["--training.directory", str(tmp_path / "run")]
+    finished = launch(2, *flags, *folders, "--plan", "auto", "--parallel.pipeline", "2", folder=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("plan for 2 x core: pipeline 2") == 1
+    assert "step 2/2" in finished.stdout
+    start = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (start["layout"]["pipeline"], start["layout"]["data"]) == (2, 1)
+    wrong = launch(2, *flags, "--plan", "auto", "--parallel.tensor", "3", folder=tmp_path)
+    assert wrong.returncode != 0
+    assert "error: " in wrong.stderr
+    assert "Traceback" not in wrong.stderr.partition("elastic")[0]
