@@ -32,9 +32,9 @@ class Effort:
     """
 
     keep: int = 5
-    slowest: float = 2.0
+    slowest: float = 1.5
     tolerance: float = 0.02
-    actions: int = 40_000
+    actions: int = 25_000
     alternatives: bool = True
     stages: bool = True
 

@@ -26,15 +26,16 @@ class Refiner:
     actions: int
 
     def refined(self, found: Sequence[Estimate], *, stages: bool) -> tuple[Found, ...]:
-        """The same layouts, improved and ordered anew: first those whose schedule was simulated, then the others by
-        closed forms. One that does not fit by simulation is left out. stages: layers may move between stages."""
+        """The same layouts, improved and ordered anew: first those whose schedule was simulated, the best of all by
+        closed forms, then the others. The first that is too long to simulate ends it: a worse layout is never put
+        first because it is shorter. One that does not fit by simulation is left out. stages: layers may move between
+        stages."""
         improved = [self._ordered(self._by_time(each) if stages else each) for each in found]
         improved.sort(key=_order)
         left, simulated, others = self.actions, [], []
         for each in improved:
-            count = _computations(each.estimate)
-            if count <= left:
-                left -= count
+            left -= _computations(each.estimate)
+            if left >= 0:
                 exact = self._simulated(each)
                 simulated += [exact] if exact.estimate.fits else []
             else:

@@ -128,6 +128,9 @@ def test_the_best_are_simulated_and_ordered_by_that() -> None:
     some = search(base, hardware, 4, pinned, space=SPACE, effort=Effort(actions=130, alternatives=False))
     assert [each.simulated for each in some.ranked].count(True) == 1
     assert some.ranked[0].simulated
+    closed = search(base, hardware, 4, pinned, space=SPACE, effort=Effort(actions=0, alternatives=False))
+    assert some.best.config == closed.best.config
+    assert not any(each.simulated for each in closed.ranked)
 
 
 def test_layers_move_between_stages_where_their_times_say_so() -> None:
