@@ -112,9 +112,23 @@ class RankPrediction:
         """Of each part of what a step holds beside `state` the most behind any action (not all at one time)."""
         return Held.largest(timeline(self))
 
+    @property
+    def messages(self) -> int:
+        """Bytes of the slots in which what other ranks' stages send arrives, and stays until its backward. They are
+        made with the engine, for all steps."""
+        header, ranks, slots = self.schedule.header, self.schedule.header.stage_ranks, 0
+        for stage in self.own_stages:
+            if stage > 0 and ranks[stage - 1] != ranks[stage]:
+                slots += header.activation_slots[stage]
+            if stage < len(ranks) - 1 and ranks[stage + 1] != ranks[stage]:
+                slots += header.gradient_slots[stage]
+        return slots * self.costs.stream
+
     def device_bytes(self) -> int:
-        """The most that a step holds on the device behind any action, lasting state included."""
-        return self.state().total - self.in_host() + max(sum(held) for held in timeline(self))
+        """The most that there is on the device behind any action of a step: lasting state, slots for messages, and
+        what comes and goes."""
+        held = max(sum(held) for held in timeline(self))
+        return self.state().total - self.in_host() + self.messages + held
 
     def traffic(self) -> Traffic:
         """What this rank exchanges in one step."""

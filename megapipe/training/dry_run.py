@@ -259,6 +259,8 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
         if total != getattr(said, name):
             raise ShapeError(f"rank {mesh.rank} was built with {total} bytes of {name}, the formulas say {said}")
     messages = _message_bytes(predicted.schedule.header, stages)
+    if messages != predicted.messages:
+        raise ShapeError(f"rank {mesh.rank} has {messages} bytes of slots, the formulas say {predicted.messages}")
     return Coordinate(
         pipeline=predicted.pipeline_rank,
         ranks=mesh.world_size // mesh.size("pipeline"),
@@ -267,7 +269,7 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
         parameters=sum(state.table.num_elements for state in states),
         state_bytes=said.total,
         message_bytes=messages,
-        peak_bytes=predicted.device_bytes() + messages,
+        peak_bytes=predicted.device_bytes(),
     )
 
 

@@ -101,6 +101,7 @@ def test_the_cost_models_memory_is_the_same_functions() -> None:
             state.weights, state.master, state.gradients, state.moments
         )  # fmt: skip
         assert memory.activations == peak.activations
+        assert memory.messages == exact.messages
         assert memory.buffers == peak.weights + peak.gradients + peak.summands + peak.reloaded
         assert exact.device_bytes() <= memory.total
 

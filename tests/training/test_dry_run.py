@@ -68,7 +68,8 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
     )
     for each, rank in zip(found.coordinates, (0, 2), strict=True):
         predicted = predict_rank(found.config, schedule, rank, device="cuda")
-        assert each.peak_bytes == predicted.device_bytes() + each.message_bytes
+        assert each.peak_bytes == predicted.device_bytes()
+        assert each.message_bytes == predicted.messages
         assert each.state_bytes == predicted.state().total
 
 

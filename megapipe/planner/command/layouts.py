@@ -133,7 +133,7 @@ def print_terms(answer: Estimate) -> None:
 
 def print_memory(answer: Estimate) -> None:
     """Memory by pipeline coordinate."""
-    names = ("weights", "master", "gradients", "moments", "activations", "buffers", "total")
+    names = ("weights", "master", "gradients", "moments", "activations", "buffers", "messages", "total")
     rows = [
         [str(place), *(bytes_told(getattr(memory, name)) for name in names)]
         for place, memory in enumerate(answer.memory)

@@ -114,8 +114,8 @@ def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) ->
         Section(
             "Memory",
             pictures["memory"],
-            "Weights to moments live between steps; activations and buffers are the most that any moment of a step "
-            "holds. Point at a part for its size.",
+            "Weights to moments live between steps, and so do the slots of messages; activations and buffers are the "
+            "most that any moment of a step holds. Point at a part for its size.",
         ),
         Section("Time", pictures["breakdown"], run_told(answer.config, hardware, answer.world_size)),
     ]

@@ -24,7 +24,8 @@ class RankMemory:
     """Bytes on the device of a rank at one pipeline coordinate.
 
     weights to moments: what lives between steps. activations: the most that any moment of a step holds.
-    buffers: whole weights and gradients of sharded units, and what their sums need, at the most.
+    buffers: whole weights and gradients of sharded units, and what their sums need, at the most. messages: what other
+    ranks' stages send arrives in, and stays in until its backward.
     """
 
     weights: int
@@ -33,11 +34,13 @@ class RankMemory:
     moments: int
     activations: int
     buffers: int
+    messages: int = 0
 
     @property
     def total(self) -> int:
         """All of it: a bound, as its parts need not peak together."""
-        return self.weights + self.master + self.gradients + self.moments + self.activations + self.buffers
+        state = self.weights + self.master + self.gradients + self.moments
+        return state + self.activations + self.buffers + self.messages
 
 
 @dataclass(frozen=True)

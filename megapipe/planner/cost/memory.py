@@ -8,6 +8,7 @@ from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, StateBytes
 from megapipe.costs.units import Unit
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.in_flight import most_held
+from megapipe.planner.cost.message_slots import message_slots
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.runs.scheduling import schedule_options
@@ -30,6 +31,7 @@ class _Memory:
         self.splits = generator.splits or config.schedule.two_bp
         arguments = generator.arguments(generator.policy_options, options)
         self.policy = generator.policy(run.pipeline, run.num_microbatches, **arguments)
+        self.flushes = max(self.policy.versions_by_rank) == 1 and self.policy.updates_per_step == 1
         self.held = most_held(
             config.schedule.name, run.pipeline, run.num_microbatches, generator.number_of_chunks(options), options
         )
@@ -62,7 +64,8 @@ class _Memory:
         """What two ranks have in common whose memory is the same."""
         ranges, last = self.run.stages.ranges, len(self.run.ranks) - 1
         members = tuple((self.run.classes[ranges[s].start : ranges[s].stop], s == 0, s == last) for s in stages)
-        return members, self.policy.versions_by_rank[rank], self.held[rank].tobytes()
+        at_end = rank in (0, self.run.pipeline - 1)
+        return members, self.policy.versions_by_rank[rank], self.held[rank].tobytes(), at_end
 
     def _rank(self, rank: int, stages: list[int]) -> RankMemory:
         state, present = self._state(rank, stages)
@@ -73,6 +76,7 @@ class _Memory:
             state.moments,
             self._activations(rank, stages),
             self._buffers(present),
+            self._messages(rank, stages),
         )
 
     def _state(self, rank: int, stages: list[int]) -> tuple[StateBytes, Counter[int]]:
@@ -112,6 +116,26 @@ class _Memory:
         kept, pending, working = zip(*(self._of_stage(stage) for stage in stages), strict=True)
         most = float((self.held[rank] @ np.array([*kept, *pending])).max())
         return round(most + max(working) + self.costs.stream)
+
+    def _messages(self, rank: int, stages: list[int]) -> int:
+        """Slots of messages from other ranks, forward and backward."""
+        run, slots = self.run, 0
+        for chunk, stage in enumerate(stages):
+            found = message_slots(
+                run.config.schedule.name,
+                self.held[rank],
+                chunk,
+                run.pipeline,
+                rank,
+                run.num_microbatches,
+                splits=self.splits,
+                flushes=self.flushes,
+            )
+            if stage > 0 and run.ranks[stage - 1] != rank:
+                slots += found.activations
+            if stage < len(run.ranks) - 1 and run.ranks[stage + 1] != rank:
+                slots += found.gradients
+        return slots * self.costs.stream
 
     def _of_stage(self, stage: int) -> tuple[float, float, float]:
         """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""

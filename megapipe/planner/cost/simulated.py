@@ -155,6 +155,7 @@ def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]
                 state.moments,
                 peak.activations,
                 peak.weights + peak.gradients + peak.summands + peak.reloaded,
+                exact.messages,
             )
         )
     return tuple(found)

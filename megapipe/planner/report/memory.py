@@ -14,6 +14,7 @@ COLOURS: Final = {
     "moments": "#b26bb5",
     "activations": "#3f9c6c",
     "buffers": "#8b93a1",
+    "messages": "#2f8f9d",
 }
 LEFT, TOP, RIGHT = 84, 44, 84
 

@@ -21,6 +21,9 @@ from megapipe.planner.search.refinement import Refiner
 from megapipe.planner.search.space import SearchSpace
 from megapipe.schedules import ScheduleError
 
+WIDEST = 8
+"""Times as many layouts as are ranked that are looked at where simulation finds the first ones slower."""
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -75,10 +78,12 @@ def search_speed(
     refiner, keep = Refiner(hardware, times, effort.actions), effort.keep
     found = explorer.fastest(keep)
     ranked = refiner.refined(found, stages=movable)
-    while not ranked and len(found) == keep:  # none of them fits by simulation, where closed forms said so
+    # Where closed forms err, layouts behind those that were kept may be better, or may be the only ones that fit.
+    while len(found) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], found[-1]))):
         keep *= 2
-        found = explorer.fastest(keep)
-        ranked = refiner.refined(found, stages=movable)
+        more = explorer.fastest(keep)
+        ranked = refiner.refined(more[len(found) :], ranked, stages=movable)
+        found = more
     if not ranked:
         # There are candidates, so that one of them is nearest.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
@@ -88,7 +93,7 @@ def search_speed(
     return Findings(
         objective="speed",
         devices=devices,
-        ranked=tuple(_priced(each, price) for each in ranked),
+        ranked=tuple(_priced(each, price) for each in ranked[: effort.keep]),
         pareto=tuple(_priced(Found(each), price) for each in front),
         alternatives=others,
         trials=(),
@@ -123,6 +128,11 @@ def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> Lay
 def price_per_million_tokens(found: Estimate, price_per_hour: float) -> float:
     """In the currency of the hardware file."""
     return price_per_hour / 3600.0 / found.tokens_per_second * 1e6
+
+
+def _beaten(best: Found, last: Estimate) -> bool:
+    """Whether a layout behind the last that was kept might be faster than the best, which was simulated."""
+    return best.simulated and best.estimate.step_seconds > last.step_seconds
 
 
 def _priced(found: Found, price: float | None) -> Found:

@@ -1,5 +1,6 @@
 """What is done to the few best layouts alone: stages by time, the order of nodes, the simulated schedule."""
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,31 +17,33 @@ from megapipe.planner.search.findings import Found
 from megapipe.schedules.balance import balance_layers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Refiner:
     """hardware, times: as the estimates use them. actions: computations of a step, over all its pipeline ranks, that
-    simulation may take all together; each takes tens of microseconds."""
+    simulation may still take all together; each takes tens of microseconds."""
 
     hardware: Hardware
     times: LayerTimes
     actions: int
 
-    def refined(self, found: Sequence[Estimate], *, stages: bool) -> tuple[Found, ...]:
-        """The same layouts, improved and ordered anew: first those whose schedule was simulated, the best of all by
-        closed forms, then the others. The first that is too long to simulate ends it: a worse layout is never put
-        first because it is shorter. One that does not fit by simulation is left out. stages: layers may move between
-        stages."""
-        improved = [self._ordered(self._by_time(each) if stages else each) for each in found]
-        improved.sort(key=_order)
-        left, simulated, others = self.actions, [], []
-        for each in improved:
-            left -= _computations(each.estimate)
-            if left >= 0:
-                exact = self._simulated(each)
-                simulated += [exact] if exact.estimate.fits else []
-            else:
-                others.append(each)
-        return (*sorted(simulated, key=_order), *others)
+    def refined(self, found: Sequence[Estimate], known: Sequence[Found] = (), *, stages: bool) -> tuple[Found, ...]:
+        """The same layouts, improved, together with those that are known, ordered by what is known best of each.
+
+        The first whose schedule was not simulated is, and takes its new place, until all are or the first is too long
+        for what is left. So the one in front stays there only where no other is faster by its closed form. One that
+        does not fit by simulation is left out. stages: layers may move between stages.
+        """
+        ranked = [*known, *(self._ordered(self._by_time(each) if stages else each) for each in found)]
+        ranked.sort(key=_order)
+        while (at := next((at for at, each in enumerate(ranked) if not each.simulated), None)) is not None:
+            needed = _computations(ranked[at].estimate)
+            if needed > self.actions:
+                break
+            self.actions -= needed
+            exact = self._simulated(ranked.pop(at))
+            if exact.estimate.fits:
+                insort(ranked, exact, key=_order)
+        return tuple(ranked)
 
     def _by_time(self, before: Estimate) -> Estimate:
         """Stages balanced by the layers' times where that is faster than by their FLOPs, and fits."""

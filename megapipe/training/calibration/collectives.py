@@ -1,4 +1,8 @@
-"""Times of collectives and of messages between ranks, over what training sends them with."""
+"""Times of collectives and of messages between ranks, over what training sends them with.
+
+Collectives are measured as layers meet them: behind computation, from which ranks come at slightly different times, with
+caches full of other things and a peer to be woken. One right behind the other they take a fraction of that.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +25,11 @@ from megapipe.planner.hardware.measured import MeasuredCollective, Transport
 SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 """Bytes of the whole buffer."""
 REPEATS = 7
+WORK = 512
+"""Size of the matrix product ahead of every collective: milliseconds on a processor's core."""
 LINK_TIMEOUT = 120.0
+LEAST = 1e-7
+"""Seconds that anything takes."""
 
 
 class Call(NamedTuple):
@@ -37,8 +45,9 @@ Timings = dict[int, Call]
 
 def measured_collectives(mesh: Mesh) -> dict[str, Timings]:
     """Operation -> times of calls among all ranks of the mesh. A collective call."""
+    work = _product(mesh)
     return {
-        operation: {size: _timed(mesh, _call(operation, mesh, size), _calls(size)) for size in SIZES}
+        operation: {size: _timed(mesh, _call(operation, mesh, size), _calls(size), work) for size in SIZES}
         for operation in _CALLS
     }
 
@@ -81,20 +90,45 @@ def _calls(size: int) -> int:
     return 20 if size <= 2**16 else 4
 
 
-def _timed(mesh: Mesh, call: Callable[[], None], calls: int) -> Call:
-    """Medians over some loops of calls."""
-    times, processor = [], []
-    for _ in range(REPEATS + 1):  # the first one warms up
-        mesh.world.barrier()
-        start, used = time.perf_counter(), time.process_time()
-        for _ in range(calls):
-            call()
-        if mesh.device.type == "cuda":
-            torch.cuda.synchronize(mesh.device)
-        times.append((time.perf_counter() - start) / calls)
-        processor.append((time.process_time() - used) / calls)
-    every = mesh.world.all_gather_object((median(times[1:]), median(processor[1:])))
+def _timed(mesh: Mesh, call: Callable[[], None], calls: int, work: Callable[[], None] | None = None) -> Call:
+    """Medians over some loops of calls. work: done ahead of every call, and its own time taken off again."""
+    loops = [call] if work is None else [_both(work, call), work]
+    rounds = [[_once(mesh, loop, calls) for loop in loops] for _ in range(REPEATS + 1)]  # the first one warms up
+    middle = [
+        Call(median(each[at].seconds for each in rounds[1:]), median(each[at].processor for each in rounds[1:]))
+        for at in range(len(loops))
+    ]
+    own = tuple(max(value - sum(rest), LEAST) for value, *rest in zip(*middle, strict=True))
+    every = mesh.world.all_gather_object(own)
     return Call(max(each for each, _ in every), sum(each for _, each in every) / len(every))
+
+
+def _once(mesh: Mesh, loop: Callable[[], None], calls: int) -> Call:
+    """One loop of calls, by the call."""
+    mesh.world.barrier()
+    start, used = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        loop()
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+    return Call((time.perf_counter() - start) / calls, (time.process_time() - used) / calls)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def loop() -> None:
+        first()
+        second()
+
+    return loop
+
+
+def _product(mesh: Mesh) -> Callable[[], None]:
+    left, right, out = (torch.ones(WORK, WORK, device=mesh.device) for _ in range(3))
+
+    def product() -> None:
+        torch.mm(left, right, out=out)
+
+    return product
 
 
 def _halved(there_and_back: Call) -> Call:
