@@ -1,7 +1,7 @@
 """Times of collectives and of messages between ranks, over what training sends them with.
 
-Collectives are measured as layers meet them: behind computation, from which ranks come at slightly different times, with
-caches full of other things and a peer to be woken. One right behind the other they take a fraction of that.
+Collectives are measured as layers meet them: behind computation, from which ranks come at slightly different times,
+with caches full of other things and a peer to be woken. One right behind the other they take a fraction of that.
 """
 
 import time
