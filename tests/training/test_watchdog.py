@@ -97,9 +97,10 @@ def hang(rank: int, directory: Path, how: str) -> None:
 def test_a_rank_that_cannot_run_python_is_dumped_and_ended(
     tmp_path: Path, how: str, ranks: int, status: int, word: str
 ) -> None:
-    with pytest.raises(RankError, match=f"rank 0 died with exit code {status}"):
+    with pytest.raises(RankError, match=rf"rank \d died with exit code {status}"):
         run_ranks(ranks, hang, tmp_path, how)
-    assert word in (tmp_path / "stacks/rank-0.txt").read_text()
+    # Of two ranks that wait for each other either may be the first to be ended.
+    assert any(word in stacks.read_text() for stacks in (tmp_path / "stacks").iterdir())
 
 
 def test_a_rank_that_goes_on_is_left_alone_and_leaves_nothing(tmp_path: Path) -> None:

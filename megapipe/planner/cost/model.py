@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
@@ -56,7 +57,8 @@ def predict(
 ) -> Prediction:
     """The same from the lowered schedule: its time by the simulator, its memory action by action.
 
-    The simulator knows no slow-down of what runs side by side. Arguments and errors as of `estimate`.
+    How far replicas' traffic slows down the compute beside it comes from the closed form. Arguments and errors as of
+    `estimate`.
     """
     run = lay_run(config, hardware, world_size, node_order)
     if times is None and shares_a_machine(run.placement):
@@ -85,7 +87,20 @@ def _predicted(
     assumptions = assumptions.on(run.hardware)
     costs, source = _stage_costs(run, times, assumptions)
     schedule, simulation, terms = simulated(run, costs, assumptions, source, contended)
+    if not contended and not run.config.schedule.file:
+        terms += _slow_down(run, costs, assumptions)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
+
+
+def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> tuple[Term, ...]:
+    """What replicas' traffic costs the compute beside it, which the simulator leaves alone: by the closed form."""
+    slowed, alone = (
+        sum(term.seconds for term in step_terms(run, costs, each, ""))
+        for each in (assumptions, replace(assumptions, slow_down=1.0))
+    )
+    if slowed <= alone:
+        return ()
+    return (Term("slow-down", slowed - alone, "traffic of replicas beside compute (Galvatron, arXiv 2211.13878)"),)
 
 
 def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:

@@ -159,7 +159,10 @@ def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any
 def test_terms_of_a_simulation_add_up_and_it_carries_its_schedule() -> None:
     config = layout("1f1b", 4, 8, parallel={"data": 2})
     found = predict(config, SELENE)
-    assert sum(term.seconds for term in found.estimate.terms) == pytest.approx(found.simulation.finish)
+    slow_down = found.estimate.seconds_of("slow-down")
+    assert 0 < slow_down < 0.1 * found.estimate.step_seconds
+    assert found.estimate.step_seconds - slow_down == pytest.approx(found.simulation.finish)
+    assert predict(config, SELENE, assumptions=PLAIN).estimate.seconds_of("slow-down") == 0.0
     assert found.schedule.header.num_microbatches == 8
     assert found.estimate.world_size == 8
 
