@@ -9,6 +9,7 @@ import torch
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.command.planning import measured_times
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.report.words import layout_told, seconds_told
@@ -35,7 +36,8 @@ def planned(
         raise ConfigError("training.precision auto is timed after the layout is known; name one beside --plan")
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
-    findings = search_speed(config, hardware, world_size, given.fields, effort=BEST_ALONE)
+    times = measured_times(hardware, world_size)
+    findings = search_speed(config, hardware, world_size, given.fields, times=times, effort=BEST_ALONE)
     best = findings.best
     told = (
         f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(best.config)}; predicted "

@@ -1,6 +1,7 @@
 """`--plan`: the machine that a run is planned for, what stays pinned, and that all ranks come to the same layout."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import build_parser, parse_given
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.hardware.writer import written
 from megapipe.training.planning import planned, preset_of, this_machine
 from megapipe.training.validate import validate
+from tests.planner.measured.machines import ROWS, machine, run
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import TINY, launch
 
@@ -64,6 +67,16 @@ def test_what_is_given_stays() -> None:
     assert config.data.prefix == "unread"
     config, _ = planned(given("--parallel.tensor=2", "--zero.stage=1"), "auto", {}, 4)
     assert (config.parallel.tensor, config.zero.stage, config.parallel.data) == (2, 1, 2)
+
+
+def test_a_measured_machine_is_planned_by_its_measurements(tmp_path: Path) -> None:
+    told = []
+    for factor in (1.0, 100.0):
+        rows = tuple(replace(row, forward=factor * row.forward, backward=factor * row.backward) for row in ROWS)
+        file = tmp_path / f"times-{factor:g}.yaml"
+        file.write_text(written(machine(layers=rows)))
+        told.append(planned(replace(given("--recompute.method=none"), config=run()), str(file), {}, 1)[1])
+    assert told[0] != told[1]
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
