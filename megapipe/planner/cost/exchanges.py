@@ -1,29 +1,13 @@
 """Seconds that ranks spend on talking inside a layer, by phase of a micro-batch."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from megapipe.costs.communication import Exchange
 from megapipe.costs.layout import LayoutCosts
 from megapipe.costs.parameters import LayerSpec
+from megapipe.planner.cost.layer_times import PhaseSeconds
 from megapipe.planner.hardware.collectives import CollectiveTime, GroupLinks, collective_time
 from megapipe.planner.hardware.placement import Placement
-
-
-class PhaseSeconds(NamedTuple):
-    """Of one micro-batch: forward, both halves of the backward, and the forward again where it is run whole."""
-
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-
-    def plus(self, other: "PhaseSeconds") -> "PhaseSeconds":
-        """Of both, one behind the other."""
-        return PhaseSeconds(*(one + two for one, two in zip(self, other, strict=True)))
-
-    def scaled(self, factor: float) -> "PhaseSeconds":
-        """Of as many."""
-        return PhaseSeconds(*(each * factor for each in self))
 
 
 def exchanges_seconds(placement: Placement, exchanges: Iterable[Exchange], *names: str) -> float:

@@ -7,13 +7,12 @@ from megapipe.costs.parameters import LayerSpec
 from megapipe.costs.units import Unit
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.exchanges import (
-    PhaseSeconds,
     exchanges_seconds,
     group_seconds,
     layer_exchange_seconds,
     shard_groups,
 )
-from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes
+from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSeconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.collectives import GroupLinks
@@ -46,6 +45,8 @@ def layer_cost(
     tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)
     if run.config.parallel.context_attention == "ring":
         context = _beside_attention(context, compute, flops, assumptions.slow_down)
+    if compute.waits is not None and not any(group.crosses for group in run.placement.groups("tensor", "context")):
+        tensor, context = _as_measured(tensor, context, compute.waits)
     unit = Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in run.tied))
     reduction, gather = replica_seconds(run, unit)
     partial = run.costs.partial_reduction(layer).get("tensor", [])
@@ -74,6 +75,15 @@ def _replica_groups(run: RunLayout) -> tuple[GroupLinks, GroupLinks]:
     slowest = min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
     shards = run.config.zero.num_shards(run.costs.replicas)
     return shard_groups(slowest, run.costs.replicas if shards == 1 else shards)
+
+
+def _as_measured(
+    tensor: PhaseSeconds, context: PhaseSeconds, waits: PhaseSeconds
+) -> tuple[PhaseSeconds, PhaseSeconds]:
+    """Measured waiting, told apart by what the model finds each dimension to have of it."""
+    both, of_tensor = sum(tensor) + sum(context), sum(tensor)
+    share = of_tensor / both if both else 1.0
+    return waits.scaled(share), waits.scaled(1.0 - share)
 
 
 def _beside_products(tensor: PhaseSeconds, compute: LayerSeconds, chunks: int, slow_down: float) -> PhaseSeconds:

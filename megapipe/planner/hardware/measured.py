@@ -36,6 +36,23 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
+class MeasuredWait:
+    """What ranks that share a layer wait in it for one another, beside their own work: one micro-batch, seconds.
+
+    Messages, and that ranks come to each other early and late by turns. Fields as those of `MeasuredLayer`.
+    """
+
+    kind: LayerKind
+    tensor: int
+    context: int
+    micro_size: int
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weight: float
+
+
+@dataclass(frozen=True)
 class MeasuredCollective:
     """A collective of `ranks` ranks of one node: a call takes latency + bytes / bandwidth.
 
@@ -69,7 +86,8 @@ class Measurements:
 
     date: ISO, of the day. torch: version. shape: what the layers' times depend on (`planner.measured.shape_of`).
     update_seconds: of an optimizer step with its gradient norm, per element that a rank updates. action_seconds: that
-    the engine takes around every forward and backward. contention: ascending in ranks, the first for one rank.
+    the engine takes around every forward and backward. contention: ascending in ranks, the first for one rank. waits:
+    inside layers that ranks share, as far as the machine has ranks for that; where there is no row, models tell.
     """
 
     date: str
@@ -79,6 +97,7 @@ class Measurements:
     action_seconds: float
     layers: tuple[MeasuredLayer, ...]
     contention: tuple[Contention, ...] = (Contention(1, 1.0),)
+    waits: tuple[MeasuredWait, ...] = ()
 
     def slowdown(self, ranks: float) -> float:
         """Factor while that many ranks compute: in between by straight lines, beyond the last by its share a rank."""

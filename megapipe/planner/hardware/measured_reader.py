@@ -12,11 +12,13 @@ from megapipe.planner.hardware.measured import (
     Contention,
     MeasuredCollective,
     MeasuredLayer,
+    MeasuredWait,
     Measurements,
 )
 from megapipe.planner.hardware.sections import MISSING, Section, Values
 
-TIMES = ("forward", "backward", "backward_input", "backward_weight", "recompute")
+SHARED = ("forward", "backward", "backward_input", "backward_weight")
+TIMES = (*SHARED, "recompute")
 ISO_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -35,9 +37,10 @@ def collective(values: Values, node: yaml.Node, path: str) -> MeasuredCollective
 
 def measurements(values: Values, node: yaml.Node, path: str) -> Any:
     """The `measured` section."""
-    known = ("date", "torch", "shape", "update_seconds", "action_seconds", "layers", "contention")
+    known = ("date", "torch", "shape", "update_seconds", "action_seconds", "layers", "contention", "waits")
     section = Section(values, node, path, known)
     layers = section.take("layers", lambda each, place: values.items(each, place, lambda *row: _layer(values, *row)))
+    waits = section.take("waits", lambda each, place: values.items(each, place, lambda *row: _wait(values, *row)), ())
     busy = section.take("contention", lambda each, place: values.items(each, place, lambda *row: _busy(values, *row)))
     if busy is not MISSING:
         _check_contention(values, section.fields["contention"], f"{path}.contention", busy)
@@ -49,15 +52,24 @@ def measurements(values: Values, node: yaml.Node, path: str) -> Any:
         action_seconds=section.take("action_seconds", values.non_negative),
         layers=layers,
         contention=busy,
+        waits=waits,
     )
 
 
 def _layer(values: Values, node: yaml.Node, path: str) -> MeasuredLayer:
-    section = Section(values, node, path, ("kind", "tensor", "context", "micro_size", *TIMES))
-    counts = {name: section.take(name, values.count) for name in ("tensor", "context", "micro_size")}
-    seconds = {name: section.take(name, values.non_negative) for name in TIMES}
+    return MeasuredLayer(**_row(values, node, path, TIMES))
+
+
+def _wait(values: Values, node: yaml.Node, path: str) -> MeasuredWait:
+    return MeasuredWait(**_row(values, node, path, SHARED))
+
+
+def _row(values: Values, node: yaml.Node, path: str, times: tuple[str, ...]) -> dict[str, Any]:
+    """Which layer, who shares it, and its seconds."""
+    section = Section(values, node, path, ("kind", "tensor", "context", "micro_size", *times))
     kind = section.take("kind", lambda each, place: values.one_of(each, place, LAYER_KINDS))
-    return MeasuredLayer(kind=kind, **counts, **seconds)
+    counts = {name: section.take(name, values.count) for name in ("tensor", "context", "micro_size")}
+    return {"kind": kind, **counts, **{name: section.take(name, values.non_negative) for name in times}}
 
 
 def _busy(values: Values, node: yaml.Node, path: str) -> Contention:

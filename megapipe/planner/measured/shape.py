@@ -36,6 +36,7 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
         "fp8": config.training.fp8,
         "compile": config.training.compile,
         "sequence_parallel": config.parallel.sequence,
+        "sequence_chunks": config.parallel.sequence_chunks,
         "context_attention": config.parallel.context_attention,
         "recomputed_parts": remade,
         "recompute_logits": config.recompute.logits,

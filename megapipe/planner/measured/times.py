@@ -1,22 +1,24 @@
 """Times of layers from a machine's own measurements; where there are none, from its roofline."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.parameters import LayerSpec
 from megapipe.costs.units import Unit, UnitCosts
-from megapipe.planner.cost.layer_times import LayerSeconds
+from megapipe.planner.cost.layer_times import LayerSeconds, PhaseSeconds
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.description import Hardware, NodeGroup
-from megapipe.planner.hardware.measured import MeasuredLayer, Measurements
+from megapipe.planner.hardware.measured import MeasuredLayer, MeasuredWait, Measurements
 from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.measured.shape import differences, shape_of
 from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
 from megapipe.planner.runs.scheduling import splits_backwards
 
-ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor"}
+ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "sequence_chunks": "tensor"}
 """Parts of a shape that say nothing of a layer which one rank has alone."""
 
 
@@ -67,7 +69,8 @@ class MeasuredTimes:
             f"{parallel.context}{beside}"
         )
         update = slower * self._elements(config, layer) * self.measured.update_seconds
-        return LayerSeconds(seconds("forward"), backward_input, backward_weight, again, update, source)
+        waits = self._waits(config, layer, slower)
+        return LayerSeconds(seconds("forward"), backward_input, backward_weight, again, update, source, waits)
 
     def _busy(self, config: PretrainConfig) -> int:
         """Ranks of the run on one node."""
@@ -92,9 +95,20 @@ class MeasuredTimes:
         return ""
 
     def _rows(self, config: PretrainConfig, layer: LayerSpec) -> list[MeasuredLayer]:
-        key = layer.kind, config.parallel.tensor, config.parallel.context
-        found = [row for row in self.measured.layers if (row.kind, row.tensor, row.context) == key]
-        return sorted(found, key=lambda row: row.micro_size)
+        return _of_layer(self.measured.layers, config, layer)
+
+    def _waits(self, config: PretrainConfig, layer: LayerSpec, slower: float) -> PhaseSeconds | None:
+        """Inside the layer, if it is shared and that was measured."""
+        rows = _of_layer(self.measured.waits, config, layer)
+        if not rows:
+            return None
+        names = (
+            ("forward", "backward_input", "backward_weight") if splits_backwards(config) else ("forward", "backward")
+        )
+        size = float(config.batch.micro_size)
+        return PhaseSeconds(
+            *(slower * between([(row.micro_size, getattr(row, name)) for row in rows], size) for name in names)
+        )
 
     def _roofline(self, config: PretrainConfig, layer: LayerSpec, why: str) -> LayerSeconds:
         """The file's devices are shares of a machine that is busy; a rank by itself is as much faster."""
@@ -118,6 +132,16 @@ class MeasuredTimes:
             specs = tuple(spec for spec in specs if spec.name.startswith("head."))
         replicas = (config.parallel.data or 1) * config.parallel.context
         return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT).own_elements(Unit(specs), 1)
+
+
+Row = TypeVar("Row", MeasuredLayer, MeasuredWait)
+
+
+def _of_layer(rows: Iterable[Row], config: PretrainConfig, layer: LayerSpec) -> list[Row]:
+    """Those of a layer as the run shares it, by micro-batch size."""
+    key = layer.kind, config.parallel.tensor, config.parallel.context
+    found = [row for row in rows if (row.kind, row.tensor, row.context) == key]
+    return sorted(found, key=lambda row: row.micro_size)
 
 
 def between(points: list[tuple[int, float]], at: float) -> float:

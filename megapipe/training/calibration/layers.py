@@ -16,6 +16,7 @@ import torch
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
+from megapipe.parallel.mesh import Mesh
 from megapipe.planner.hardware.measured import LAYER_KINDS, MeasuredLayer
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
 from megapipe.training.calibration.samples import samples_for
@@ -41,6 +42,11 @@ class Cell:
     tensor: int
     context: int
     micro_size: int
+
+    @property
+    def ranks(self) -> int:
+        """That share the layer."""
+        return self.tensor * self.context
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,21 @@ def _logits(config: PretrainConfig, apart: bool) -> bool:
 
 
 class LayerRun:
-    """A rank that trains a model of one cell, ready to be timed."""
+    """A rank that trains a model of one cell, ready to be timed.
 
-    def __init__(self, config: PretrainConfig, cell: Cell, device: torch.device, halves: Halves = "whole") -> None:
+    mesh: of the ranks that share the layers, by default one in the place of all (`silent_mesh`).
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        cell: Cell,
+        device: torch.device,
+        halves: Halves = "whole",
+        mesh: Mesh | None = None,
+    ) -> None:
         self.config = measured_config(config, cell, halves)
-        self.mesh = silent_mesh(cell.tensor, cell.context, device)
+        self.mesh = silent_mesh(cell.tensor, cell.context, device) if mesh is None else mesh
         self.replica = Replica(self.config, self.mesh, family_of(self.config).layers)
         loader = open_loader(self.config, self.mesh, self.replica, samples_for(self.config))
         self._batch = loader.load(0)
@@ -153,11 +169,11 @@ class LayerRun:
 
 
 def measure_cell(
-    config: PretrainConfig, cell: Cell, device: torch.device, steps: int
+    config: PretrainConfig, cell: Cell, device: torch.device, steps: int, mesh: Mesh | None = None
 ) -> tuple[list[MeasuredLayer], StepTimes]:
-    """Rows of a cell, a layer kind each, and what the run with whole backwards took besides."""
-    whole = LayerRun(config, cell, device).times(steps)
-    apart = LayerRun(config, cell, device, "apart").times(steps)
+    """Rows of a cell, a layer kind each, and what the run with whole backwards took besides. mesh: of `LayerRun`."""
+    whole = LayerRun(config, cell, device, mesh=mesh).times(steps)
+    apart = LayerRun(config, cell, device, "apart", mesh).times(steps)
 
     def row(kind: str) -> MeasuredLayer:
         again = apart.seconds.get((Kind.RECOMPUTE, kind), 0.0)

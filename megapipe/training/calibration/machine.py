@@ -1,7 +1,7 @@
 """The machine at hand as a hardware file: what its devices, their neighbours and the links between them can do."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +25,7 @@ from megapipe.training.calibration.layers import Cell, StepTimes, cells, measure
 from megapipe.training.calibration.ranks import on_ranks
 from megapipe.training.calibration.samples import samples_for
 from megapipe.training.calibration.together import Together, has_devices, measure_together
+from megapipe.training.calibration.waits import measure_shared, shared_cells, waits
 from megapipe.training.precision import with_precision
 
 STEPS = 5
@@ -59,8 +60,9 @@ def profile(
 ) -> Hardware:
     """Measure this machine for the layers of a run, and write what was found to a hardware file.
 
-    Layers are measured on one rank by itself, for every combination of the sizes; how much longer work takes, and
-    what collectives take, with 2, 4, ... and with `ranks` ranks at once. Starts its own processes, one thread each.
+    Layers are measured on one rank by itself, for every combination of the sizes, and on all ranks that share them, as
+    far as there are so many; how much longer work takes, and what collectives take, with 2, 4, ... and with `ranks`
+    ranks at once. Starts its own processes, one thread each.
 
     Args:
         config: model, sequence length, precision, optimizer, recompute and kernels count; the layout does not. A
@@ -87,7 +89,11 @@ def profile(
         say(f"{count} ranks at once: the same work side by side, and collectives")
         together.append(on_ranks(count, device_type, measure_together, alone.config, max(micro_sizes), steps)[0])
         say(f"work takes {together[-1].factor:.2f} times as long as alone")
-    text = written(assembled(alone, together, ranks), _remark(ranks))
+    shared: dict[int, list[MeasuredLayer]] = {}
+    for count, cells_of in shared_cells(wanted, ranks).items():
+        say(f"{count} ranks that share layers: {len(cells_of)} combinations of sizes")
+        shared[count] = on_ranks(count, device_type, measure_shared, alone.config, cells_of, steps)[0]
+    text = written(assembled(alone, together, ranks, shared), _remark(ranks))
     write_whole(out, text.encode())
     say(f"wrote {out}")
     return read_hardware(text, str(out))
@@ -119,8 +125,13 @@ def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ra
     )
 
 
-def assembled(alone: Alone, together: Sequence[Together], ranks: int) -> Hardware:
-    """The machine as `ranks` devices of one node, each with its share of what they have together."""
+def assembled(
+    alone: Alone, together: Sequence[Together], ranks: int, shared: Mapping[int, Sequence[MeasuredLayer]]
+) -> Hardware:
+    """The machine as `ranks` devices of one node, each with its share of what they have together.
+
+    shared: number of ranks -> layers that so many share, with all that these wait for one another.
+    """
     contention = (Contention(1, 1.0), *(Contention(each.ranks, each.factor) for each in together))
     first = alone.steps[0]
     measured = Measurements(
@@ -132,6 +143,8 @@ def assembled(alone: Alone, together: Sequence[Together], ranks: int) -> Hardwar
         layers=tuple(alone.layers),
         contention=contention,
     )
+    beside = [row for count, rows in shared.items() for row in waits(alone.layers, rows, measured.slowdown(count))]
+    measured = replace(measured, waits=tuple(beside))
     factor = contention[-1].factor
     products = [each._replace(seconds=each.seconds * factor) for each in alone.products]
     peak = max(2.0 * each.batch * each.rows * each.inner * each.columns / each.seconds for each in products)
