@@ -14,6 +14,7 @@ from megapipe.planner.hardware.measured import (
     Contention,
     MeasuredCollective,
     MeasuredLayer,
+    MeasuredWait,
 )
 from megapipe.planner.hardware.reader import PRESETS, load_hardware, read_hardware
 from megapipe.planner.hardware.writer import written
@@ -23,15 +24,21 @@ SECONDS = st.floats(0.0, 1e3).map(lambda value: float(f"{value:.6g}"))
 RATES = st.floats(1.0, 1e12).map(lambda value: float(f"{value:.6g}"))
 COUNTS = st.integers(1, 64)
 LAYERS = st.builds(MeasuredLayer, st.sampled_from(LAYER_KINDS), *[COUNTS] * 3, *[SECONDS] * 5)
+WAITS = st.builds(MeasuredWait, st.sampled_from(LAYER_KINDS), *[COUNTS] * 3, *[SECONDS] * 4)
 CONTENTION = st.lists(st.integers(2, 64), unique=True, max_size=3).map(
     lambda ranks: tuple(Contention(each, 1.0 + each / 8) for each in sorted({1, *ranks}))
 )
 
 
-@given(layers=st.lists(LAYERS, min_size=1, max_size=4).map(tuple), contention=CONTENTION, seconds=SECONDS)
+@given(
+    layers=st.lists(LAYERS, min_size=1, max_size=4).map(tuple),
+    contention=CONTENTION,
+    seconds=SECONDS,
+    waits=st.lists(WAITS, max_size=3).map(tuple),
+)
 @settings(deadline=None, max_examples=40)
-def test_a_machine_is_read_back_as_it_was_written(layers, contention, seconds) -> None:  # type: ignore[no-untyped-def]
-    hardware = machine(layers=layers, contention=contention, update_seconds=seconds)
+def test_a_machine_is_read_back_as_it_was_written(layers, contention, seconds, waits) -> None:  # type: ignore[no-untyped-def]
+    hardware = machine(layers=layers, contention=contention, update_seconds=seconds, waits=waits)
     assert read_hardware(written(hardware, "two lines\nof remarks")) == hardware
 
 

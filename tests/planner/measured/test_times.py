@@ -9,12 +9,19 @@ from hypothesis import strategies as st
 from megapipe.costs.gpt import gpt_layers
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.hardware.measured import Contention
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.measured import Contention, MeasuredWait, Measurements
 from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.measured.times import MeasuredTimes, at_ease, between, is_measured, shares_a_machine
 from tests.planner.measured.machines import DEVICE, MODEL, machine, run
 
 EMBEDDING, BLOCK, *_, HEAD = gpt_layers(MODEL)
+AT_EASE = Contention(1, 1.0), Contention(4, 1.0)
+
+
+def measurements(hardware: Hardware) -> Measurements:
+    assert hardware.measured is not None
+    return hardware.measured
 
 
 def test_a_measured_layer_is_what_its_row_says() -> None:
@@ -117,6 +124,53 @@ def test_a_measured_sum_takes_what_was_measured() -> None:
     assert placement.slowest("all_reduce", 1e6, "tensor", "data").seconds == pytest.approx(6e-3)
     assert placement.slowest("all_gather", 1e6, "tensor").algorithm == "ring"
     assert Placement(machine(), {"pipeline": 2}).send(4e6, 0).seconds == pytest.approx(1.01e-3)
+
+
+WAITS = tuple(
+    MeasuredWait(kind, 2, 1, micro, *(seconds * micro for seconds in (1e-3, 2e-3, 1.5e-3, 0.25e-3)))
+    for kind in ("embedding", "block", "head")
+    for micro in (1, 4)
+)  # type: ignore[arg-type]
+
+
+def test_ranks_that_share_a_layer_wait_as_measured() -> None:
+    """2 samples a micro-batch lie on the line between 1 and 4: a layer waits 2 ms forward and 4 ms backward."""
+    config = run(parallel={"tensor": 2})
+    layers, count = MODEL.num_layers + 2, 8
+    alone = replace(machine(), measured=replace(measurements(machine()), contention=AT_EASE))
+    waiting = replace(alone, measured=replace(measurements(alone), waits=WAITS))
+    for found in (estimate(config, waiting), predict(config, waiting).estimate):
+        assert found.seconds_of("tensor") == pytest.approx(count * layers * 6e-3)
+    assert estimate(config, alone).seconds_of("tensor") != pytest.approx(count * layers * 6e-3)
+
+
+def test_halves_that_run_apart_wait_apart() -> None:
+    config = run(parallel={"tensor": 2, "pipeline": 2}, schedule={"name": "zb_h1"})
+    waits = MeasuredTimes(machine(waits=WAITS), contended=False).of(config, BLOCK).waits
+    assert waits == pytest.approx((2e-3, 3e-3, 0.5e-3))
+
+
+def test_ranks_on_two_nodes_do_not_wait_as_measured_on_one() -> None:
+    config = run(parallel={"tensor": 2, "data": 2})
+    hardware = machine(waits=WAITS)
+    (group,) = hardware.groups
+    spread = replace(hardware, groups=(replace(group, devices_per_node=1, num_nodes=4),))
+    without = replace(spread, measured=replace(measurements(spread), waits=()))
+    assert estimate(config, spread).seconds_of("tensor") == estimate(config, without).seconds_of("tensor")
+    on_one = replace(hardware, measured=replace(measurements(hardware), waits=()))
+    assert estimate(config, hardware).seconds_of("tensor") != estimate(config, on_one).seconds_of("tensor")
+
+
+def test_what_ranks_wait_is_told_apart_by_tensor_and_context() -> None:
+    measured = measurements(machine())
+    rows = tuple(replace(row, context=2) for row in measured.layers if row.tensor == 2)
+    waits = tuple(replace(row, context=2) for row in WAITS)
+    hardware = machine(layers=rows, waits=waits, contention=AT_EASE)
+    config = run(parallel={"tensor": 2, "context": 2})
+    found = estimate(config, hardware)
+    tensor, context = found.seconds_of("tensor"), found.seconds_of("context")
+    assert min(tensor, context) > 0.0
+    assert tensor + context == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 
 
 def test_collectives_at_ease_are_contended_again_to_what_was_measured() -> None:
