@@ -23,8 +23,8 @@ class LayerCost:
     """One layer on one rank.
 
     compute: kernels. tensor, context: what a micro-batch waits for others beside its kernels, the part that hides
-    behind them left out. reduction: of its gradient, once; gather: of its weights, once; update_traffic: what an
-    update exchanges.
+    behind them left out; waits_measured: on such ranks, not told by the model. reduction: of its gradient, once;
+    gather: of its weights, once; update_traffic: what an update exchanges.
     """
 
     compute: LayerSeconds
@@ -33,6 +33,7 @@ class LayerCost:
     reduction: float
     gather: float
     update_traffic: float
+    waits_measured: bool = False
 
 
 def layer_cost(
@@ -45,8 +46,10 @@ def layer_cost(
     tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)
     if run.config.parallel.context_attention == "ring":
         context = _beside_attention(context, compute, flops, assumptions.slow_down)
-    if compute.waits is not None and not any(group.crosses for group in run.placement.groups("tensor", "context")):
-        tensor, context = _as_measured(tensor, context, compute.waits)
+    crosses = any(group.crosses for group in run.placement.groups("tensor", "context"))
+    waits = None if crosses else compute.waits
+    if waits is not None:
+        tensor, context = _as_measured(tensor, context, waits)
     unit = Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in run.tied))
     reduction, gather = replica_seconds(run, unit)
     partial = run.costs.partial_reduction(layer).get("tensor", [])
@@ -54,7 +57,7 @@ def layer_cost(
     traffic = run.costs.of_units.update(unit)
     exchanged = exchanges_seconds(run.placement, traffic.get("tensor", []), "tensor")
     exchanged += group_seconds(traffic.get(run.costs.of_units.shard_group, []), _replica_groups(run)[0])
-    return LayerCost(compute, tensor, context, reduction, gather, exchanged)
+    return LayerCost(compute, tensor, context, reduction, gather, exchanged, waits is not None)
 
 
 def replica_seconds(run: RunLayout, unit: Unit) -> tuple[float, float]:

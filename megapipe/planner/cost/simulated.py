@@ -126,8 +126,8 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
     parts = [
         Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), source),
         Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {source}"),
-        Term("tensor", once(costs.tensor + apart * costs.tensor_weight), "rings of tensor ranks"),
-        Term("context", once(costs.context + apart * costs.context_weight), "rings of context ranks"),
+        Term("tensor", once(costs.tensor + apart * costs.tensor_weight), costs.tensor_source),
+        Term("context", once(costs.context + apart * costs.context_weight), costs.context_source),
         Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
     ]
     yield from parts

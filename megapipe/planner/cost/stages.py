@@ -11,6 +11,7 @@ from megapipe.planner.cost.layer_costs import LayerCost
 from megapipe.planner.cost.run_layout import RunLayout
 
 Floats = npt.NDArray[np.float64]
+MEASURED_WAITS = "measured: what ranks that share a layer wait for one another"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """All stages: arrays of one entry a stage, shape [stages]; seconds.
+    """All stages: arrays of one entry a stage, shape [stages]; seconds. sources: of `tensor_` and `context_`.
 
     Phases hold kernels alone; `tensor_` and `context_` what a micro-batch waits for besides. recompute: of layers
     that run again as a whole; what is made again inside a backward is a part of backward_input.
@@ -61,6 +62,8 @@ class StageCosts:
     update: Floats
     reduction: Floats
     gather: Floats
+    tensor_source: str
+    context_source: str
 
     @property
     def whole_forward(self) -> Floats:
@@ -111,6 +114,8 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     is_block = np.array([run.stages.layers[index].kind == "block" for index in run.kinds])
     made = counts * ~is_block if whole else counts
 
+    measured = any(kind.waits_measured for kind in kinds)
+
     def total(values: Sequence[float], of: Floats = counts) -> Floats:
         return of @ np.array(values)
 
@@ -133,6 +138,8 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
         update=total([kind.compute.update for kind in kinds]) + total([kind.update_traffic for kind in kinds]),
         reduction=total([kind.reduction for kind in kinds]),
         gather=total([kind.gather for kind in kinds]),
+        tensor_source=MEASURED_WAITS if measured else "rings, doi 10.1177/1094342005051521, section 4.1",
+        context_source=MEASURED_WAITS if measured else "rings beside attention, arXiv 2310.01889, section 3",
     )
 
 

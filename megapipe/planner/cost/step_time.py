@@ -95,8 +95,8 @@ class _Step:
         apart = self.splits
         tensor = costs.tensor + (costs.tensor_weight if apart else 0.0)
         context = costs.context + (costs.context_weight if apart else 0.0)
-        yield Term("tensor", once(tensor), "rings, doi 10.1177/1094342005051521, section 4.1")
-        yield Term("context", once(context), "rings beside attention, arXiv 2310.01889, section 3")
+        yield Term("tensor", once(tensor), costs.tensor_source)
+        yield Term("context", once(context), costs.context_source)
 
     def _steady_traffic(self) -> tuple[Floats, Floats]:
         """By stage, what replicas exchange with every micro-batch: gathers ahead of either pass, sums of gradients."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megapipe.costs.gpt import gpt_layers
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.cost.roofline_times import RooflineTimes
+from megapipe.planner.cost.stages import MEASURED_WAITS
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.measured import Contention, MeasuredWait, Measurements
 from megapipe.planner.hardware.placement import Placement
@@ -141,6 +142,7 @@ def test_ranks_that_share_a_layer_wait_as_measured() -> None:
     waiting = replace(alone, measured=replace(measurements(alone), waits=WAITS))
     for found in (estimate(config, waiting), predict(config, waiting).estimate):
         assert found.seconds_of("tensor") == pytest.approx(count * layers * 6e-3)
+        assert [term.source for term in found.terms if term.name == "tensor"] == [MEASURED_WAITS]
     assert estimate(config, alone).seconds_of("tensor") != pytest.approx(count * layers * 6e-3)
 
 
