@@ -46,6 +46,7 @@ def run_profile(request: Request) -> int:
             flags["output"],
             ranks=flags["ranks"],
             tensor_sizes=flags["tensor_sizes"],
+            context_sizes=flags["context_sizes"],
             micro_sizes=flags["micro_sizes"],
             say=_say_nothing if flags["json"] else _say,
         )

@@ -36,10 +36,10 @@ class Request:
     flags: Mapping[str, Any]
 
     def hardware(self) -> Hardware:
-        """The machine that --hardware names. ConfigError without one."""
+        """The machine that --hardware names, less --memory_reserve. ConfigError without one."""
         if self.flags["hardware"] is None:
             raise ConfigError(f"--hardware is missing; name a file or one of {', '.join(PRESETS)}")
-        return load_hardware(self.flags["hardware"])
+        return load_hardware(self.flags["hardware"]).with_reserve(self.flags.get("memory_reserve", 0.0) * 1e9)
 
     def devices(self) -> int:
         """Ranks: --devices, or what the sizes of the layout make; both must agree where both are given."""
@@ -70,6 +70,10 @@ class Command:
 def _machine(parser: ArgumentParser) -> None:
     parser.add_argument("--hardware", type=str, help=f"file, or one of {', '.join(PRESETS)}")
     parser.add_argument("--devices", type=int, help="ranks in all (default: what the sizes of the layout make)")
+    parser.add_argument(
+        "--memory_reserve", type=float, default=0.0, metavar="GB",
+        help="of every device, kept free for what is there beside tensors: driver, messages, fragments (default 0)",
+    )  # fmt: skip
 
 
 def _json(parser: ArgumentParser) -> None:
@@ -127,6 +131,7 @@ def _profile(parser: ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="hardware file to write")
     parser.add_argument("--ranks", type=int, default=2, help="processes that run at once (default 2)")
     parser.add_argument("--tensor_sizes", type=list[int], default=[1], help="sizes of parallel.tensor, as in [1,2]")
+    parser.add_argument("--context_sizes", type=list[int], default=[1], help="sizes of parallel.context, as in [1,2]")
     parser.add_argument("--micro_sizes", type=list[int], default=[1, 2, 4], help="sizes of micro-batches, as in [1,2]")
 
 

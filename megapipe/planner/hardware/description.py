@@ -177,6 +177,22 @@ class Hardware:
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
+    def with_reserve(self, num_bytes: float) -> "Hardware":
+        """The same with so much less memory on every device: for what is there beside tensors.
+
+        Raises:
+            ConfigError: less than nothing, or a device would have none left.
+        """
+        smallest = min(self.groups, key=lambda group: group.device.memory_bytes).device
+        if not 0 <= num_bytes < smallest.memory_bytes:
+            raise ConfigError(
+                f"a reserve of {num_bytes / 1e9:g} GB leaves device {smallest.name!r} nothing of its "
+                f"{smallest.memory_bytes / 1e9:g} GB, or is less than 0; give one between"
+            )
+        devices = (replace(group.device, memory_bytes=group.device.memory_bytes - num_bytes) for group in self.groups)
+        groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
+        return replace(self, groups=tuple(groups))
+
     def _supply(self) -> Iterator[NodeGroup]:
         for group in self.groups:
             left = group.num_nodes

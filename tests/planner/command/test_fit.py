@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megapipe.planner.cost.stages import MEASURED_WAITS
 from megapipe.planner.fitting.published import TABLES
 from megapipe.planner.hardware.reader import load_hardware
 from tests.planner.command.plan import ROOT, json_of, output, refusal
@@ -44,7 +45,13 @@ def test_a_profile_is_measured_and_planned_with(capsys, tmp_path):
     file = tmp_path / "machine.yaml"
     shape = ["--model.vocabulary_size=61", "--model.num_layers=2", "--model.hidden_size=32", "--model.num_heads=4"]
     shape += ["--model.max_positions=16", "--data.sequence_length=16", "--training.precision=fp32"]
-    sizes = ["--ranks=2", "--tensor_sizes=[1]", "--micro_sizes=[1,2]", "--parallel.device=cpu"]
+    sizes = [
+        "--ranks=2",
+        "--tensor_sizes=[1]",
+        "--context_sizes=[1,2]",
+        "--micro_sizes=[1,2]",
+        "--parallel.device=cpu",
+    ]
     program = [sys.executable, str(ROOT / "tools" / "plan.py"), "profile", *shape, *sizes, "--output", str(file)]
     finished = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -52,6 +59,7 @@ def test_a_profile_is_measured_and_planned_with(capsys, tmp_path):
     planned = ["--hardware", str(file), "--devices=2", "--batch.global_size=4", "--batch.micro_size=2"]
     text = output(capsys, "search", *shape, *planned, "--recompute.method=none", "--parallel.tensor=1")
     assert "measured 20" in text
+    assert MEASURED_WAITS in output(capsys, "explain", *shape, *planned, "--parallel.context=2")
     wrong = subprocess.run([*program, "--ranks=0"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: ")

@@ -125,3 +125,16 @@ def test_a_bert_is_planned_too(capsys):
     shape = ["--bert", "--model", MODEL.replace("gpt2_1.5b", "bert_large"), "--hardware=v100-16", "--devices=4"]
     text = output(capsys, "predict", *shape, "--batch.global_size=16", "--data.sequence_length=512")
     assert text.startswith("BERT of 336M parameters on 4 x ")
+
+
+def test_a_reserve_is_kept_free(capsys):
+    needed = max(json_of(capsys, "predict", *LAYOUT)["memory_bytes"])
+    for spare, fits in ((0.1e9, True), (-0.1e9, False)):
+        reserve = (80e9 - needed - spare) / 1e9
+        found = json_of(capsys, "predict", *LAYOUT, "--memory_reserve", str(reserve))
+        assert found["fits"] is fits
+        assert found["memory_limit_bytes"] == pytest.approx(needed + spare)
+    told = "of its 80 GB, or is less than 0; give one between"
+    for reserve in ("80", "-1"):
+        (line,) = refusal(capsys, "predict", *LAYOUT, "--memory_reserve", reserve)
+        assert told in line
