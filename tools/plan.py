@@ -1,4 +1,4 @@
-"""Plan a training: search, predict, explain, compare, train-time, profile, fit, dry-run; see --help."""
+"""Plan a training: search, predict, explain, compare, train-time, profile, links, fit, dry-run; see --help."""
 
 import sys
 from functools import partial
@@ -11,9 +11,8 @@ def with_torch(name: str, request: Request) -> int:
     """Run a command of training/; importing torch takes a second, which the others need not wait for."""
     from megapipe.training import plan_commands
 
-    handler = {"profile": plan_commands.run_profile, "dry-run": plan_commands.run_dry_run}[name]
-    return handler(request)
+    return plan_commands.HANDLERS[name](request)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], {name: partial(with_torch, name) for name in ("profile", "dry-run")}))
+    sys.exit(main(sys.argv[1:], {name: partial(with_torch, name) for name in ("profile", "links", "dry-run")}))

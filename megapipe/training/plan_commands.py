@@ -1,16 +1,24 @@
-"""The commands of ``tools/plan.py`` that need torch: `dry-run` builds shapes, `profile` measures."""
+"""The commands of ``tools/plan.py`` that need torch: `dry-run` builds shapes, `profile` and `links` measure."""
 
 import json
+import os
+from collections.abc import Callable
 
 from megapipe.config.errors import ConfigError
+from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
+from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.hardware.writer import written
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told
 from megapipe.training.calibration import profile
+from megapipe.training.calibration.machine import check_output
+from megapipe.training.calibration.node_links import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
 
 
@@ -57,6 +65,51 @@ def run_profile(request: Request) -> int:
     else:
         print(f"written: {flags['output']}; plan with it by --hardware {flags['output']}")
     return 0
+
+
+def run_links(request: Request) -> int:
+    """Measure the links between the nodes that torchrun started this on, and write them into a hardware file."""
+    flags = request.flags
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        hardware, num_bytes = request.hardware(), int(flags["megabytes"] * 1e6)
+        if num_bytes < 1:
+            raise ConfigError(f"--megabytes is {flags['megabytes']:g}; a message has 1 byte or more")
+        check_output(flags["output"])
+        world_size = LaunchEnvironment.read(os.environ).world_size
+        if world_size == 1:
+            raise ConfigError(
+                "links are measured between nodes: start this on two or more by torchrun --nnodes N --nproc_per_node "
+                "DEVICES tools/plan.py links, as a training is started"
+            )
+        mesh = initialize({"data": world_size}, request.config.parallel.device)
+        found = measure_node_links(mesh, Place.of_this_process(), num_bytes)
+        hardware = with_node_links(hardware, found)
+    except LaunchError as error:
+        raise ConfigError(str(error)) from error
+    except ConfigError:
+        if first:
+            raise
+        return 2  # rank 0 tells
+    if first:
+        hosts = ", ".join(f"{number} {host}" for number, host in enumerate(found.hosts))
+        write_whole(flags["output"], written(hardware, f"Links measured between nodes: {hosts}").encode())
+        if flags["json"]:
+            print(json.dumps(vars(found)))
+        else:
+            _print_links(found)
+            print(f"\nwritten: {flags['output']}; plan with it by --hardware {flags['output']}")
+    shutdown()
+    return 0
+
+
+def _print_links(found: NodeLinks) -> None:
+    rows = [
+        [f"{number} {host}", *("" if i == number else f"{rate / 1e9:.3g}" for i, rate in enumerate(row))]
+        for number, (host, row) in enumerate(zip(found.hosts, found.bandwidth, strict=True))
+    ]
+    columns = ["from, to", *map(str, range(len(found.hosts)))]
+    print_table(columns, rows, f"GB/s between nodes, latency {found.latency * 1e6:.3g} us")
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:
@@ -119,3 +172,7 @@ def _say(line: str) -> None:
 
 def _say_nothing(line: str) -> None:
     """For output that a program reads."""
+
+
+HANDLERS: dict[str, Callable[[Request], int]] = {"profile": run_profile, "links": run_links, "dry-run": run_dry_run}
+"""These commands by name."""

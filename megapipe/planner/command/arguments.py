@@ -135,6 +135,12 @@ def _profile(parser: ArgumentParser) -> None:
     parser.add_argument("--micro_sizes", type=list[int], default=[1, 2, 4], help="sizes of micro-batches, as in [1,2]")
 
 
+def _links(parser: ArgumentParser) -> None:
+    parser.add_argument("--hardware", type=str, help=f"what a node is: file, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--output", type=Path, required=True, help="hardware file to write, with the links")
+    parser.add_argument("--megabytes", type=float, default=64.0, help="of a message (default 64)")
+
+
 def _fit(parser: ArgumentParser) -> None:
     parser.add_argument("--published", choices=tuple(TABLES), help="a table of published rows")
     parser.add_argument("--rows", type=str, metavar="FILE", help="YAML of your own measured runs (docs/cost_model.md)")
@@ -172,6 +178,11 @@ COMMANDS: dict[str, Command] = {
         "measure this machine and write a hardware file",
         "--model FILE --output FILE [--ranks N]",
         (_profile, _json),
+    ),
+    "links": Command(
+        "measure the links between the nodes of a job, into a hardware file",
+        "--hardware FILE|PRESET --output FILE, started by torchrun on every node",
+        (_links, _json),
     ),
     "fit": Command(
         "fit a machine's efficiency to measured runs, and say how far off it is",

@@ -219,14 +219,28 @@ def _check(
         problems.append(
             f"{ranks} ranks asked for, but this machine has {torch.cuda.device_count()} GPUs; ask for fewer"
         )
-    if out.is_dir() or out.suffix not in (".yaml", ".yml"):
-        problems.append(f"{out} is no name of a hardware file; give one that ends in .yaml, such as machine.yaml")
-    folder = next(each for each in out.resolve().parents if each.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        problems.append(f"{out} cannot be written: {folder} is no folder that you may write to; name another file")
+    problems += output_problems(out)
     if problems:
         raise ConfigError(problems)
     samples_for(config)
+
+
+def check_output(out: Path) -> None:
+    """Raise ConfigError where no hardware file can be written."""
+    problems = output_problems(out)
+    if problems:
+        raise ConfigError(problems)
+
+
+def output_problems(out: Path) -> list[str]:
+    """Why no hardware file can be written there, one message each."""
+    found = []
+    if out.is_dir() or out.suffix not in (".yaml", ".yml"):
+        found.append(f"{out} is no name of a hardware file; give one that ends in .yaml, such as machine.yaml")
+    folder = next(each for each in out.resolve().parents if each.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        found.append(f"{out} cannot be written: {folder} is no folder that you may write to; name another file")
+    return found
 
 
 def _of_context(config: PretrainConfig, size: int) -> PretrainConfig:

@@ -34,6 +34,7 @@ def with_a_late_rank(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell],
     return measure_shared(mesh, config, wanted, steps)
 
 
+@pytest.mark.slow
 def test_all_wait_for_a_rank_that_comes_late() -> None:
     """A block of two tensor ranks sums twice in its forward, and twice in its backward."""
     rows, others = on_ranks(2, "cpu", with_a_late_rank, CONFIG, [Cell(2, 1, 1), Cell(1, 2, 1)], 3)

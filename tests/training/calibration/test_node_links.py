@@ -1,0 +1,136 @@
+"""Links between nodes: every pair measured once in a round without others, slow ones seen, and put into the file."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.hardware.writer import written
+from megapipe.training.calibration.node_links import NodeLinks, Place, measure_node_links, rounds, with_node_links
+from megapipe.training.calibration.ranks import on_ranks
+from tests.planner.measured.machines import machine
+from tests.support.launch import ROOT, environment
+
+FOUND = NodeLinks(("a", "b"), (4, 4), 2e-5, ((0.0, 3e9), (1e9, 0.0)))
+
+
+@given(st.integers(1, 40))
+def test_every_pair_meets_once_and_nobody_twice_in_a_round(nodes: int) -> None:
+    found = rounds(nodes)
+    met = [tuple(sorted(pair)) for pairs in found for pair in pairs]
+    assert sorted(met) == list(combinations(range(nodes), 2))
+    assert all(len({*sum(pairs, ())}) == 2 * len(pairs) for pairs in found)
+    assert len(found) == (nodes if nodes % 2 else nodes - 1)
+
+
+def from_a_slow_node(mesh: Mesh, sizes: tuple[int, ...], slow: int, seconds: float) -> NodeLinks:
+    """Nodes of so many ranks each; one of them sends late."""
+    places = [Place(node, f"node{node}", local) for node, size in enumerate(sizes) for local in range(size)]
+    own = places[mesh.rank]
+    in_time = dist.send
+
+    def late(*given: Any) -> Any:
+        time.sleep(seconds)
+        return in_time(*given)
+
+    if own.node == slow:
+        dist.send = late  # type: ignore[assignment]
+    return measure_node_links(mesh, own, 2**20)
+
+
+@pytest.mark.slow
+def test_a_slow_node_is_seen_in_what_it_sends() -> None:
+    """Three nodes sit out a round each. Node 1 comes 20 ms late to each of its messages of a MiB."""
+    found = on_ranks(3, "cpu", from_a_slow_node, (1, 1, 1), 1, 0.02)
+    assert found[0] == found[1] == found[2]
+    (links,) = set(found)
+    assert (links.hosts, links.devices) == (("node0", "node1", "node2"), (1, 1, 1))
+    assert [links.bandwidth[node][node] for node in range(3)] == [0.0] * 3
+    # Four messages and half an answer's way less: 80 ms without 10.
+    assert 0.0 < min(links.bandwidth[1][0], links.bandwidth[1][2]) <= max(links.bandwidth[1]) < 2**20 / 0.015
+    others = [rate for i, row in enumerate(links.bandwidth) for j, rate in enumerate(row) if i != j and i != 1]
+    assert min(others) > max(links.bandwidth[1])
+    assert links.latency > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [((2,), "all ranks are on one node"), ((1, 2), "started with 1, 2 ranks; start as many on each")],
+)
+def test_nodes_that_cannot_be_paired(sizes: tuple[int, ...], told: str) -> None:
+    with pytest.raises(Exception, match=told):
+        on_ranks(sum(sizes), "cpu", from_a_slow_node, sizes, -1, 0.0)
+
+
+def test_the_file_has_the_nodes_and_their_links() -> None:
+    hardware = with_node_links(machine(), FOUND)
+    (group,) = hardware.groups
+    assert (group.num_nodes, group.outside.latency, group.outside.bandwidth) == (2, 2e-5, 2e9)
+    assert hardware.link_matrix == FOUND.bandwidth
+    assert len(hardware.nodes(8)) == 2
+
+
+def test_nodes_that_are_not_those_of_the_hardware() -> None:
+    with pytest.raises(ConfigError, match="has 2 nodes of 4 devices, but 2 nodes of 3 ranks were started"):
+        with_node_links(machine(), replace(FOUND, devices=(3, 3)))
+    (group,) = machine().groups
+    several = replace(machine(), groups=(group, replace(group, name="other", num_nodes=2)))
+    with pytest.raises(ConfigError, match="has 3 nodes of 4 devices, but 2 nodes"):
+        with_node_links(several, FOUND)
+
+
+def start(node: int, nodes: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """One node of a job on this host."""
+    launcher = ["--nnodes", str(nodes), "--node_rank", str(node), "--nproc_per_node", "1"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(ROOT / "tools" / "plan.py"), "links"]
+    return subprocess.Popen(
+        [*command, "--parallel.device=cpu", *flags],
+        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_nodes_measure_their_links(tmp_path: Path) -> None:
+    (group,) = machine().groups
+    one_device = replace(machine(), groups=(replace(group, devices_per_node=1),))
+    (tmp_path / "machine.yaml").write_text(written(one_device))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    flags = ["--hardware=machine.yaml", "--output=cluster.yaml", "--megabytes=1", "--json"]
+    jobs = [start(node, 2, port, tmp_path, *flags) for node in range(2)]
+    said = [job.communicate(timeout=120) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    (told,) = [out for out, _ in said if out]
+    hardware = load_hardware(str(tmp_path / "cluster.yaml"))
+    assert hardware.link_matrix is not None
+    assert json.loads(told)["bandwidth"][0][1] == pytest.approx(hardware.link_matrix[0][1], rel=1e-5)
+    assert hardware.groups[0].num_nodes == 2
+
+
+@pytest.mark.slow
+def test_one_process_has_no_links(tmp_path: Path) -> None:
+    program = [sys.executable, str(ROOT / "tools" / "plan.py"), "links", "--hardware=cpu", "--output=cluster.yaml"]
+    done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: links are measured between nodes: start this on two or more")
+    wrong = [*program[:-1], "--output=folder/of/no/name"]
+    done = subprocess.run(wrong, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no name of a hardware file" in done.stderr
+    assert not list(tmp_path.iterdir())
