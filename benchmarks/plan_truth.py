@@ -2,7 +2,8 @@
 
 Every layout is predicted by `megapipe.planner.cost.model.predict` from the profile alone and then trained: the real
 engine and optimizer, on processes over gloo and shared memory with one thread each, on random tokens. A step's time is
-the median over its steps on rank 0. The last line of the output is one JSON object.
+the median over its steps on rank 0, of several starts in turn with the other layouts: one start's memory and the
+machine's pace of one minute make some percent. The last line of the output is one JSON object.
 
     python benchmarks/plan_truth.py --write table.md
     python benchmarks/plan_truth.py --hardware machine.yaml --layouts "tensor 2" "pipeline 2, 1f1b"
@@ -118,10 +119,16 @@ def train(mesh: Mesh, config: PretrainConfig, steps: int) -> list[float]:
     return times[WARM_UP:]
 
 
-def measured(config: PretrainConfig, steps: int) -> float:
-    """Median seconds of a step."""
-    world = MeshShape(sizes_of(config)).world_size
-    return median(on_ranks(world, "cpu", train, config, steps)[0])
+def measured(names: list[str], steps: int, starts: int) -> dict[str, float]:
+    """Median seconds of a step of each layout."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(starts):
+        for name in names:
+            config = config_of(name)
+            found = on_ranks(MeshShape(sizes_of(config)).world_size, "cpu", train, config, steps)[0]
+            times[name] += found
+            print(f"start {turn + 1}: {name}: {median(found):.3f} s", file=sys.stderr)
+    return {name: median(found) for name, found in times.items()}
 
 
 def figure(name: str, found: Prediction, seconds: float) -> Figure:
@@ -168,13 +175,16 @@ def arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"by default all of them: {names}",
     )
-    parser.add_argument("--steps", type=int, default=7, help="measured for each layout, behind a warm-up; 5 or more")
+    parser.add_argument("--steps", type=int, default=7, help="measured in each start, behind a warm-up; 5 or more")
+    parser.add_argument("--starts", type=int, default=2, help="of each layout")
     parser.add_argument("--hardware", metavar="FILE", help="a profile made before, by default a new one")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="put the new profile there")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
     found = parser.parse_args()
     if found.steps < 5:
         parser.error(f"--steps is {found.steps}; a median needs 5 or more")
+    if found.starts < 1:
+        parser.error(f"--starts is {found.starts}; a layout that is measured starts once or more")
     if found.hardware and found.keep:
         parser.error("--keep is for a new profile, and --hardware names one that is there; leave one out")
     return found
@@ -199,13 +209,11 @@ def main() -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
-    figures = []
-    for name, prediction in predictions.items():
-        figures.append(figure(name, prediction, measured(config_of(name), chosen.steps)))
-        print(f"{name}: {figures[-1].predicted:.3f} s predicted, {figures[-1].measured:.3f} s", file=sys.stderr)
+    seconds = measured(list(predictions), chosen.steps, chosen.starts)
+    figures = [figure(name, prediction, seconds[name]) for name, prediction in predictions.items()]
     facts = summary(figures)
     told = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in facts.items())
-    text = f"{table(figures)}\n\nmedians of {chosen.steps} steps; {told}\n"
+    text = f"{table(figures)}\n\nmedians of {chosen.starts} x {chosen.steps} steps; {told}\n"
     print(text)
     if chosen.write is not None:
         chosen.write.write_text(text, encoding="utf-8")
