@@ -24,7 +24,8 @@ class Pipeline:
 
     forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over
     before a message arrives; input_half and weight_half of the backward. hops: of a message from each rank to the
-    next, shape [ranks], the last one's to the first.
+    next, shape [ranks], the last one's to the first. passing: what holds up a micro-batch besides while it passes
+    ranks that have nothing else to do.
     """
 
     forward: Floats
@@ -32,6 +33,7 @@ class Pipeline:
     input_half: Floats
     weight_half: Floats
     hops: Floats
+    passing: Floats | float = 0.0
 
     @property
     def size(self) -> int:
@@ -47,6 +49,11 @@ class Pipeline:
     def backward(self) -> Floats:
         """Whole, what runs again left out: that may run while a rank waits for a gradient."""
         return self.input_half + self.weight_half
+
+    @property
+    def fill(self) -> Floats:
+        """Of a micro-batch through an idle rank, both ways, by chunk and rank."""
+        return self.forward + self.backward + self.passing
 
     @property
     def work(self) -> Floats:
@@ -85,18 +92,20 @@ def _others(pipeline: Pipeline, values: Floats) -> float:
 def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
     """The first forward and the last backward pass all ranks; between, a micro-batch's way there and back takes as
     long as the p micro-batches that the first rank holds, and the messages besides."""
-    fill = _others(pipeline, (pipeline.forward + pipeline.backward).sum(axis=0))
+    fill = _others(pipeline, pipeline.fill.sum(axis=0))
     rounds = -(-count // pipeline.size)
     again = 2 * (pipeline.hop - pipeline.longest_hop)
     return Waiting(fill, 2 * pipeline.hop * rounds + again, "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1")
 
 
 def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
-    """All forwards, then all backwards, chunk by chunk: the slowest stage of each chunk sets its pace."""
+    """All forwards, then all backwards, chunk by chunk: the slowest stage of each chunk sets its pace, or the slowest
+    message where that takes longer."""
     forward, backward = pipeline.forward, pipeline.again + pipeline.backward
-    pace = count * float(forward.max(axis=1).sum() + backward.max(axis=1).sum() - pipeline.work.max())
-    passing = forward + pipeline.backward
-    fill = float((passing.sum(axis=1) - passing.max(axis=1)).mean())
+    hop = pipeline.longest_hop if pipeline.chunks == 1 else float(pipeline.hops.max())
+    slowest = [np.maximum(phase.max(axis=1), hop).sum() for phase in (forward, backward)]
+    pace = count * float(sum(slowest) - pipeline.work.max())
+    fill = float((pipeline.fill.sum(axis=1) - pipeline.fill.max(axis=1)).mean())
     missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * float(pipeline.work.mean())
     messages = pipeline.loops if count <= pipeline.size else 2 * pipeline.hop
     source = "(p - 1) (tf + tb) / v, arXiv 1811.06965, section 2.3, and arXiv 2211.05953"
@@ -107,11 +116,13 @@ def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
     """A last group that is smaller than the pipeline leaves its places empty: of all work where it is the only one,
     of backwards behind others."""
     size, chunks = pipeline.size, pipeline.chunks
-    fill = _others(pipeline, (pipeline.forward + pipeline.backward).sum(axis=0)) / chunks
+    fill = _others(pipeline, pipeline.fill.sum(axis=0)) / chunks
     empty = size - count if count < size else -count % size
     lost = pipeline.work if count < size else pipeline.backward.sum(axis=0)
     missing = empty * (chunks - 1) / chunks * float(lost.mean())
-    return Waiting(fill + missing, pipeline.loops, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
+    # A link carries a message for each chunk of every micro-batch: where these take longer, they set the pace.
+    slower = count * max(0.0, chunks * float(pipeline.hops.max()) - float(pipeline.work.max()))
+    return Waiting(fill + missing, pipeline.loops + slower, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
 
 
 def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
