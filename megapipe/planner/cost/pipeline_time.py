@@ -101,13 +101,14 @@ def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
 def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
     """All forwards, then all backwards, chunk by chunk: the slowest stage of each chunk sets its pace, or the slowest
     message where that takes longer."""
-    forward, backward = pipeline.forward, pipeline.again + pipeline.backward
-    hop = pipeline.longest_hop if pipeline.chunks == 1 else float(pipeline.hops.max())
-    slowest = [np.maximum(phase.max(axis=1), hop).sum() for phase in (forward, backward)]
-    pace = count * float(sum(slowest) - pipeline.work.max())
+    slowest = np.array([each.max(axis=1) for each in (pipeline.forward, pipeline.again + pipeline.backward)])
+    pace = count * float(slowest.sum() - pipeline.work.max())
     fill = float((pipeline.fill.sum(axis=1) - pipeline.fill.max(axis=1)).mean())
     missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * float(pipeline.work.mean())
-    messages = pipeline.loops if count <= pipeline.size else 2 * pipeline.hop
+    hop = pipeline.longest_hop if pipeline.chunks == 1 else float(pipeline.hops.max())
+    messages = count * float(np.maximum(0.0, hop - slowest).sum()) + 2 * pipeline.hop
+    if count <= pipeline.size:
+        messages = max(messages, pipeline.loops)
     source = "(p - 1) (tf + tb) / v, arXiv 1811.06965, section 2.3, and arXiv 2211.05953"
     return Waiting(pace + fill + missing, messages, source)
 
@@ -120,9 +121,20 @@ def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
     empty = size - count if count < size else -count % size
     lost = pipeline.work if count < size else pipeline.backward.sum(axis=0)
     missing = empty * (chunks - 1) / chunks * float(lost.mean())
-    # A link carries a message for each chunk of every micro-batch: where these take longer, they set the pace.
-    slower = count * max(0.0, chunks * float(pipeline.hops.max()) - float(pipeline.work.max()))
-    return Waiting(fill + missing, pipeline.loops + slower, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
+    messages = max(pipeline.loops, _busy_links(pipeline, count, fill))
+    return Waiting(fill + missing, messages, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
+
+
+def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
+    """What an interleaved schedule waits for where links and not ranks set the pace, found by simulation: never more
+    than simulated, nor more than a fifth of the step less.
+
+    A link carries a message each way for every chunk of a micro-batch; of two ranks it carries both ways' at once.
+    """
+    size, chunks, hop = pipeline.size, pipeline.chunks, float(pipeline.hops.max())
+    work = float(pipeline.work.max())
+    both = 2 * chunks - 1 if size == 2 else chunks
+    return max((count + size - 1) * chunks * hop - size * work - fill, count * both * hop - (count - 1) * work)
 
 
 def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:

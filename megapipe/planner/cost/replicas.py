@@ -18,7 +18,7 @@ from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
 Floats = npt.NDArray[np.float64]
 
 PERSISTENT_ELEMENTS = 100_000
-"""Weights with fewer elements stay whole under DeepSpeed's ZeRO-3: its default `stage3_param_persistence_threshold`."""
+"""Of a weight that DeepSpeed's ZeRO-3 keeps whole, at the most: its default `stage3_param_persistence_threshold`."""
 
 
 class Beside(NamedTuple):
@@ -47,8 +47,8 @@ def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> t
     """Of one sum of a unit's gradients and of one gather of its weights as DeepSpeed's first ZeRO-3 did both.
 
     Each tensor has a call of its own, in the compute precision, and its ring runs through all replicas, a step's
-    latency for each: `_allgather_param` and `_reduce_scatter_gradient` of deepspeed/runtime/zero/partition_parameters.py
-    in version 0.3. Small weights are not gathered (`PERSISTENT_ELEMENTS`), but summed like all.
+    latency for each: `_allgather_param` and `_reduce_scatter_gradient` of its runtime/zero/partition_parameters.py in
+    version 0.3. Small weights are not gathered (`PERSISTENT_ELEMENTS`), but summed like all.
     """
     precision: Precision = run.config.training.precision  # type: ignore[assignment]
     reduction = gather = 0.0
@@ -56,7 +56,7 @@ def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> t
         elements = prod(spec.local_shape(run.config.parallel.tensor, VOCABULARY_ALIGNMENT))
         num_bytes = elements * ELEMENT_BYTES[precision]
         reduction += ring_time("reduce_scatter", num_bytes, group).seconds
-        if elements >= PERSISTENT_ELEMENTS:
+        if elements > PERSISTENT_ELEMENTS:
             gather += ring_time("all_gather", num_bytes, group).seconds
     return reduction, gather
 

@@ -145,13 +145,13 @@ class _Step:
         return max(0.0, float((self._sums_left(pipeline) - spare).max()))
 
     def _sums_left(self, pipeline: Pipeline) -> Floats:
-        """By rank, what its sums add behind its own last backward, the slow-down of the compute beside them included.
+        """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
 
-        Chunk by chunk, the last one first: a chunk's gradients set out for their sum unit by unit in its last micro-batch's
-        backward, and what is left of them goes on beside the backwards of the next chunk.
+        Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
+        and what is left of them goes on beside the backwards of the next chunk.
         """
         backward, traffic = pipeline.again + pipeline.backward, self._by_chunk(self.costs.reduction)
-        units = np.maximum(1, self._by_chunk(self.costs.layers))
+        units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
         # Sums of every micro-batch run beside its backward: the last unit's alone is left.
         last = traffic / units
         traffic = np.where(self._by_chunk(traffic_counts(self.run).sums) > 0, last, traffic)
