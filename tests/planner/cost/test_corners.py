@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 
+from megapipe.costs.units import Unit
 from megapipe.planner.cost.assumptions import Assumptions
-from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.cost.pipeline_time import waiting_of
+from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
+from megapipe.planner.cost.run_layout import lay_run
 from megapipe.planner.hardware.reader import load_hardware
 from megapipe.schedules import build, rank_costs, simulate
 from megapipe.schedules.simulation import Link
-from tests.planner.cost.runs import config_of, even_stages
+from tests.planner.cost.runs import config_of, even_stages, machine
 from tests.planner.cost.test_pipeline_time import even
 
 PLAIN = Assumptions(slow_down=1.0)
@@ -33,9 +36,9 @@ def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, 
         "zero": {"stage": zero},
         "optimizer": {"clip_norm": None if name == "pipedream" else 1.0},
     }
-    config, machine = config_of(**groups), SLOW if slow else FAST
-    closed = estimate(config, machine, assumptions=PLAIN).step_seconds
-    return closed / predict(config, machine, assumptions=PLAIN).estimate.step_seconds
+    config, hardware = config_of(**groups), SLOW if slow else FAST
+    closed = estimate(config, hardware, assumptions=PLAIN).step_seconds
+    return closed / predict(config, hardware, assumptions=PLAIN).estimate.step_seconds
 
 
 @pytest.mark.parametrize("slow", [True, False])
@@ -81,3 +84,32 @@ def test_messages_that_take_longer_than_compute_set_the_pace(
     found = waiting_of(name, {}, even(ranks, chunks, 1.0, 1.0, 1.0, hop), count)
     closed = 3 * count + found.bubble + found.messages
     assert least <= closed / simulate(schedule, costs).finish <= 1.10
+
+
+def test_a_ring_for_every_tensor_takes_a_latency_for_every_replica() -> None:
+    """Of a block's twelve tensors all are summed and the four matrices gathered; of bytes, two for an element."""
+    latency, bandwidth = 1e-5, 1e9
+    run = lay_run(
+        config_of(parallel={"data": 16}, zero={"stage": 3}, batch={"global_size": 16}), machine(latency, bandwidth)
+    )
+    unit = Unit(tuple(run.stages.layers[1].parameters.values()))
+    group = run.placement.groups("data")[0]
+    steps, num_bytes = 15, 2 * sum(spec.num_elements for spec in unit.specs)
+    matrices = 2 * sum(spec.num_elements for spec in unit.specs if spec.matrix)
+    found = tensor_by_tensor_seconds(run, unit, group)
+    assert found[0] == pytest.approx(steps * (12 * latency + num_bytes / 16 / bandwidth))
+    assert found[1] == pytest.approx(steps * (4 * latency + matrices / 16 / bandwidth))
+
+
+def test_tensors_by_themselves_are_gathered_once_more_where_a_forward_runs_again() -> None:
+    early = Assumptions(slow_down=2.0, tensor_by_tensor=True)
+    seconds = {}
+    for method in ("none", "full"):
+        config = config_of(
+            parallel={"data": 16}, zero={"stage": 3}, recompute={"method": method}, batch={"global_size": 16}
+        )
+        seconds[method] = explain_stages(config, machine(1e-5, 1e9), assumptions=early)[0].gather
+    run = lay_run(config, machine(1e-5, 1e9))
+    block = Unit(tuple(run.stages.layers[1].parameters.values()))
+    once = tensor_by_tensor_seconds(run, block, run.placement.groups("data")[0])[1]
+    assert seconds["full"] - seconds["none"] == pytest.approx(0.5 * 16 * once)
