@@ -13,6 +13,7 @@ from megapipe.planner.cost.exchanges import (
     shard_groups,
 )
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSeconds
+from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.collectives import GroupLinks
@@ -52,6 +53,10 @@ def layer_cost(
         tensor, context = _as_measured(tensor, context, waits)
     unit = Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in run.tied))
     reduction, gather = replica_seconds(run, unit)
+    if assumptions.tensor_by_tensor and run.costs.of_units.shards > 1:
+        reduction, gather = tensor_by_tensor_seconds(run, unit, _replica_groups(run)[0])
+        # A forward that runs again gathers once more: three gathers in place of two.
+        gather *= 1.5 if run.config.recompute.method == "full" and layer.kind == "block" else 1.0
     partial = run.costs.partial_reduction(layer).get("tensor", [])
     reduction += exchanges_seconds(run.placement, partial, "tensor")
     traffic = run.costs.of_units.update(unit)

@@ -1,19 +1,24 @@
 """What replicas of the weights add to a step: sums of gradients beside backwards, gathers of weights, updates."""
 
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.costs.communication import Exchange, scalar_exchanges
-from megapipe.costs.memory import FULL_BYTES
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.costs.units import Unit
 from megapipe.planner.cost.exchanges import group_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.galvatron.costs import overlapped
-from megapipe.planner.hardware.collectives import GroupLinks
+from megapipe.planner.hardware.collectives import GroupLinks, ring_time
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
 
 Floats = npt.NDArray[np.float64]
+
+PERSISTENT_ELEMENTS = 100_000
+"""Of a weight that DeepSpeed's ZeRO-3 keeps whole, at the most: its default `stage3_param_persistence_threshold`."""
 
 
 class Beside(NamedTuple):
@@ -36,6 +41,24 @@ class Beside(NamedTuple):
 def side_by_side(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
     """Seconds of each stage's compute with traffic beside it, as `overlapped` has it."""
     return np.array([overlapped(work, talk, slow_down) for work, talk in zip(compute, traffic, strict=True)])
+
+
+def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> tuple[float, float]:
+    """Of one sum of a unit's gradients and of one gather of its weights as DeepSpeed's first ZeRO-3 did both.
+
+    Each tensor has a call of its own, in the compute precision, and its ring runs through all replicas, a step's
+    latency for each: `_allgather_param` and `_reduce_scatter_gradient` of its runtime/zero/partition_parameters.py in
+    version 0.3. Small weights are not gathered (`PERSISTENT_ELEMENTS`), but summed like all.
+    """
+    precision: Precision = run.config.training.precision  # type: ignore[assignment]
+    reduction = gather = 0.0
+    for spec in unit.specs:
+        elements = prod(spec.local_shape(run.config.parallel.tensor, VOCABULARY_ALIGNMENT))
+        num_bytes = elements * ELEMENT_BYTES[precision]
+        reduction += ring_time("reduce_scatter", num_bytes, group).seconds
+        if elements > PERSISTENT_ELEMENTS:
+            gather += ring_time("all_gather", num_bytes, group).seconds
+    return reduction, gather
 
 
 def tied_seconds(run: RunLayout) -> float:

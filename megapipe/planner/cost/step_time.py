@@ -58,19 +58,24 @@ class _Step:
         gathers, sums = self._steady_traffic()
         whole = costs.whole_again + backward
         forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
-        backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
+        beside = whole
+        if self.policy.updates_per_step > 1 and self.run.config.zero.stage < 2:
+            # Whole gradients have a buffer each: their sum may go on through the next forward, up to the next sum.
+            beside = whole + costs.whole_forward + costs.update
+        backward_traffic = side_by_side(beside, gathers + sums, slow) - beside
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
             self._by_chunk(costs.input_half),
             self._by_chunk(costs.weight_half(apart=splits)),
             np.array([sum(each) for each in hop_seconds(self.run, self.assumptions)]),
+            self._by_chunk(forward_traffic + backward_traffic) * self._held_up(),
         )
         waiting = waiting_of(self.run.config.schedule.name, self.options, pipeline, self.count)
         busiest = int(pipeline.work.argmax())
         yield from self._of_rank(busiest)
-        beside = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
-        yield Term("data", beside, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
+        exposed = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
+        yield Term("data", exposed, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
         yield Term("bubble", waiting.bubble, waiting.source)
         messages = waiting.messages
         if self.assumptions.waits_for_sends and self.run.pipeline > 1:
@@ -78,6 +83,13 @@ class _Step:
             messages += 2 * self.run.chunks * float(pipeline.hops.max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
         yield from self._at_the_end(pipeline)
+
+    def _held_up(self) -> Floats:
+        """By rank, the share of sharded weights and gradients that has no buffer while its micro-batch passes: that
+        of the others is over before, or goes on behind."""
+        zero = self.run.config.zero
+        buffers = zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
+        return np.maximum(0.0, 1.0 - buffers / self.units)
 
     def _by_chunk(self, values: Floats) -> Floats:
         """From stages to [chunks, ranks], the chunks of a rank in the order of its stages."""
@@ -126,29 +138,33 @@ class _Step:
 
     def _reductions(self, pipeline: Pipeline) -> float:
         """What sums of gradients add behind the last backward, of the rank that ends last."""
-        if self.policy.updates_per_step > 1:
+        if self.policy.updates_per_step > 1 or not self.costs.reduction.any():
             return 0.0
-        totals = self.costs.by_rank(self.costs.reduction)
-        if not totals.any():
-            return 0.0
-        name, slow = self.run.config.schedule.name, self.assumptions.slow_down
-        chunks, backward = self.run.chunks, (pipeline.again + pipeline.backward).sum(axis=0)
-        earlier = np.concatenate([[0.0], np.cumsum(backward / chunks)[:-1]])
-        slack, summed = self._slack(pipeline), self.costs.by_rank(traffic_counts(self.run).sums) > 0
-        worst = 0.0
-        for rank, total in enumerate(totals):
-            compute = float(backward[rank]) / chunks
-            if name == "modular":
-                compute += float(backward[rank]) / chunks * (chunks - 1) * self.count
-            elif chunks > 1:
-                compute += float(backward[rank]) / chunks * (chunks - 1) * min(self.run.pipeline, self.count)
-            compute += float(slack[rank])
-            # Sums of every micro-batch run beside its backward: the last unit's alone is left.
-            total = total / self.units[rank] if summed[rank] else total
-            left = Beside(compute, float(total), int(self.units[rank])).exposed(slow)
-            spare = float(earlier[rank]) if self.flushes else 0.0
-            worst = max(worst, left - spare)
-        return worst
+        earlier = np.concatenate([[0.0], np.cumsum((pipeline.again + pipeline.backward).mean(axis=0))[:-1]])
+        spare = earlier if self.flushes else np.zeros(self.run.pipeline)
+        return max(0.0, float((self._sums_left(pipeline) - spare).max()))
+
+    def _sums_left(self, pipeline: Pipeline) -> Floats:
+        """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
+
+        Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
+        and what is left of them goes on beside the backwards of the next chunk.
+        """
+        backward, traffic = pipeline.again + pipeline.backward, self._by_chunk(self.costs.reduction)
+        units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
+        # Sums of every micro-batch run beside its backward: the last unit's alone is left.
+        last = traffic / units
+        traffic = np.where(self._by_chunk(traffic_counts(self.run).sums) > 0, last, traffic)
+        passes = self.count if self.run.config.schedule.name == "modular" else min(self.run.pipeline, self.count)
+        left = hidden = np.zeros(self.run.pipeline)
+        for chunk in reversed(range(self.run.chunks)):
+            before = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
+            window = backward[chunk] + (self._slack(pipeline) if chunk == 0 else 0.0)
+            waiting = np.maximum(0.0, left - before)
+            behind = np.maximum(last[chunk], waiting + traffic[chunk] - window * (1 - 1 / units[chunk]))
+            hidden = hidden + left + traffic[chunk] - behind
+            left = behind
+        return np.asarray(left + (self.assumptions.slow_down - 1) * np.maximum(0.0, hidden))
 
     def _slack(self, pipeline: Pipeline) -> Floats:
         """Seconds by rank from a batch's last backward to the first forward that needs its update.

@@ -24,7 +24,7 @@ def rows_lines(name: str) -> Iterator[str]:
         errors.append(abs(error))
         yield line
     for run in table.told_runs():
-        yield _row(run, hardware, f"not fitted; {run.source}")[0]
+        yield _row(run, hardware, "not fitted")[0]
     yield ""
     yield f"Fitted rows: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}."
 

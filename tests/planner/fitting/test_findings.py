@@ -2,15 +2,22 @@
 
 import pytest
 
+from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.findings import (
-    ZERO_PUBLISHED,
+    GPT_175B,
+    ZERO_ROWS,
+    Layout,
+    ZeroRow,
     findings_lines,
     interleaving_gains,
     micro_sizes,
     recomputation,
+    run,
     tensor_against_pipeline,
     zero_against_pipeline,
 )
+from megapipe.planner.fitting.published import A100
+from megapipe.planner.hardware.reader import load_hardware
 
 
 def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -> None:
@@ -20,19 +27,24 @@ def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -
     assert 0 < gains[-1] < 0.10
 
 
-@pytest.mark.parametrize("batch", [32, 128])
-def test_tensor_parallelism_up_to_a_node_and_a_pipeline_beyond(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "level"), [(32, 1.0), (128, 0.995)])
+def test_tensor_parallelism_up_to_a_node_and_a_pipeline_beyond(batch: int, level: float) -> None:
+    """8 is best, as in figure 13; with the large batch, whose bubble is small, 4 is level with it."""
     found = tensor_against_pipeline(batch)
-    assert max(found, key=lambda tensor: found[tensor]) == 8
-    assert list(found.values())[:3] == sorted(list(found.values())[:3])
+    assert found[8] >= level * max(found.values())
+    assert found[2] < found[4]
     assert found[32] < found[16] < found[8]
 
 
-def test_the_best_micro_batch_grows_with_the_batch_and_matters_by_some_percent() -> None:
+def test_two_samples_are_the_best_micro_batch() -> None:
+    """As in figure 16 for both batches. More than two are slower with the small batch, whose bubble grows, and level
+    with the large one; the wrong choice costs up to 15%."""
     small, large = micro_sizes(128), micro_sizes(512)
-    losses = [1 - min(found.values()) / max(found.values()) for found in (small, large)]
-    assert losses[0] > losses[1] > 0.02
-    assert small[2] / small[1] < large[2] / large[1]
+    assert max(small, key=lambda size: small[size]) == 2
+    assert large[2] == pytest.approx(max(large.values()), rel=0.005)
+    assert large[1] < 0.98 * large[2]
+    assert 0.10 < 1 - min(small.values()) / max(small.values()) < 0.20
+    assert small[4] / small[2] < large[4] / large[2]
 
 
 def test_recomputation_costs_speed_and_saves_memory() -> None:
@@ -46,20 +58,35 @@ def test_recomputation_costs_speed_and_saves_memory() -> None:
     assert again.step_seconds / alone.step_seconds < slower
 
 
-def test_sharded_data_parallelism_falls_behind_as_gpus_double() -> None:
-    """PTD-P within 6% of the published; ZeRO-3 level at first, then behind by more each time, if by less than
-    published."""
-    found = zero_against_pipeline()
-    for devices, (_, together) in found.items():
-        assert together == pytest.approx(ZERO_PUBLISHED[devices][1], rel=0.06)
-    shares = [sharded / together for sharded, together in found.values()]
-    published = [sharded / together for sharded, together in ZERO_PUBLISHED.values()]
+@pytest.mark.parametrize("row", ZERO_ROWS, ids=lambda row: f"{row.name}-{row.devices}")
+def test_zero_and_pipelines_are_as_fast_as_published(row: ZeroRow) -> None:
+    """PTD-P within 4%; ZeRO-3, to which nothing is fitted, within 18%."""
+    sharded, together = zero_against_pipeline(row)
+    assert together == pytest.approx(row.ptd, rel=0.04)
+    assert sharded == pytest.approx(row.zero, rel=0.18)
+
+
+@pytest.mark.parametrize("name", ["175B", "530B"])
+def test_sharded_data_parallelism_falls_behind_as_gpus_double(name: str) -> None:
+    """From near PTD-P to less than a third of it, published; the model's share is the published one to 0.18."""
+    rows = [row for row in ZERO_ROWS if row.name == name]
+    found = [zero_against_pipeline(row) for row in rows]
+    shares = [sharded / together for sharded, together in found]
     assert shares == sorted(shares, reverse=True)
-    assert shares[0] == pytest.approx(published[0], abs=0.15)
-    assert shares[-1] < 0.7 * shares[0]
+    assert shares == pytest.approx([row.zero / row.ptd for row in rows], abs=0.18)
+    assert shares[-1] < 0.4 * shares[0]
+
+
+def test_this_projects_own_zero_is_not_taken_for_that_one() -> None:
+    """Units in place of tensors, rings inside nodes beside rings between them, and traffic beside compute."""
+    layout = Layout(1, 1, 1536, 1536, zero=True)
+    early = run(GPT_175B, layout)
+    own = estimate(early.config, load_hardware("a100-80"), assumptions=A100.assumptions)
+    assert own.step_seconds < 0.6 * early.step_seconds
+    assert own.seconds_of("compute") == pytest.approx(early.seconds_of("compute"))
 
 
 def test_the_table_has_a_row_for_each() -> None:
     lines = list(findings_lines())
-    assert len(lines) == 11
+    assert len(lines) == 14
     assert all(line.count("|") == 4 for line in lines)

@@ -131,12 +131,11 @@ def test_unknown_rows_are_told() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) -> None:
-    """Memory's share is learnt from the smallest model, alone without tensor ranks: left out it is far off."""
+    """Memory's share is learnt from the smallest model, alone without tensor ranks: left out it is farthest off."""
     found: FitResult = fit_table(name)
     preset = load_hardware(TABLES[name].hardware).groups[0].device.efficiency
     for parameter in PARAMETERS:
         assert getattr(found.efficiency, parameter.name) == pytest.approx(getattr(preset, parameter.name), abs=0.01)
-    assert (preset.half_size, preset.launch) == (0.0, 0.0)
     left_out = {row.name: abs(row.left_out or 0.0) for row in found.fitted}
-    assert left_out.pop("1.7B") < 0.30
-    assert max(left_out.values()) < 0.10
+    assert left_out.pop("1.7B") < 0.12
+    assert max(left_out.values()) < 0.07

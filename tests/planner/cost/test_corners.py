@@ -1,0 +1,115 @@
+"""The closed form beside simulation where traffic sets the time: slow links, sharded weights, PipeDream."""
+
+from typing import Any
+
+import pytest
+
+from megapipe.costs.units import Unit
+from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.planner.cost.model import estimate, explain_stages, predict
+from megapipe.planner.cost.pipeline_time import waiting_of
+from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
+from megapipe.planner.cost.run_layout import lay_run
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.schedules import build, rank_costs, simulate
+from megapipe.schedules.simulation import Link
+from tests.planner.cost.runs import config_of, even_stages, machine
+from tests.planner.cost.test_pipeline_time import even
+
+PLAIN = Assumptions(slow_down=1.0)
+"""As the simulator: what runs side by side does not slow down."""
+SLOW, FAST = load_hardware("h100-25gbe"), load_hardware("a100-80")
+
+
+def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, slow: bool) -> float:
+    """Closed over simulated seconds of four replicas."""
+    chunks = 2 if name in ("interleaved_1f1b", "modular") else 1
+    groups: dict[str, Any] = {
+        "parallel": {
+            "pipeline": pipeline,
+            "data": 4,
+            "tensor": tensor,
+            "layers_per_stage": even_stages(pipeline * chunks),
+        },
+        "schedule": {"name": name},
+        "batch": {"global_size": 4 * microbatches},
+        "zero": {"stage": zero},
+        "optimizer": {"clip_norm": None if name == "pipedream" else 1.0},
+    }
+    config, hardware = config_of(**groups), SLOW if slow else FAST
+    closed = estimate(config, hardware, assumptions=PLAIN).step_seconds
+    return closed / predict(config, hardware, assumptions=PLAIN).estimate.step_seconds
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 4), (4, 4), (4, 16)])
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("gpipe", 0.97, 1.04), ("1f1b", 0.95, 1.15), ("modular", 0.97, 1.13)]
+)
+def test_sharded_weights_that_travel_with_every_micro_batch(
+    name: str, least: float, most: float, pipeline: int, microbatches: int, zero: int, slow: bool
+) -> None:
+    assert least <= off(name, pipeline, microbatches, zero, 1, slow=slow) <= most
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1"])
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 4), (4, 16)])
+def test_messages_and_sums_over_slow_links(name: str, pipeline: int, microbatches: int, zero: int) -> None:
+    """Four tensor ranks compute fast, and their messages wait for one another."""
+    assert 0.89 <= off(name, pipeline, microbatches, zero, 4, slow=True) <= 1.12
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_pipedream_sums_beside_whole_micro_batches(tensor: int, slow: bool) -> None:
+    assert off("pipedream", 4, 16, 0, tensor, slow=slow) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "least"),
+    [("gpipe", 1, 0.99), ("modular", 2, 0.88), ("interleaved_1f1b", 2, 0.79), ("interleaved_1f1b", 4, 0.79)],
+)
+@pytest.mark.parametrize("hop", [0.6, 1.5, 4.0])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 4), (4, 16), (8, 16)])
+def test_messages_that_take_longer_than_compute_set_the_pace(
+    name: str, chunks: int, least: float, hop: float, ranks: int, count: int
+) -> None:
+    """A link has room for one message at a time; a rank's forward takes 1. Closed over simulated seconds."""
+    options = {"chunks": chunks} if chunks > 1 else {}
+    schedule = build(name, ranks, count, **options)  # type: ignore[arg-type]
+    link = Link(latency=0.0, transfer=hop)
+    costs = rank_costs(schedule.header, forward=1.0, backward_input=1.0, backward_weight=1.0, link=link)
+    found = waiting_of(name, {}, even(ranks, chunks, 1.0, 1.0, 1.0, hop), count)
+    closed = 3 * count + found.bubble + found.messages
+    assert least <= closed / simulate(schedule, costs).finish <= 1.10
+
+
+def test_a_ring_for_every_tensor_takes_a_latency_for_every_replica() -> None:
+    """Of a block's twelve tensors all are summed and the four matrices gathered; of bytes, two for an element."""
+    latency, bandwidth = 1e-5, 1e9
+    run = lay_run(
+        config_of(parallel={"data": 16}, zero={"stage": 3}, batch={"global_size": 16}), machine(latency, bandwidth)
+    )
+    unit = Unit(tuple(run.stages.layers[1].parameters.values()))
+    group = run.placement.groups("data")[0]
+    steps, num_bytes = 15, 2 * sum(spec.num_elements for spec in unit.specs)
+    matrices = 2 * sum(spec.num_elements for spec in unit.specs if spec.matrix)
+    found = tensor_by_tensor_seconds(run, unit, group)
+    assert found[0] == pytest.approx(steps * (12 * latency + num_bytes / 16 / bandwidth))
+    assert found[1] == pytest.approx(steps * (4 * latency + matrices / 16 / bandwidth))
+
+
+def test_tensors_by_themselves_are_gathered_once_more_where_a_forward_runs_again() -> None:
+    early = Assumptions(slow_down=2.0, tensor_by_tensor=True)
+    seconds = {}
+    for method in ("none", "full"):
+        config = config_of(
+            parallel={"data": 16}, zero={"stage": 3}, recompute={"method": method}, batch={"global_size": 16}
+        )
+        seconds[method] = explain_stages(config, machine(1e-5, 1e9), assumptions=early)[0].gather
+    run = lay_run(config, machine(1e-5, 1e9))
+    block = Unit(tuple(run.stages.layers[1].parameters.values()))
+    once = tensor_by_tensor_seconds(run, block, run.placement.groups("data")[0])[1]
+    assert seconds["full"] - seconds["none"] == pytest.approx(0.5 * 16 * once)
