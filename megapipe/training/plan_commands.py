@@ -1,17 +1,23 @@
 """The commands of ``tools/plan.py`` that need torch: `dry-run` builds shapes, `profile` measures."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.run import PretrainConfig
 from megapipe.data.errors import DataError
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told
 from megapipe.training.calibration import profile
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
+from megapipe.training.validate import validate
 
 
 def run_dry_run(request: Request) -> int:
@@ -23,8 +29,10 @@ def run_dry_run(request: Request) -> int:
     if not config.data.prefixes[0]:
         config.data.prefix = NO_DATA
     quiet = request.flags["json"]
+    say = _say_nothing if quiet else _say
+    config = _with_recompute(config, hardware, devices, say)
     try:
-        found = dry_run(config, devices, device=_device(own, hardware), say=_say_nothing if quiet else _say)
+        found = dry_run(config, devices, device=_device(own, hardware), say=say)
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error
     if quiet:
@@ -39,10 +47,14 @@ def run_dry_run(request: Request) -> int:
 def run_profile(request: Request) -> int:
     """Measure this machine for the layers of a model, and write the hardware file."""
     flags = request.flags
-    check_fields(request.config)
+    config = request.config
+    check_fields(config)
+    if config.recompute.method == "auto":
+        # Layers that keep all have their recomputation measured beside them: what auto has to know.
+        config = replace(config, recompute=RecomputeConfig(logits=config.recompute.logits))
     try:
         hardware = profile(
-            request.config,
+            config,
             flags["output"],
             ranks=flags["ranks"],
             tensor_sizes=flags["tensor_sizes"],
@@ -56,6 +68,24 @@ def run_profile(request: Request) -> int:
     else:
         print(f"written: {flags['output']}; plan with it by --hardware {flags['output']}")
     return 0
+
+
+def _with_recompute(
+    config: PretrainConfig, hardware: Hardware | None, devices: int, say: Callable[[str], None]
+) -> PretrainConfig:
+    """With recompute.method auto replaced. Raises ConfigError without a machine to choose by."""
+    if config.recompute.method != "auto":
+        return config
+    if hardware is None:
+        raise ConfigError(
+            "recompute.method auto chooses by a machine's times and memory, and --hardware is missing; give it, or "
+            "name a method"
+        )
+    validate(config, devices)
+    found = resolved(config, hardware, devices)
+    if found.remark is not None:
+        say(found.remark)
+    return found.config
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:

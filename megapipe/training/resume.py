@@ -77,6 +77,10 @@ class Checkpointer:
         path = self.path
         return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
 
+    def describe(self, config: PretrainConfig) -> None:
+        """Have checkpoints say how the run trains, with `auto` replaced by what was chosen."""
+        self._config = config
+
     def restore(self, replica: Replica) -> RunState | None:
         """Take over the newest whole checkpoint, or else the weights of `init_from`; None for a run that starts.
 

@@ -135,6 +135,11 @@ def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
         problems.append(
             "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
         )
+    if config.recompute.method == "auto":
+        problems.append(
+            "recompute.method auto is chosen by the times and bytes of other methods: let "
+            "planner.recompute_auto.resolved do so first, or name none, selective or full"
+        )
     offload = config.offload
     if offload.activations != "none" or offload.optimizer or offload.weights:
         problems.append(

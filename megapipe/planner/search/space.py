@@ -64,6 +64,11 @@ def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], sp
     if devices < 1:
         problems.append(f"{devices} devices asked for: a run takes 1 or more")
     problems += space.problems() + base.model.problems()
+    if base.recompute.method == "auto":
+        problems.append(
+            "recompute.method auto: let planner.recompute_auto.limited open it for the search, or name none, "
+            "selective or full"
+        )
     if not base.schedule.file:
         try:
             find_generator(base.schedule.name)
