@@ -52,7 +52,9 @@ def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig,
         for group in hardware.groups
     )
     plain = RecomputeConfig(logits=config.recompute.logits)
-    return replace(config, recompute=plain), replace(hardware, groups=groups)
+    memory = config.recompute.memory
+    share = f"{1 - RESERVE:.0%} of its memory" if memory is None else f"recompute.memory {memory:g} GiB"
+    return replace(config, recompute=plain), replace(hardware, name=f"{hardware.name}, {share}", groups=groups)
 
 
 def allowed_bytes(config: PretrainConfig, device_bytes: float) -> float:

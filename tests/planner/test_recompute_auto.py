@@ -1,11 +1,13 @@
 """`recompute.method auto` before there is a run: what it becomes, by which figures, and what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.model import estimate
@@ -15,6 +17,7 @@ from megapipe.planner.recompute_auto import RESERVE, limited, resolved
 from megapipe.planner.recompute_budget import GIB, least_recomputation, peak_bytes
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.search.plan import search_speed
+from tests.planner.command.plan import json_of, output, refusal
 from tests.planner.measured.machines import ROWS, machine
 from tests.planner.measured.machines import run as measured_run
 from tests.support.gpt_runs import GPT2_SHAPE, make_config
@@ -159,3 +162,50 @@ def test_auto_is_never_taken_for_nothing() -> None:
     ):
         with pytest.raises(ConfigError, match=r"recompute.method auto.*planner.recompute_auto"):
             ask()
+
+
+ASKED = [
+    "--model=examples/models/gpt2_355m.yaml", "--model.vocabulary_size=512", "--hardware=a100-40",
+    "--batch.global_size=64", "--data.sequence_length=1024", "--recompute.method=auto", "--recompute.memory=4",
+]  # fmt: skip
+LAYOUT = ["--devices=4", "--parallel.pipeline=2", "--parallel.data=2", "--batch.micro_size=4"]
+
+
+def test_predict_and_explain_choose_first_and_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("predict", "explain"):
+        printed = output(capsys, command, *ASKED, *LAYOUT)
+        (line,) = [line for line in printed.splitlines() if "recompute auto: " in line]
+        assert line.startswith("note: recompute auto: ")
+        assert "recompute.memory 4 GiB" in line
+        found = json_of(capsys, command, *ASKED, *LAYOUT)
+        assert line.removeprefix("note: ") in found["remarks"]
+        assert found["layout"]["recompute"] in ("selective", "full")
+        assert max(found["memory_bytes"]) <= 4 * GIB
+
+
+def test_compare_shows_what_each_layout_would_recompute(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = []
+    for memory in (3, 40):
+        files.append(str(tmp_path / f"within-{memory}.yaml"))
+        Path(files[-1]).write_text(f"recompute: {{method: auto, memory: {memory}}}\n")
+    flags = [flag for flag in (*ASKED, *LAYOUT) if not flag.startswith("--recompute")]
+    cells = {each["file"]: each["layout"]["recompute"] for each in json_of(capsys, "compare", *files, *flags)}
+    assert cells[files[0]] != "none"
+    assert cells[files[1]] == "none"
+
+
+def test_search_keeps_to_the_budget_and_writes_what_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    printed = output(capsys, "search", *ASKED, "--devices=4", "--write_config", str(file))
+    assert "note: recompute.method auto: methods are searched with the layout" in printed
+    found = json_of(capsys, "search", *ASKED, "--devices=4")
+    assert found["memory_limit_bytes"] == 4 * GIB
+    assert max(found["memory_bytes"]) <= 4 * GIB
+    config = parse(["--config", str(file), "--data.prefix=unread"])
+    assert config.recompute.method == found["layout"]["recompute"] != "auto"
+    assert not config.problems()
+
+
+def test_commands_refuse_a_budget_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refusal(capsys, "predict", *ASKED, *LAYOUT, "--recompute.memory=0.5")
+    assert "GiB a rank are needed whatever is recomputed, and there are 0.5" in line

@@ -1,6 +1,10 @@
 """`recompute.method auto` of a run: one choice for all ranks, within the budget by bytes that are counted."""
 
 import json
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +14,24 @@ import torch
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig
 from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.recompute_budget import GIB, peak_bytes
 from megapipe.training import recompute_choice
 from megapipe.training.recompute_choice import with_recompute
 from tests.support.bert_runs import make_bert_config
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
-from tests.support.launch import launch
+from tests.support.launch import environment, launch
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.meshes import run_mesh, run_threads
 
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+COMMAND = re.search(r"^torchrun --nproc_per_node 2 (pretrain_gpt.py .* --recompute.method auto .*)$", GUIDE, re.M)
 MODEL = replace(GPT2_SHAPE, num_layers=6)
 
 
@@ -102,6 +112,42 @@ def test_a_machine_with_two_kinds_of_memory_has_the_lesser(monkeypatch: pytest.M
         assert "90% of a device's 0.000466 GiB" in str(found)
 
 
+def guide(*flags: str) -> PretrainConfig:
+    """What the guide's command trains."""
+    assert COMMAND is not None
+    _, *arguments = shlex.split(COMMAND[1])
+    return parse([*arguments, *flags])
+
+
+def test_the_guide_says_what_is_chosen() -> None:
+    """Shares of a step follow from the cost model and its presets; they are told as they are."""
+    rows = re.findall(r"^\| ([\d.]+) \| ((?:none|selective|full)[^|]*) \| ([\d.]+) \|$", GUIDE, re.M)
+    assert len(rows) == 6
+    for memory, method, held in rows:
+        remark = resolved(guide("--recompute.memory", memory), load_hardware("cpu"), 2).remark
+        assert str(remark).startswith(f"recompute auto: {method}: at most {held} GiB of tensors a rank")
+    printed = re.search(r"^recompute auto: .*$", GUIDE, re.M)
+    assert printed is not None
+    assert printed[0] == resolved(guide(), load_hardware("cpu"), 2).remark
+
+
+@pytest.mark.slow
+def test_the_command_of_the_guide_runs(tmp_path: Path) -> None:
+    """Fewer steps, on another corpus of bytes."""
+    assert COMMAND is not None
+    program, *arguments = shlex.split(COMMAND[1])
+    prefix = write_shard(tmp_path, documents=600, vocabulary=257)
+    flags = [f"--data.prefix={prefix}", "--training.steps=2", f"--training.directory={tmp_path / 'run'}"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", program]
+    finished = subprocess.run(
+        [*start, *arguments, *flags, "--optimizer.warmup_steps=1", "--parallel.device=cpu"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert f"{resolved(guide(), load_hardware('cpu'), 2).remark}\n" in finished.stdout
+    assert "step 2/2" in finished.stdout
+
+
 def budgeted(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig, LayoutRun]:
     chosen = with_recompute(config, mesh, lambda line: None)
     return chosen.recompute, run_layout(mesh, chosen)
@@ -148,9 +194,7 @@ def test_a_run_says_what_it_chose_and_a_resume_chooses_anew(tmp_path: Path) -> N
     kept = json.loads(manifest.read_text())["config"]["recompute"]
     assert kept["method"] in ("selective", "full")
     assert kept["memory"] is None
-    second = launch(
-        2, *whole, *folder, f"--recompute.memory={budgets[1]}", "--parallel.pipeline=2", folder=tmp_path
-    )
+    second = launch(2, *whole, *folder, f"--recompute.memory={budgets[1]}", "--parallel.pipeline=2", folder=tmp_path)
     assert second.returncode == 0, second.stderr
     assert "resumed from" in second.stdout
     assert second.stdout.count("recompute auto: ") == 1
