@@ -10,14 +10,20 @@ from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.run import PretrainConfig
 from megapipe.engine.transfers import Boundary, receive_slots
+from megapipe.parallel.mesh import Mesh
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.prediction import predict_rank
+from megapipe.schedules import Schedule
 from megapipe.training import dry_run as module
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.dry_run import ShapeError, ShapeGroup, dry_run
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
 from tests.support.covering import covering_array
 from tests.support.layouts import AXES, allowed, config_of, world_size
+from tests.support.meshes import run_threads
 
 BERT = BertDataConfig(prefix="unread", sequence_length=16)
 CASES = covering_array(AXES, allowed)
@@ -71,6 +77,35 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
         assert each.peak_bytes == predicted.device_bytes()
         assert each.message_bytes == predicted.messages
         assert each.state_bytes == predicted.state().total
+
+
+def scheduled(mesh: Mesh, config: PretrainConfig) -> Schedule:
+    return Replica(config, mesh, family_of(config).layers).schedule
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--offload.optimizer=true"],
+        ["--offload.optimizer=true", "--offload.weights=true"],
+        ["--offload.activations=blocks", "--offload.every=2", "--offload.prefetch=2"],
+    ],
+    ids=lambda flags: flags[-1],
+)
+def test_what_moves_to_host_memory_is_what_a_run_moves(flags: list[str]) -> None:
+    """By the schedule that a run of two ranks makes for itself."""
+    shape = ["--model.hidden_size=32", "--model.num_heads=4", "--model.vocabulary_size=61", "--model.num_layers=4"]
+    config = gpt(*shape, "--data.sequence_length=16", "--parallel.pipeline=2", "--batch.micro_size=8", *flags)
+    config.parallel.data = 1
+    found = dry_run(config, 2, device="cpu")
+    for each, schedule in zip(found.coordinates, run_threads({"pipeline": 2}, scheduled, config), strict=True):
+        assert each.peak_bytes == predict_rank(config, schedule, each.pipeline, device="cpu").device_bytes()
+
+
+def test_offload_that_measures_at_the_start_is_refused() -> None:
+    config = gpt("--offload.activations=auto", "--offload.memory=1")
+    with pytest.raises(ConfigError, match=r"offload.activations auto decides at the start of a run"):
+        dry_run(config, 1)
 
 
 def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
