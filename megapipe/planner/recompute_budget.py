@@ -19,6 +19,7 @@ from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.description import Device, Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.measured.times import MeasuredTimes
 from megapipe.planner.runs.layout import StageLayout, layers_of
 from megapipe.planner.runs.moves import named_offload
@@ -66,6 +67,7 @@ def least_recomputation(
     """
     config = _laid_out(config, world_size)
     devices = _devices(config, hardware)
+    config, _ = with_named_precision(config, devices)
     if budget is None:
         budget = min(device.memory_bytes for device in devices)
     if budget <= 0:

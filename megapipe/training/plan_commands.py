@@ -12,6 +12,7 @@ from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told
@@ -30,7 +31,7 @@ def run_dry_run(request: Request) -> int:
         config.data.prefix = NO_DATA
     quiet = request.flags["json"]
     say = _say_nothing if quiet else _say
-    config = _with_recompute(config, hardware, devices, say)
+    config = _without_auto(config, hardware, devices, say)
     try:
         found = dry_run(config, devices, device=_device(own, hardware), say=say)
     except ShapeError as error:
@@ -70,21 +71,29 @@ def run_profile(request: Request) -> int:
     return 0
 
 
-def _with_recompute(
+def _without_auto(
     config: PretrainConfig, hardware: Hardware | None, devices: int, say: Callable[[str], None]
 ) -> PretrainConfig:
-    """With recompute.method auto replaced. Raises ConfigError without a machine to choose by."""
-    if config.recompute.method != "auto":
-        return config
-    if hardware is None:
-        raise ConfigError(
-            "recompute.method auto chooses by a machine's times and memory, and --hardware is missing; give it, or "
-            "name a method"
+    """With training.precision auto and recompute.method auto replaced. ConfigError without a machine to choose by."""
+    asked = [
+        name
+        for name, value in (
+            ("training.precision", config.training.precision),
+            ("recompute.method", config.recompute.method),
         )
-    validate(config, devices)
+        if value == "auto"
+    ]
+    if hardware is None:
+        if asked:
+            raise ConfigError([f"{name} auto is chosen by a machine; give --hardware, or name one" for name in asked])
+        return config
+    if asked:
+        validate(config, devices)
+    config, precision = with_named_precision(config, (node.device for node in hardware.nodes(devices)))
     found = resolved(config, hardware, devices)
-    if found.remark is not None:
-        say(found.remark)
+    for remark in (precision, found.remark):
+        if remark is not None:
+            say(remark)
     return found.config
 
 

@@ -1,6 +1,8 @@
 """A run of many ranks in one process: rules, schedule, shapes on the meta device, memory by the formulas."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.transfers import Boundary, receive_slots
 from megapipe.parallel.mesh import Mesh
+from megapipe.planner.command.main import main
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.prediction import predict_rank
 from megapipe.schedules import Schedule
@@ -20,6 +23,7 @@ from megapipe.training import dry_run as module
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.dry_run import ShapeError, ShapeGroup, dry_run
 from megapipe.training.families import family_of
+from megapipe.training.plan_commands import run_dry_run
 from megapipe.training.replica import Replica
 from tests.support.covering import covering_array
 from tests.support.layouts import AXES, allowed, config_of, world_size
@@ -171,3 +175,35 @@ def test_collectives_of_absent_ranks_give_shapes() -> None:
     assert group.all_gather(whole).shape == (3, 3, 2)
     assert group.reduce_scatter(whole).shape == (2,)
     assert group.all_gather_object("a") == ["a"] * 3
+
+
+SMALL = [
+    "--model.vocabulary_size=512", "--data.sequence_length=512", "--batch.global_size=16", "--batch.micro_size=4",
+    "--devices=2", "--parallel.pipeline=2",
+]  # fmt: skip
+
+
+def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto, memory: 1.1}\n")
+    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
+    assert main(["dry-run", *asked, "--hardware=a100-80"], {"dry-run": run_dry_run}) == 0
+    printed = capsys.readouterr().out
+    assert "training.precision auto: bf16, by the peaks of A100-SXM4-80GB" in printed
+    assert "recompute auto: " in printed
+    assert main(["dry-run", *asked, "--hardware=a100-80", "--json"], {"dry-run": run_dry_run}) == 0
+    held = json.loads(capsys.readouterr().out)["memory_bytes"]
+    plain = [flag for flag in asked if "yaml" in flag] + SMALL
+    flags = ["--training.precision=bf16", "--recompute.method=none", "--recompute.memory=null", "--json"]
+    assert main(["dry-run", *plain, *flags], {"dry-run": run_dry_run}) == 0
+    everything = json.loads(capsys.readouterr().out)["memory_bytes"]
+    assert max(held) <= 1.1 * 2**30 < max(everything)
+
+
+def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto}\n")
+    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
+    assert main(["dry-run", *asked], {"dry-run": run_dry_run}) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: training.precision auto is chosen by a machine; give --hardware, or name one",
+        "error: recompute.method auto is chosen by a machine; give --hardware, or name one",
+    ]

@@ -16,6 +16,7 @@ from megapipe.costs.parameters import tied_names
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, predictions_of
 from megapipe.planner.runs.scheduling import num_stages, schedule_options
 from megapipe.planner.runs.validation import data_parallel_size, run_problems
@@ -108,7 +109,7 @@ def lay_run(
     world_size: int | None = None,
     node_order: Sequence[int] | None = None,
 ) -> RunLayout:
-    """Lay a run on a machine.
+    """Lay a run on a machine. training.precision auto becomes what the devices' peaks say.
 
     Raises:
         ConfigError: the configuration cannot run on so many ranks, parallel.data and world_size are both left open,
@@ -118,6 +119,7 @@ def lay_run(
     parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("data", "pipeline", "context", "tensor")}
     placement = Placement(hardware, sizes, node_order)
+    config, _ = with_named_precision(config, (node.device for node in placement.nodes))
     problems = run_problems(config, placement.num_ranks)
     if problems:
         raise ConfigError(problems)
@@ -131,10 +133,6 @@ def lay_run(
 def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     """The configuration with parallel.data filled in, once nothing in it is beyond the cost model."""
     problems = []
-    if config.training.precision == "auto":
-        problems.append(
-            "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
-        )
     if config.recompute.method == "auto":
         problems.append(
             "recompute.method auto is chosen by the times and bytes of other methods: let "
