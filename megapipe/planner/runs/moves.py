@@ -7,6 +7,12 @@ from megapipe.schedules.lowering import Spans
 from megapipe.schedules.offload import Offload
 
 
+def moves_to_host(config: PretrainConfig) -> bool:
+    """Whether anything of a run lies in host memory between its uses."""
+    offload = config.offload
+    return offload.activations != "none" or offload.optimizer or offload.weights
+
+
 def named_offload(config: PretrainConfig, layout: StageLayout, recomputed: Spans) -> Offload:
     """What offload.activations none or blocks, offload.optimizer and offload.weights move.
 
