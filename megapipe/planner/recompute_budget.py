@@ -22,10 +22,10 @@ from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.measured.times import MeasuredTimes
 from megapipe.planner.runs.layout import StageLayout, layers_of
-from megapipe.planner.runs.moves import named_offload
+from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.scheduling import build_schedule, splits_backwards
-from megapipe.planner.runs.validation import data_parallel_size, num_microbatches, run_problems
+from megapipe.planner.runs.scheduling import splits_backwards
+from megapipe.planner.runs.validation import data_parallel_size, run_problems
 
 GIB = 2**30
 PARTS: tuple[list[RecomputedPart], ...] = (["norms"], ["mlp"], ["mlp", "norms"], ["attention", "mlp", "norms"])
@@ -123,16 +123,7 @@ class _Memory:
     def _ranks(self, config: PretrainConfig) -> Iterator[int]:
         shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
         layout = StageLayout.of(config)
-        recomputed = layout.recomputed(config.recompute)
-        schedule = build_schedule(
-            config,
-            num_microbatches(config, shape.world_size),
-            units_per_stage=layout.units_per_stage,
-            tied_groups=layout.tied,
-            data_parallel=shape.sizes["data"] * shape.sizes["context"] > 1 or config.parallel.sequence,
-            recompute=recomputed,
-            offload=named_offload(config, layout, recomputed),
-        )
+        schedule = lowered_schedule(config, layout)
         # Ranks of one pipeline coordinate are alike, but for Muon's shards of whole matrices.
         apart = config.optimizer.name == "muon" and config.zero.stage > 0
         for rank in range(shape.world_size):

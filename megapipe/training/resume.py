@@ -250,10 +250,8 @@ class Checkpointer:
             if name in config[group]
         ]
         # Shards may lie elsewhere now, but in other proportions they give other samples.
-        weights, stored_blend = (
-            list(self._config.data.blend.values()),
-            manifest.run.config.get("data", {}).get("blend", {}),
-        )
+        weights = list(self._config.data.blend.values())
+        stored_blend = manifest.run.config.get("data", {}).get("blend", {})
         differing.append(("the list of data.blend's weights", weights, list(stored_blend.values())))
         for name, here, stored in differing:
             if stored != here:

@@ -18,6 +18,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.planner.command.main import main
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.prediction import predict_rank
+from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.schedules import Schedule
 from megapipe.training import dry_run as module
 from megapipe.training.context_layout import HeldTokens
@@ -69,7 +70,7 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
     )
     found = dry_run(config, 8, device="cuda")
     layout = StageLayout.of(found.config)
-    schedule = module.build_schedule(
+    schedule = build_schedule(
         found.config,
         found.microbatches,
         units_per_stage=layout.units_per_stage,
@@ -117,7 +118,7 @@ def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     one more that is under way."""
     found = dry_run(gpt("--parallel.pipeline", "4"), 4)
     message = 1024 * 768 * 4
-    stages = module.build_schedule(
+    stages = build_schedule(
         found.config,
         found.microbatches,
         units_per_stage=StageLayout.of(found.config).units_per_stage,
@@ -145,7 +146,7 @@ def test_broken_rules_are_told_before_anything_is_built() -> None:
 def stages_of(config):
     shape = MeshShape({"pipeline": 2})
     layout = StageLayout.of(config)
-    schedule = module.build_schedule(
+    schedule = build_schedule(
         config, 64, units_per_stage=layout.units_per_stage, tied_groups=layout.tied, data_parallel=False
     )
     mesh = module._mesh(shape, 0)

@@ -180,9 +180,9 @@ def _counts(ranks: int) -> list[int]:
 
 def _remark(ranks: int) -> str:
     return (
-        f"Measured on this machine, declared as {ranks} devices of one node. peak_flops, memory_bandwidth, efficiency\n"
-        "and host are a device's share while all of them are busy. No other machine was there: `outside` is this\n"
-        "host's own loopback."
+        f"Measured on this machine, declared as {ranks} devices of one node. peak_flops, memory_bandwidth,\n"
+        "efficiency and host are a device's share while all of them are busy. No other machine was there: `outside`\n"
+        "is this host's own loopback."
     )
 
 
