@@ -162,13 +162,13 @@ def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]
         rank = shape.rank_of({"data": 0, "pipeline": coordinate, "context": 0, "tensor": 0})
         exact = predict_rank(run.config, schedule, rank, device=device)
         peak = exact.peak()
-        at_home = _on_device(exact)
+        lasting = _on_device(exact)
         found.append(
             RankMemory(
-                at_home.weights,
-                at_home.master,
-                at_home.gradients,
-                at_home.moments,
+                lasting.weights,
+                lasting.master,
+                lasting.gradients,
+                lasting.moments,
                 peak.activations,
                 peak.weights + peak.gradients + peak.summands + peak.reloaded,
                 exact.messages,

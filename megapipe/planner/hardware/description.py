@@ -118,9 +118,9 @@ class HostLink:
     bandwidth: float
     latency: float = 0.0
 
-    def seconds(self, num_bytes: float, copies: float = 1) -> float:
-        """Of so many bytes in so many copies, one behind the other."""
-        return self.latency * copies + num_bytes / self.bandwidth
+    def seconds(self, num_bytes: float) -> float:
+        """Of one copy."""
+        return self.latency + num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)
