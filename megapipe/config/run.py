@@ -207,6 +207,7 @@ class PretrainConfig:
                 "recompute.method full with offload.activations auto, which decides by itself what runs again; set "
                 "recompute.method none, or offload.activations blocks"
             )
+        found += self.budget_problems()
         if self.offload.weights and self.zero.stage:
             found.append(
                 f"offload.weights with zero.stage {self.zero.stage}: replicas that share their state fetch weights "
@@ -216,6 +217,24 @@ class PretrainConfig:
         parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload)
         faults = (self.checkpoint, self.watchdog, self.spikes, self.reliability)
         return found + [problem for part in (*parts, *faults) for problem in part.problems()]
+
+    def budget_problems(self) -> list[str]:
+        """What recompute.method auto cannot choose for."""
+        if self.recompute.method != "auto":
+            return []
+        found = []
+        if self.schedule.file:
+            found.append(
+                f"recompute.method auto with schedule.file {self.schedule.file}, which may say by itself what runs "
+                "again; name a schedule, or a recompute.method"
+            )
+        if self.offload.activations != "none":
+            found.append(
+                f"recompute.method auto with offload.activations {self.offload.activations}: each decides what blocks "
+                "keep; set offload.activations none, or recompute.method none and offload.activations auto, which "
+                "recomputes too"
+            )
+        return found
 
     def _skipping_problems(self) -> list[str]:
         found = []

@@ -5,21 +5,27 @@ from the fastest to the slowest; the first one fits whose every rank, along its 
 than the budget. So more memory never means more recomputation.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig, RecomputedPart
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.description import Device, Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.hardware.precision import with_named_precision
+from megapipe.planner.measured.times import MeasuredTimes
+from megapipe.planner.runs.layout import StageLayout, layers_of
+from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.scheduling import build_schedule, splits_backwards
-from megapipe.planner.runs.validation import data_parallel_size, num_microbatches, run_problems
+from megapipe.planner.runs.scheduling import splits_backwards
+from megapipe.planner.runs.validation import data_parallel_size, run_problems
 
 GIB = 2**30
 PARTS: tuple[list[RecomputedPart], ...] = (["norms"], ["mlp"], ["mlp", "norms"], ["attention", "mlp", "norms"])
@@ -30,73 +36,142 @@ class Recomputation:
     """What a budget allows.
 
     config: the run with its recompute group set, and parallel.data. peak_bytes: tensors on the fullest rank at its
-    fullest moment. step_seconds: of the cost model, by the roofline for all candidates alike.
+    fullest moment. step_seconds: of the cost model, in closed form. plain_seconds: of a step without recomputation.
+    plain_bytes: what that would hold. source: where layers' times come from.
     """
 
     config: PretrainConfig
     peak_bytes: int
     step_seconds: float
+    plain_seconds: float
+    plain_bytes: int
+    source: str
 
 
 def least_recomputation(
-    config: PretrainConfig, hardware: Hardware, budget: float | None = None, *, world_size: int | None = None
+    config: PretrainConfig,
+    hardware: Hardware,
+    budget: float | None = None,
+    *,
+    world_size: int | None = None,
+    amx: bool = False,
 ) -> Recomputation:
     """The fastest recomputation whose every rank stays within a budget.
 
     config: its recompute group is not read but for `logits`. budget: bytes of a device that tensors may take, by
     default all of the smallest one's; what a framework takes besides is left to the caller. world_size: ranks, needed
-    where parallel.data is open.
+    where parallel.data is open. amx: as in `faster_path`.
 
     Raises:
         ConfigError: the run cannot be laid out so, or not even whole recomputation fits.
     """
+    config = _laid_out(config, world_size)
+    devices = _devices(config, hardware)
+    config, _ = with_named_precision(config, devices)
     if budget is None:
-        budget = min(group.device.memory_bytes for group in hardware.groups)
+        budget = min(device.memory_bytes for device in devices)
     if budget <= 0:
         raise ConfigError(f"a memory budget of {budget:g} bytes holds nothing; give one above 0")
-    config = _laid_out(config, world_size)
-    device = hardware.groups[0].device
-    ranked = sorted(
-        ((estimate(each, hardware, times=RooflineTimes(device)).step_seconds, order, each)
-         for order, each in enumerate(_candidates(config))),
-        key=lambda found: found[:2],
-    )  # fmt: skip
-    least = None
-    for seconds, _, candidate in ranked:
-        peak = peak_bytes(candidate, hardware_device_type(hardware))
-        if peak <= budget:
-            return Recomputation(candidate, peak, seconds)
-        least = peak if least is None else min(least, peak)
-    assert least is not None  # nothing at all is always a candidate
+    memory = _Memory(hardware_device_type(hardware), amx)
+    plain, *_ = candidates = list(_candidates(config))
+    times, source = _step_seconds(candidates, hardware, devices)
+    # Ties go to what recomputes least: candidates come in that order, and sorting keeps it.
+    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda found: found[0]):
+        peak, whole = memory.peak(candidate, budget)
+        if whole:
+            nothing = peak if candidate is plain else memory.peak(plain, math.inf)[0]
+            return Recomputation(candidate, peak, seconds, times[0], nothing, source)
+    least = memory.least(candidates)
     raise ConfigError(
         f"{least / GIB:.3g} GiB a rank are needed whatever is recomputed, and there are {budget / GIB:.3g}; lower "
-        "batch.micro_size, raise parallel.tensor, parallel.pipeline or zero.stage, or take devices with more memory"
+        "batch.micro_size, raise parallel.tensor, parallel.pipeline or zero.stage, or allow more memory"
     )
 
 
-def peak_bytes(config: PretrainConfig, device: str) -> int:
+def peak_bytes(config: PretrainConfig, device: str, amx: bool = False) -> int:
     """Tensors on the fullest rank of a run at its fullest moment, by `predict_rank`.
 
-    config: with parallel.data filled in. device: type of the ranks' devices.
+    config: with parallel.data filled in. device: type of the ranks' devices. amx: as in `faster_path`.
     """
+    return _Memory(device, amx).peak(config, math.inf)[0]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What ranks hold, walked through one after another: that takes a while, and one that holds too much is enough."""
+
+    device: str
+    amx: bool
+
+    def peak(self, config: PretrainConfig, budget: float) -> tuple[int, bool]:
+        """The most that any rank holds, and True; or what the first one over a budget holds, and False."""
+        most = 0
+        for held in self._ranks(config):
+            most = max(most, held)
+            if held > budget:
+                return held, False
+        return most, True
+
+    def least(self, configs: Iterable[PretrainConfig]) -> int:
+        """Of several runs the least that the fullest rank of any holds."""
+        found: float = math.inf
+        for config in configs:
+            held, whole = self.peak(config, found)
+            found = held if whole else found
+        return int(found)
+
+    def _ranks(self, config: PretrainConfig) -> Iterator[int]:
+        shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
+        layout = StageLayout.of(config)
+        schedule = lowered_schedule(config, layout)
+        # Ranks of one pipeline coordinate are alike, but for Muon's shards of whole matrices.
+        apart = config.optimizer.name == "muon" and config.zero.stage > 0
+        for rank in range(shape.world_size):
+            if apart or all(shape.coordinates(rank)[name] == 0 for name in DIMENSIONS if name != "pipeline"):
+                yield predict_rank(config, schedule, rank, device=self.device, amx=self.amx).device_bytes()
+
+
+def _devices(config: PretrainConfig, hardware: Hardware) -> list[Device]:
+    """Of the nodes that a run with parallel.data fills."""
     shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
-    layout = StageLayout.of(config)
-    schedule = build_schedule(
-        config,
-        num_microbatches(config, shape.world_size),
-        units_per_stage=layout.units_per_stage,
-        tied_groups=layout.tied,
-        data_parallel=shape.sizes["data"] * shape.sizes["context"] > 1 or config.parallel.sequence,
-        recompute=layout.recomputed(config.recompute),
-    )
-    # Ranks of one pipeline coordinate are alike, but for Muon's shards of whole matrices.
-    apart = config.optimizer.name == "muon" and config.zero.stage > 0
-    ranks = [
-        rank
-        for rank in range(shape.world_size)
-        if apart or all(shape.coordinates(rank)[name] == 0 for name in DIMENSIONS if name != "pipeline")
+    return [node.device for node in hardware.nodes(shape.world_size)]
+
+
+def _step_seconds(
+    candidates: Sequence[PretrainConfig], hardware: Hardware, devices: Iterable[Device]
+) -> tuple[list[float], str]:
+    """Of a step with each candidate, the first of which recomputes nothing, and where layers' times come from.
+
+    Measurements of layers say nothing of parts of a block that run again: these take as much longer than nothing as by
+    the roofline.
+    """
+    precision = candidates[0].training.precision
+    slowest = min(devices, key=lambda device: device.peak(precision))
+    roofline = [_seconds(each, hardware, RooflineTimes(slowest)) for each in candidates]
+    measured = _measured(candidates[0], hardware)
+    if measured is None:
+        return roofline, f"the roofline of {slowest.name}"
+    plain = _seconds(candidates[0], hardware, measured)
+    seconds = [
+        plain * own / roofline[0] if each.recompute.method == "selective" else _seconds(each, hardware, measured)
+        for each, own in zip(candidates, roofline, strict=True)
     ]
-    return max(predict_rank(config, schedule, rank, device=device).device_bytes() for rank in ranks)
+    return seconds, f"layers' times measured on {hardware.name}"
+
+
+def _seconds(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> float:
+    """Of a step without copies of offloaded optimizer state and weights, which are alike whatever runs again."""
+    return estimate(replace(config, offload=OffloadConfig()), hardware, times=times).step_seconds
+
+
+def _measured(config: PretrainConfig, hardware: Hardware) -> MeasuredTimes | None:
+    """Times of layers, where the machine has them of all layers of a run in which nothing runs again."""
+    if hardware.measured is None:
+        return None
+    times, layers = MeasuredTimes(hardware), layers_of(config)
+    one_of_each = {layer.kind: layer for layer in layers}.values()
+    answered = all(times.of(config, layer).source.startswith("measured") for layer in one_of_each)
+    return times if answered else None
 
 
 def _laid_out(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
@@ -106,22 +181,14 @@ def _laid_out(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     ranks = parallel.pipeline * parallel.context * parallel.tensor
     whole = (parallel.data or 1) * ranks if world_size is None else world_size
     problems = run_problems(config, whole)
-    if config.schedule.file:
-        problems.append(
-            f"schedule.file {config.schedule.file} may say by itself what runs again; name a schedule to choose that"
-        )
-    if config.offload.activations != "none":
-        problems.append(
-            f"offload.activations {config.offload.activations} decides with the memory of the host in mind: with auto "
-            "and offload.memory it chooses what runs again by itself; set it to none to choose here"
-        )
+    problems += replace(config, recompute=RecomputeConfig(method="auto")).budget_problems()
     if problems:
         raise ConfigError(problems)
     return replace(config, parallel=replace(parallel, data=data_parallel_size(config, whole)))
 
 
 def _candidates(config: PretrainConfig) -> Iterator[PretrainConfig]:
-    """All that the run's other fields allow, what recomputes least first."""
+    """All that the run's other fields allow, what recomputes least first: nothing at all is always allowed."""
     logits = config.recompute.logits and not splits_backwards(config)
     wanted = [RecomputeConfig(logits=logits)]
     wanted += [RecomputeConfig(method="selective", parts=list(parts), logits=logits) for parts in PARTS]

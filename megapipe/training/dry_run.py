@@ -27,8 +27,8 @@ from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.rank import RankPrediction
 from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Header
@@ -147,14 +147,7 @@ def dry_run(
     say(f"configuration: valid on {world_size:,} ranks")
     layout, microbatches = StageLayout.of(config), num_microbatches(config, world_size)
     shape = MeshShape({name: getattr(config.parallel, name) for name in DIMENSIONS})
-    schedule = build_schedule(
-        config,
-        microbatches,
-        units_per_stage=layout.units_per_stage,
-        tied_groups=layout.tied,
-        data_parallel=shape.sizes["data"] * shape.sizes["context"] > 1 or config.parallel.sequence,
-        recompute=layout.recomputed(config.recompute),
-    )
+    schedule = lowered_schedule(config, layout)
     validate_schedule(schedule)
     actions = sum(len(rows) for rows in schedule.sections.body)
     say(f"schedule: {schedule.header.name}, {microbatches:,} micro-batches, {actions:,} actions a step, valid")

@@ -22,7 +22,7 @@ CPU_ALLOCATOR = "can't allocate memory"
 """How torch's CPU allocator words it; the error is a plain RuntimeError."""
 
 ADVICE = (
-    "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method full, more ranks in "
+    "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method auto or full, more ranks in "
     "parallel.pipeline, parallel.context or parallel.tensor, parallel.sequence beside the latter, zero.stage 1 to 3 "
     "where there are replicas, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16, "
     "offload.activations, offload.optimizer or offload.weights; on the last stage recompute.logits"

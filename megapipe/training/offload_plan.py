@@ -18,6 +18,7 @@ from megapipe.costs.parameters import LayerSpec
 from megapipe.models.gpt_kernels import runs_unfused
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout
+from megapipe.planner.runs.moves import blocks_of, named_offload
 from megapipe.planner.runs.scheduling import splits_backwards
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.memory import microbatches_held
@@ -52,32 +53,10 @@ def plan_activations(
 
     Raises ConfigError where nothing is left to move, or auto finds too little memory.
     """
-    offload, buffers = config.offload, config.offload.buffers
-    again = layout.recomputed(config.recompute)
-    if offload.activations == "auto":
+    if config.offload.activations == "auto":
         return _decided(config, mesh, layout, plain())
-    units: tuple[tuple[int, ...], ...] = ()
-    if offload.activations == "blocks":
-        units = tuple(
-            _kept_blocks(layout, stage, again)[:: offload.every][: offload.num_blocks]
-            for stage in range(len(layout.ranges))
-        )
-        if not any(units):
-            raise ConfigError(
-                "offload.activations blocks with recompute.method full leaves no block that keeps activations; set "
-                "recompute.num_blocks, or leave one of the two out"
-            )
-    return ActivationPlan(again, Offload(units, offload.prefetch or 1, offload.optimizer, buffers))
-
-
-def blocks_of(layout: StageLayout, stage: int) -> tuple[int, ...]:
-    """Units of a stage that are transformer blocks."""
-    return tuple(unit for unit, layer in enumerate(layout.ranges[stage]) if layout.layers[layer].kind == "block")
-
-
-def _kept_blocks(layout: StageLayout, stage: int, again: Spans) -> tuple[int, ...]:
-    repeated = {unit for span in (again[stage] if again else ()) for unit in span}
-    return tuple(unit for unit in blocks_of(layout, stage) if unit not in repeated)
+    again = layout.recomputed(config.recompute)
+    return ActivationPlan(again, named_offload(config, layout, again))
 
 
 def _decided(config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Schedule) -> ActivationPlan:

@@ -3,8 +3,11 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.run import PretrainConfig
 from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
 from megapipe.parallel.errors import LaunchError
@@ -13,13 +16,16 @@ from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.hardware.writer import written
+from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told
 from megapipe.training.calibration import profile
 from megapipe.training.calibration.machine import check_output
 from megapipe.training.calibration.node_links import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
+from megapipe.training.validate import validate
 
 
 def run_dry_run(request: Request) -> int:
@@ -31,8 +37,10 @@ def run_dry_run(request: Request) -> int:
     if not config.data.prefixes[0]:
         config.data.prefix = NO_DATA
     quiet = request.flags["json"]
+    say = _say_nothing if quiet else _say
+    config = _without_auto(config, hardware, devices, say)
     try:
-        found = dry_run(config, devices, device=_device(own, hardware), say=_say_nothing if quiet else _say)
+        found = dry_run(config, devices, device=_device(own, hardware), say=say)
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error
     if quiet:
@@ -47,10 +55,14 @@ def run_dry_run(request: Request) -> int:
 def run_profile(request: Request) -> int:
     """Measure this machine for the layers of a model, and write the hardware file."""
     flags = request.flags
-    check_fields(request.config)
+    config = request.config
+    check_fields(config)
+    if config.recompute.method == "auto":
+        # Layers that keep all have their recomputation measured beside them: what auto has to know.
+        config = replace(config, recompute=RecomputeConfig(logits=config.recompute.logits))
     try:
         hardware = profile(
-            request.config,
+            config,
             flags["output"],
             ranks=flags["ranks"],
             tensor_sizes=flags["tensor_sizes"],
@@ -110,6 +122,32 @@ def _print_links(found: NodeLinks) -> None:
     ]
     columns = ["from, to", *map(str, range(len(found.hosts)))]
     print_table(columns, rows, f"GB/s between nodes, latency {found.latency * 1e6:.3g} us")
+
+
+def _without_auto(
+    config: PretrainConfig, hardware: Hardware | None, devices: int, say: Callable[[str], None]
+) -> PretrainConfig:
+    """With training.precision auto and recompute.method auto replaced. ConfigError without a machine to choose by."""
+    asked = [
+        name
+        for name, value in (
+            ("training.precision", config.training.precision),
+            ("recompute.method", config.recompute.method),
+        )
+        if value == "auto"
+    ]
+    if hardware is None:
+        if asked:
+            raise ConfigError([f"{name} auto is chosen by a machine; give --hardware, or name one" for name in asked])
+        return config
+    if asked:
+        validate(config, devices)
+    config, precision = with_named_precision(config, (node.device for node in hardware.nodes(devices)))
+    found = resolved(config, hardware, devices)
+    for remark in (precision, found.remark):
+        if remark is not None:
+            say(remark)
+    return found.config
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:

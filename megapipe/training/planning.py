@@ -12,6 +12,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.planning import measured_times
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
+from megapipe.planner.recompute_auto import limited
 from megapipe.planner.report.words import layout_told, seconds_told
 from megapipe.planner.search.plan import Effort, search_speed
 
@@ -36,29 +37,43 @@ def planned(
         raise ConfigError("training.precision auto is timed after the layout is known; name one beside --plan")
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
+    pinned = given.fields
+    if config.recompute.method == "auto":
+        config, hardware = limited(config, hardware)
+        pinned -= {"recompute.method"}
     times = measured_times(hardware, world_size)
-    findings = search_speed(config, hardware, world_size, given.fields, times=times, effort=BEST_ALONE)
+    findings = search_speed(config, hardware, world_size, pinned, times=times, effort=BEST_ALONE)
     best = findings.best
+    chosen = best.config
+    if given.config.recompute.method == "auto":
+        # The search tries whole methods; within the layout that it found, the budget's own choice is no slower.
+        auto = given.config.recompute
+        named = auto.hardware if plan == AUTO or auto.hardware is not None else plan
+        chosen = replace(chosen, recompute=replace(auto, hardware=named))
     told = (
-        f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(best.config)}; predicted "
+        f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(chosen)}; predicted "
         f"{seconds_told(best.estimate.step_seconds)} a step, {findings.layouts:,} layouts looked at"
     )
-    return best.config, told
+    return chosen, told
 
 
-def this_machine(device: str, per_node: int) -> Hardware:
+def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware:
     """The preset of the devices here, in nodes of as many as run on this one.
 
-    device: as parallel.device says. Raises ConfigError for a GPU without a preset.
+    device: as parallel.device says. option: what a file may be given to instead. Raises ConfigError for a GPU without
+    a preset.
     """
     if device == "cpu" or not torch.cuda.is_available():
         return _in_nodes(load_hardware("cpu"), per_node)
     found = torch.cuda.get_device_properties(0)
-    return _in_nodes(load_hardware(preset_of(found.name, found.total_memory)), per_node)
+    return _in_nodes(load_hardware(preset_of(found.name, found.total_memory, option)), per_node)
 
 
-def preset_of(name: str, memory_bytes: float) -> str:
-    """The preset of a GPU that calls itself so, such as `NVIDIA A100-SXM4-80GB`. Raises ConfigError for none."""
+def preset_of(name: str, memory_bytes: float, option: str = "--plan") -> str:
+    """The preset of a GPU that calls itself so, such as `NVIDIA A100-SXM4-80GB`.
+
+    Raises ConfigError for none, which tells that a file may be given to `option`.
+    """
     words = name.upper().replace("-", " ").split()
     misses = {}
     for preset in PRESETS:
@@ -69,9 +84,9 @@ def preset_of(name: str, memory_bytes: float) -> str:
     nearest = min(misses, key=lambda preset: misses[preset], default=None)
     if nearest is None or misses[nearest] > SIZE_TOLERANCE:
         raise ConfigError(
-            f"--plan auto: no preset is of {name!r} with {memory_bytes / 1e9:.0f} GB (presets: {', '.join(PRESETS)}); "
-            "measure it by tools/plan.py profile --output machine.yaml, or describe it (docs/hardware.md), and give "
-            "--plan machine.yaml"
+            f"no preset is of {name!r} with {memory_bytes / 1e9:.0f} GB (presets: {', '.join(PRESETS)}); measure it "
+            f"by tools/plan.py profile --output machine.yaml, or describe it (docs/hardware.md), and give {option} "
+            "machine.yaml"
         )
     return nearest
 

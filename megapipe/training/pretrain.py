@@ -27,6 +27,7 @@ from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.muon_shards import muon_shards
 from megapipe.training.precision import with_precision
 from megapipe.training.profile import Profiler
+from megapipe.training.recompute_choice import with_recompute
 from megapipe.training.records import Listeners
 from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
@@ -83,7 +84,8 @@ def _train(
 ) -> int:
     say = _print if mesh.rank == 0 else _say_nothing
     with Checkpointer(config, mesh, say) as checkpointer:
-        config = with_precision(config, mesh, checkpointer.precision, say)
+        config = with_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
+        checkpointer.describe(config)
         replica = Replica(config, mesh, family_of(config).layers, heartbeat=heartbeat)
         choices = kernel_choices(config, mesh.device, replica.kernels)
         position = Position.of(checkpointer.restore(replica))

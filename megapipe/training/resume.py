@@ -77,6 +77,10 @@ class Checkpointer:
         path = self.path
         return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
 
+    def describe(self, config: PretrainConfig) -> None:
+        """Have checkpoints say how the run trains, with `auto` replaced by what was chosen."""
+        self._config = config
+
     def restore(self, replica: Replica) -> RunState | None:
         """Take over the newest whole checkpoint, or else the weights of `init_from`; None for a run that starts.
 
@@ -246,10 +250,8 @@ class Checkpointer:
             if name in config[group]
         ]
         # Shards may lie elsewhere now, but in other proportions they give other samples.
-        weights, stored_blend = (
-            list(self._config.data.blend.values()),
-            manifest.run.config.get("data", {}).get("blend", {}),
-        )
+        weights = list(self._config.data.blend.values())
+        stored_blend = manifest.run.config.get("data", {}).get("blend", {})
         differing.append(("the list of data.blend's weights", weights, list(stored_blend.values())))
         for name, here, stored in differing:
             if stored != here:

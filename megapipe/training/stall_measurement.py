@@ -17,6 +17,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.families import ModelFamily, family_of
 from megapipe.training.loader import Consumer, StepBatch
 from megapipe.training.precision import with_precision
+from megapipe.training.recompute_choice import with_recompute
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
 from megapipe.training.stall_report import StallReport
@@ -120,7 +121,7 @@ def measure_stalls(
     num_samples = len(open_samples(config, "train"))
     consumer: Consumer
     if given is None:
-        config = with_precision(config, mesh, None, say)
+        config = with_recompute(with_precision(config, mesh, None, say), mesh, say)
         model = ModelHere(config, mesh)
         consumer, train = model.replica, model.train
     else:

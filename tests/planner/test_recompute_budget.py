@@ -110,7 +110,10 @@ def test_the_cost_models_memory_is_the_same_functions() -> None:
     ("change", "told"),
     [
         ({"parallel": {"data": None}}, "parallel.data is null and no number of devices is given"),
-        ({"offload": {"activations": "auto", "memory": 1.0}}, "with auto and offload.memory it chooses"),
+        (
+            {"offload": {"activations": "auto", "memory": 1.0}},
+            "recompute.method none and offload.activations auto, which recomputes too",
+        ),
         ({"batch": {"global_size": 7}}, "batch.global_size 7 is not divisible"),
     ],
 )

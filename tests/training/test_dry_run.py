@@ -1,6 +1,8 @@
 """A run of many ranks in one process: rules, schedule, shapes on the meta device, memory by the formulas."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,14 +12,23 @@ from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.run import PretrainConfig
 from megapipe.engine.transfers import Boundary, receive_slots
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.command.main import main
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.prediction import predict_rank
+from megapipe.planner.runs.scheduling import build_schedule
+from megapipe.schedules import Schedule
 from megapipe.training import dry_run as module
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.dry_run import ShapeError, ShapeGroup, dry_run
+from megapipe.training.families import family_of
+from megapipe.training.plan_commands import run_dry_run
+from megapipe.training.replica import Replica
 from tests.support.covering import covering_array
 from tests.support.layouts import AXES, allowed, config_of, world_size
+from tests.support.meshes import run_threads
 
 BERT = BertDataConfig(prefix="unread", sequence_length=16)
 CASES = covering_array(AXES, allowed)
@@ -59,7 +70,7 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
     )
     found = dry_run(config, 8, device="cuda")
     layout = StageLayout.of(found.config)
-    schedule = module.build_schedule(
+    schedule = build_schedule(
         found.config,
         found.microbatches,
         units_per_stage=layout.units_per_stage,
@@ -73,12 +84,41 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
         assert each.state_bytes == predicted.state().total
 
 
+def scheduled(mesh: Mesh, config: PretrainConfig) -> Schedule:
+    return Replica(config, mesh, family_of(config).layers).schedule
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--offload.optimizer=true"],
+        ["--offload.optimizer=true", "--offload.weights=true"],
+        ["--offload.activations=blocks", "--offload.every=2", "--offload.prefetch=2"],
+    ],
+    ids=lambda flags: flags[-1],
+)
+def test_what_moves_to_host_memory_is_what_a_run_moves(flags: list[str]) -> None:
+    """By the schedule that a run of two ranks makes for itself."""
+    shape = ["--model.hidden_size=32", "--model.num_heads=4", "--model.vocabulary_size=61", "--model.num_layers=4"]
+    config = gpt(*shape, "--data.sequence_length=16", "--parallel.pipeline=2", "--batch.micro_size=8", *flags)
+    config.parallel.data = 1
+    found = dry_run(config, 2, device="cpu")
+    for each, schedule in zip(found.coordinates, run_threads({"pipeline": 2}, scheduled, config), strict=True):
+        assert each.peak_bytes == predict_rank(config, schedule, each.pipeline, device="cpu").device_bytes()
+
+
+def test_offload_that_measures_at_the_start_is_refused() -> None:
+    config = gpt("--offload.activations=auto", "--offload.memory=1")
+    with pytest.raises(ConfigError, match=r"offload.activations auto decides at the start of a run"):
+        dry_run(config, 1)
+
+
 def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     """Every message of another stage that has to wait has a slot: of 1f1b on rank r of p as many as are in flight, and
     one more that is under way."""
     found = dry_run(gpt("--parallel.pipeline", "4"), 4)
     message = 1024 * 768 * 4
-    stages = module.build_schedule(
+    stages = build_schedule(
         found.config,
         found.microbatches,
         units_per_stage=StageLayout.of(found.config).units_per_stage,
@@ -106,7 +146,7 @@ def test_broken_rules_are_told_before_anything_is_built() -> None:
 def stages_of(config):
     shape = MeshShape({"pipeline": 2})
     layout = StageLayout.of(config)
-    schedule = module.build_schedule(
+    schedule = build_schedule(
         config, 64, units_per_stage=layout.units_per_stage, tied_groups=layout.tied, data_parallel=False
     )
     mesh = module._mesh(shape, 0)
@@ -136,3 +176,35 @@ def test_collectives_of_absent_ranks_give_shapes() -> None:
     assert group.all_gather(whole).shape == (3, 3, 2)
     assert group.reduce_scatter(whole).shape == (2,)
     assert group.all_gather_object("a") == ["a"] * 3
+
+
+SMALL = [
+    "--model.vocabulary_size=512", "--data.sequence_length=512", "--batch.global_size=16", "--batch.micro_size=4",
+    "--devices=2", "--parallel.pipeline=2",
+]  # fmt: skip
+
+
+def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto, memory: 1.1}\n")
+    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
+    assert main(["dry-run", *asked, "--hardware=a100-80"], {"dry-run": run_dry_run}) == 0
+    printed = capsys.readouterr().out
+    assert "training.precision auto: bf16, by the peaks of A100-SXM4-80GB" in printed
+    assert "recompute auto: " in printed
+    assert main(["dry-run", *asked, "--hardware=a100-80", "--json"], {"dry-run": run_dry_run}) == 0
+    held = json.loads(capsys.readouterr().out)["memory_bytes"]
+    plain = [flag for flag in asked if "yaml" in flag] + SMALL
+    flags = ["--training.precision=bf16", "--recompute.method=none", "--recompute.memory=null", "--json"]
+    assert main(["dry-run", *plain, *flags], {"dry-run": run_dry_run}) == 0
+    everything = json.loads(capsys.readouterr().out)["memory_bytes"]
+    assert max(held) <= 1.1 * 2**30 < max(everything)
+
+
+def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto}\n")
+    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
+    assert main(["dry-run", *asked], {"dry-run": run_dry_run}) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: training.precision auto is chosen by a machine; give --hardware, or name one",
+        "error: recompute.method auto is chosen by a machine; give --hardware, or name one",
+    ]

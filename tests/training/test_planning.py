@@ -9,7 +9,9 @@ import pytest
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import build_parser, parse_given
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.hardware.writer import written
+from megapipe.planner.recompute_auto import resolved
 from megapipe.training.planning import planned, preset_of, this_machine
 from megapipe.training.validate import validate
 from tests.planner.measured.machines import ROWS, machine, run
@@ -88,6 +90,20 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planned(given("--training.precision=auto"), "auto", {}, 2)
     with pytest.raises(ConfigError, match=r"model.num_heads"):
         planned(given("--parallel.tensor=3"), "auto", {}, 3)
+
+
+def test_a_memory_budget_is_kept_by_the_layout_and_then_by_the_run() -> None:
+    """The search has methods open within the budget; which one runs is found within its layout."""
+    asked = given(
+        "--recompute.method=auto", "--recompute.memory=0.0012", "--model.num_layers=6", "--batch.micro_size=2"
+    )
+    config, told = planned(asked, "cpu", {}, 2)
+    assert (config.recompute.method, config.recompute.memory, config.recompute.hardware) == ("auto", 0.0012, "cpu")
+    assert "recompute auto" in told
+    assert resolved(config, load_hardware("cpu"), 2).config.recompute.method != "auto"
+    assert planned(asked, "auto", {"LOCAL_WORLD_SIZE": "2"}, 2)[0].recompute.hardware is None
+    with pytest.raises(ConfigError, match=r"no layout fits 2 devices of 'CPU, 2 cores, recompute.memory 1e-05 GiB'"):
+        planned(given("--recompute.method=auto", "--recompute.memory=0.00001"), "cpu", {}, 2)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from megapipe.planner.command.reports import write_prediction
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
 from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.breakdown import Row
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
@@ -37,7 +38,7 @@ def run_predict(request: Request) -> int:
     facts = checkpoint_facts(request, answer.step_seconds)
     write_prediction(request, hardware, prediction, [])
     if request.flags["json"]:
-        print(json.dumps(answer.as_json() | {"checkpoint": facts}, indent=2))
+        print(json.dumps(answer.as_json() | {"checkpoint": facts, "remarks": remarks}, indent=2))
         return 0
     print(run_told(answer.config, hardware, answer.world_size))
     print(f"layout: {layout_told(answer.config)}")
@@ -66,6 +67,7 @@ def run_explain(request: Request) -> int:
             "closed_form": closed.as_json(),
             "stages": [vars(each) for each in stages],
             "memory": [vars(each) for each in answer.memory],
+            "remarks": remarks,
         }
         print(json.dumps(told, indent=2))
         return 0
@@ -161,7 +163,9 @@ def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str
     hardware.nodes(devices)  # tells of more devices than there are
     config, remarks = planned_config(request, hardware)
     check_run(config, devices)
-    return predict(config, hardware, world_size=devices), remarks
+    found = resolved(config, hardware, devices)
+    remarks += [] if found.remark is None else [found.remark]
+    return predict(found.config, hardware, world_size=devices), remarks
 
 
 def _layers(names: Sequence[str]) -> str:

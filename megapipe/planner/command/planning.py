@@ -10,6 +10,7 @@ from megapipe.costs.checkpoints import lost_share, save_interval
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Efficiency, Hardware
+from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.measured.times import MeasuredTimes
 from megapipe.planner.report.words import duration_told
 from megapipe.planner.runs.layout import layers_of
@@ -23,7 +24,7 @@ def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig
     """The configuration to plan, and remarks on what was chosen for it.
 
     Where no file and no flag says a precision, it is the first of bf16, fp16, fp32 that all devices multiply in; a
-    file without one trains in fp32, and is planned so.
+    file without one trains in fp32, and is planned so. What auto would time is told by the devices' peaks.
 
     Raises ConfigError with every rule that single fields break; data.prefix may be missing.
     """
@@ -33,8 +34,8 @@ def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig
         if common:
             config = replace(config, training=replace(config.training, precision=common[0]))
             remarks.append(f"training.precision {common[0]}, as none was given")
-    if config.training.precision == "auto":
-        raise ConfigError("training.precision is auto, which is timed when a run starts; name bf16, fp16 or fp32")
+    config, remark = with_named_precision(config, (group.device for group in hardware.groups))
+    remarks += [] if remark is None else [remark]
     check_fields(config)
     nominal = [group.device.name for group in hardware.groups if group.device.efficiency == Efficiency()]
     if nominal and hardware.measured is None:

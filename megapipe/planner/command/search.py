@@ -21,6 +21,7 @@ from megapipe.planner.command.planning import (
 from megapipe.planner.command.reports import write_search
 from megapipe.planner.cost.model import predict
 from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.recompute_auto import limited
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
 from megapipe.planner.search.findings import Findings, Found
@@ -40,11 +41,19 @@ def run_search(request: Request) -> int:
     if flags["top"] < 1:
         raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
     config, remarks = planned_config(request, hardware)
+    pinned = request.given
+    if config.recompute.method == "auto":
+        pinned -= {"recompute.method"}
+        config, hardware = limited(config, hardware)
+        remarks.append(
+            "recompute.method auto: methods are searched with the layout, and a device's memory is what tensors may "
+            "take of it"
+        )
     findings = search(
         config,
         hardware,
         devices,
-        request.given,
+        pinned,
         objective=flags["objective"],
         space=_space(request),
         tokens=flags["tokens"],

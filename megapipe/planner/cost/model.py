@@ -7,16 +7,18 @@ from dataclasses import replace
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
+from megapipe.planner.cost.host_copies import host_copies, slowed
 from megapipe.planner.cost.layer_costs import layer_cost
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
-from megapipe.planner.cost.simulated import Prediction, exact_memories, simulated
+from megapipe.planner.cost.simulated import Prediction, exact_memories, schedule_of, simulated
 from megapipe.planner.cost.stages import StageCost, StageCosts, stage_costs, stage_details
 from megapipe.planner.cost.step_time import step_terms
 from megapipe.planner.hardware.description import Device, Hardware
 from megapipe.planner.measured.times import MeasuredTimes, at_ease, is_measured, shares_a_machine
+from megapipe.planner.runs.moves import moves_to_host
 
 __all__ = ["Prediction", "estimate", "explain_stages", "predict"]
 
@@ -43,6 +45,8 @@ def estimate(
         return _predicted(run, times, assumptions).estimate
     assumptions = assumptions.on(hardware)
     costs, source = _stage_costs(run, times, assumptions)
+    if moves_to_host(run.config):
+        return _with_copies(run, costs, assumptions, source)
     return _answer(run, step_terms(run, costs, assumptions, source), rank_memories(run))
 
 
@@ -61,7 +65,7 @@ def predict(
     `estimate`.
     """
     run = lay_run(config, hardware, world_size, node_order)
-    if times is None and shares_a_machine(run.placement):
+    if times is None and shares_a_machine(run.placement) and not moves_to_host(config):
         run = lay_run(config, at_ease(hardware), world_size, node_order)
         return _predicted(run, MeasuredTimes(hardware, contended=False), assumptions, contended=True)
     return _predicted(run, times, assumptions)
@@ -79,6 +83,17 @@ def explain_stages(
     """What each stage costs, arguments and errors as of `estimate`."""
     run = lay_run(config, hardware, world_size, node_order)
     return stage_details(run, _stage_costs(run, times, assumptions.on(hardware))[0])
+
+
+def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
+    """In closed form, but for its memory: what has left when is the schedule's own."""
+    schedule = schedule_of(run)
+    terms = step_terms(run, costs, assumptions, source)
+    slower = step_terms(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
+    late = sum(term.seconds for term in slower) - sum(term.seconds for term in terms)
+    if late > 0.0:
+        terms += (Term("offload", late, "copies to and from host memory, longer than the compute beside them"),)
+    return _answer(run, terms, exact_memories(run, schedule))
 
 
 def _predicted(

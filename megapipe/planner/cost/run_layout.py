@@ -13,14 +13,17 @@ from megapipe.costs.compute import Flops, layer_flops
 from megapipe.costs.layout import LayoutCosts
 from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import tied_names
-from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.description import Hardware, HostLink
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.placement import Placement
+from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, predictions_of
+from megapipe.planner.runs.moves import moves_to_host, named_offload
 from megapipe.planner.runs.scheduling import num_stages, schedule_options
 from megapipe.planner.runs.validation import data_parallel_size, run_problems
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.load_file import read_file
+from megapipe.schedules.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,17 @@ class RunLayout:
         """Per stage the runs of units that run again as a whole; empty where none do."""
         return self.stages.recomputed(self.config.recompute)
 
+    @cached_property
+    def moved(self) -> Offload:
+        """What goes to host memory. Raises ConfigError where no block is left to."""
+        return named_offload(self.config, self.stages, self.recomputed)
+
+    @cached_property
+    def host(self) -> HostLink:
+        """Of the device with the slowest copies to host memory, where anything moves there."""
+        links = [node.host for node in self.placement.nodes if node.host is not None]
+        return min(links, key=lambda link: link.bandwidth)
+
     @property
     def synchronises_gradients(self) -> bool:
         """Whether a step sums gradients over ranks that hold the same weights."""
@@ -108,7 +122,7 @@ def lay_run(
     world_size: int | None = None,
     node_order: Sequence[int] | None = None,
 ) -> RunLayout:
-    """Lay a run on a machine.
+    """Lay a run on a machine. training.precision auto becomes what the devices' peaks say.
 
     Raises:
         ConfigError: the configuration cannot run on so many ranks, parallel.data and world_size are both left open,
@@ -118,7 +132,15 @@ def lay_run(
     parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("data", "pipeline", "context", "tensor")}
     placement = Placement(hardware, sizes, node_order)
+    config, _ = with_named_precision(config, (node.device for node in placement.nodes))
     problems = run_problems(config, placement.num_ranks)
+    if moves_to_host(config):
+        problems += [
+            f"offload: hardware {hardware.name!r} says nothing of the link between {node.device.name} and host "
+            f"memory; add host: {{bandwidth: ...}} to the group {node.name!r}, or leave offload out"
+            for node in {id(node): node for node in placement.nodes}.values()
+            if node.host is None
+        ]
     if problems:
         raise ConfigError(problems)
     shape = _shape_of(config)
@@ -131,15 +153,14 @@ def lay_run(
 def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     """The configuration with parallel.data filled in, once nothing in it is beyond the cost model."""
     problems = []
-    if config.training.precision == "auto":
+    if config.recompute.method == "auto":
         problems.append(
-            "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
+            "recompute.method auto is chosen by the times and bytes of other methods: let "
+            "planner.recompute_auto.resolved do so first, or name none, selective or full"
         )
-    offload = config.offload
-    if offload.activations != "none" or offload.optimizer or offload.weights:
+    if config.offload.activations == "auto":
         problems.append(
-            "offload: a hardware file says nothing of the link to host memory, so that copies have no time; leave "
-            "the group out to plan"
+            "offload.activations auto decides at the start of a run, by what it measures there; name none or blocks"
         )
     if config.parallel.data is None and world_size is None:
         problems.append("parallel.data is null and no number of devices is given; give either")

@@ -1,19 +1,23 @@
 """The terms of a step by simulation of its lowered schedule, and what its ranks hold action by action."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.costs.memory import StateBytes
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
+from megapipe.planner.cost.host_copies import HostCopies, host_copies
 from megapipe.planner.cost.replicas import scalar_seconds, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import Floats, StageCosts
 from megapipe.planner.cost.step_time import hop_seconds
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.measured.contended import simulate_measured, traffic_share
+from megapipe.planner.rank import RankPrediction
+from megapipe.planner.runs.moves import moves_to_host
 from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.schedules import Costs, Link, Schedule, Simulation, simulate
@@ -41,6 +45,7 @@ def schedule_of(run: RunLayout) -> Schedule:
         tied_groups=run.stages.tied,
         data_parallel=run.synchronises_gradients,
         recompute=run.recomputed,
+        offload=run.moved,
     )
 
 
@@ -55,7 +60,7 @@ def simulated(
     of_actions = _action_costs(run, costs, assumptions)
     measured = run.hardware.measured if contended else None
 
-    def simulated_for(steps: int) -> Simulation:
+    def simulated_for(of_actions: Costs, steps: int) -> Simulation:
         if measured is None:
             return simulate(schedule, of_actions, steps)
         return simulate_measured(
@@ -67,15 +72,25 @@ def simulated(
             steps=steps,
         )
 
-    if schedule.flushes:
-        simulation = simulated_for(1)
-        seconds = simulation.finish
-    else:
-        simulation = simulated_for(STEPS)
-        shorter = simulated_for(STEPS // 2)
-        seconds = (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
-    terms = tuple(term for term in _terms(run, costs, schedule, seconds, source) if term.seconds)
-    return schedule, simulation, terms
+    def timed(of_actions: Costs) -> tuple[Simulation, float]:
+        if schedule.flushes:
+            simulation = simulated_for(of_actions, 1)
+            return simulation, simulation.finish
+        simulation, shorter = simulated_for(of_actions, STEPS), simulated_for(of_actions, STEPS // 2)
+        return simulation, (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
+
+    simulation, seconds = timed(of_actions)
+    found = [*_terms(run, costs, schedule, seconds, source)]
+    if moves_to_host(run.config):
+        simulation, slower = timed(_with_copies(of_actions, host_copies(run, schedule)))
+        found.append(Term("offload", slower - seconds, "copies to and from host memory that compute does not hide"))
+    return schedule, simulation, tuple(term for term in found if term.seconds)
+
+
+def _with_copies(costs: Costs, copies: HostCopies) -> Costs:
+    """Gathers of weights are these copies: with replicas that gather from each other they do not go together."""
+    gathers = copies.weights if any(copies.weights) else costs.gather_weights
+    return replace(costs, offload=copies.activations, offload_state=copies.state, gather_weights=gathers)
 
 
 def _action_costs(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> Costs:
@@ -146,16 +161,26 @@ def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]
     for coordinate in range(run.pipeline):
         rank = shape.rank_of({"data": 0, "pipeline": coordinate, "context": 0, "tensor": 0})
         exact = predict_rank(run.config, schedule, rank, device=device)
-        state, peak = exact.state(), exact.peak()
+        peak = exact.peak()
+        lasting = _on_device(exact)
         found.append(
             RankMemory(
-                state.weights,
-                state.master,
-                state.gradients,
-                state.moments,
+                lasting.weights,
+                lasting.master,
+                lasting.gradients,
+                lasting.moments,
                 peak.activations,
                 peak.weights + peak.gradients + peak.summands + peak.reloaded,
                 exact.messages,
             )
         )
     return tuple(found)
+
+
+def _on_device(rank: RankPrediction) -> StateBytes:
+    """Of what lives between steps the part that does not lie in host memory."""
+    state, offload = rank.state(), rank.costs.config.offload
+    if not offload.optimizer:
+        return state
+    away = sum(rank.state_of(place).weights for place in rank.units if rank.weights_in_host(place))
+    return StateBytes(state.weights - away, 0, state.gradients, 0)

@@ -109,10 +109,26 @@ class Network:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """Between a device and the memory of its host.
+
+    bandwidth: of one device, a direction, both at once. latency: seconds a copy.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one copy."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
 class NodeGroup:
     """Nodes of one kind.
 
-    num_nodes: how many there are; None for as many as asked for. price_per_hour: of one node, in any currency.
+    num_nodes: how many there are; None for as many as asked for. price_per_hour: of one node, in any currency. host:
+    None where it is not known, so that nothing can be planned that moves there.
     """
 
     name: str
@@ -122,6 +138,7 @@ class NodeGroup:
     outside: Network
     num_nodes: int | None = None
     price_per_hour: float | None = None
+    host: HostLink | None = None
 
     @property
     def reached(self) -> "NodeGroup":

@@ -13,6 +13,7 @@ from megapipe.planner.hardware.description import (
     Device,
     Efficiency,
     Hardware,
+    HostLink,
     Link,
     Network,
     NodeGroup,
@@ -98,7 +99,7 @@ class _Reader(Values):
         return self.items(node, place, lambda row, name: self.items(row, name, self.non_negative))
 
     def group(self, node: yaml.Node, path: str) -> NodeGroup:
-        known = ("name", "device", "devices_per_node", "inside", "outside", "num_nodes", "price_per_hour")
+        known = ("name", "device", "devices_per_node", "inside", "outside", "host", "num_nodes", "price_per_hour")
         section = Section(self, node, path, known)
         return NodeGroup(
             name=section.take("name", self.text),
@@ -108,6 +109,7 @@ class _Reader(Values):
             outside=section.take("outside", self.network),
             num_nodes=section.take("num_nodes", self.count, None),
             price_per_hour=section.take("price_per_hour", self.non_negative, None),
+            host=section.take("host", self.host, None),
         )
 
     def device(self, node: yaml.Node, path: str) -> Device:
@@ -152,6 +154,10 @@ class _Reader(Values):
             (),
         )
         return Link(section.take("latency", self.non_negative), bandwidth, pair, measured)
+
+    def host(self, node: yaml.Node, path: str) -> HostLink:
+        section = Section(self, node, path, ("bandwidth", "latency"))
+        return HostLink(section.take("bandwidth", self.number), section.take("latency", self.non_negative, 0.0))
 
     def network(self, node: yaml.Node, path: str) -> Network:
         section = Section(self, node, path, ("latency", "bandwidth", "adapters"))

@@ -1,5 +1,6 @@
 """Numbers and layouts as people read them."""
 
+from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 
@@ -43,7 +44,7 @@ def layout_cells(config: PretrainConfig) -> dict[str, str]:
         "micro-batch": str(config.batch.micro_size),
         "schedule": schedule_told(config),
         "ZeRO": str(config.zero.stage),
-        "recompute": config.recompute.method,
+        "recompute": recompute_told(config.recompute),
     }
 
 
@@ -52,6 +53,15 @@ def schedule_told(config: PretrainConfig) -> str:
     schedule = config.schedule
     name = schedule.file or schedule.name
     return f"{name} x {schedule.chunks}" if schedule.chunks is not None else name
+
+
+def recompute_told(recompute: RecomputeConfig) -> str:
+    """`full x 2`: the method, and of a block's parts or a stage's blocks how many where that is not all of them."""
+    if recompute.method == "selective" and set(recompute.parts) != set(RecomputeConfig().parts):
+        return f"selective {' + '.join(recompute.parts)}"
+    if recompute.method == "full" and recompute.num_blocks is not None:
+        return f"full x {recompute.num_blocks}"
+    return recompute.method
 
 
 def layout_told(config: PretrainConfig) -> str:
@@ -69,7 +79,7 @@ def layout_told(config: PretrainConfig) -> str:
     if config.zero.stage:
         found.append(f"ZeRO {config.zero.stage}")
     if config.recompute.method != "none":
-        found.append(f"recompute {config.recompute.method}")
+        found.append(f"recompute {recompute_told(config.recompute)}")
     return ", ".join([*found, f"micro-batch {config.batch.micro_size}"])
 
 

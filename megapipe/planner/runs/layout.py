@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
@@ -49,7 +50,15 @@ class StageLayout:
 
     def recomputed(self, config: RecomputeConfig) -> list[list[range]]:
         """Per stage, the runs of units that are computed again: blocks alone, `every` at a time. Embeddings keep
-        nothing of note, and the backward of a head follows its forward."""
+        nothing of note, and the backward of a head follows its forward.
+
+        Raises ConfigError for the method auto, from which `planner.recompute_auto.resolved` makes another first.
+        """
+        if config.method == "auto":
+            raise ConfigError(
+                "recompute.method auto is chosen before a run is laid out: let planner.recompute_auto.resolved do so, "
+                "or name none, selective or full"
+            )
         if config.method != "full":
             return []
         found = []

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
@@ -97,7 +97,7 @@ class Layouts:
     def _check_base(self) -> None:
         """Raise ConfigError where the fields that no layout sets break a rule whatever the layout."""
         zeros = self._values("zero.stage", self.base.zero.stage, self.space.zero_stages)
-        methods = self._values("recompute.method", self.base.recompute.method, self.space.recompute)
+        methods = self._methods()
         broken = [self._state_problems(zero, method) for zero in zeros for method in methods]
         if all(broken):
             raise ConfigError(min(broken, key=len))
@@ -117,7 +117,7 @@ class Layouts:
         """The valid layouts of one shape."""
         base, space = self.base, self.space
         share = shape.data * shape.micro_size
-        for recompute in self._values("recompute.method", base.recompute.method, space.recompute):
+        for recompute in self._methods():
             # Of all of a layout's options only this one matters to a schedule, and to one from a file alone.
             method = recompute if base.schedule.file else base.recompute.method
             if not self._schedule_valid(shape.schedule, shape.chunks, shape.pipeline, share, method):
@@ -130,6 +130,10 @@ class Layouts:
 
     def _values(self, path: str, own: Value, tried: Iterable[Value]) -> Iterable[Value]:
         return (own,) if path in self._pinned else tried
+
+    def _methods(self) -> Iterable[Recompute]:
+        # check_request has refused auto.
+        return self._values("recompute.method", cast(Recompute, self.base.recompute.method), self.space.recompute)
 
     def _sizes(self, path: str, own: int, of: int, most: int | None) -> list[int]:
         """Divisors of `of` that the space allows."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.runs.moves import moves_to_host
 from megapipe.schedules import ScheduleError
 from megapipe.schedules.generators.registry import find_generator
 
@@ -64,6 +65,16 @@ def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], sp
     if devices < 1:
         problems.append(f"{devices} devices asked for: a run takes 1 or more")
     problems += space.problems() + base.model.problems()
+    if moves_to_host(base):
+        problems.append(
+            "offload: searches know nothing of copies to host memory; leave the group out, and give it to predict "
+            "with the layout that was found"
+        )
+    if base.recompute.method == "auto":
+        problems.append(
+            "recompute.method auto: let planner.recompute_auto.limited open it for the search, or name none, "
+            "selective or full"
+        )
     if not base.schedule.file:
         try:
             find_generator(base.schedule.name)

@@ -13,7 +13,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.data.durable import write_whole
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.description import Device, Hardware, Link, Network, NodeGroup
+from megapipe.planner.hardware.description import Device, Hardware, HostLink, Link, Network, NodeGroup
 from megapipe.planner.hardware.measured import Contention, MeasuredLayer, Measurements
 from megapipe.planner.hardware.reader import read_hardware
 from megapipe.planner.hardware.roofline import Product, fit_efficiency
@@ -26,6 +26,7 @@ from megapipe.training.calibration.ranks import on_ranks
 from megapipe.training.calibration.samples import samples_for
 from megapipe.training.calibration.together import Together, has_devices, measure_together
 from megapipe.training.calibration.waits import measure_shared, shared_cells, waits
+from megapipe.training.offload_plan import copy_bandwidth
 from megapipe.training.precision import with_precision
 
 STEPS = 5
@@ -42,6 +43,7 @@ class Alone:
     steps: list[StepTimes]
     products: list[Product]
     bandwidth: float
+    host_bandwidth: float
     name: str
     memory: int
     lines: list[str]
@@ -119,6 +121,7 @@ def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ra
         found,
         measured_products(config.training.precision, mesh.device),
         measured_bandwidth(mesh.device),
+        copy_bandwidth(mesh.device),
         device_name(mesh.device),
         memory_bytes(mesh.device, ranks),
         lines,
@@ -152,7 +155,8 @@ def assembled(
     device = Device(alone.name, {precision: peak}, alone.memory, alone.bandwidth / factor)
     device = replace(device, efficiency=fit_efficiency(device, precision, products))
     inside, outside = _links(together, alone.bandwidth)
-    group = NodeGroup("here", device, ranks, inside, outside, num_nodes=1)
+    host = HostLink(alone.host_bandwidth / factor)
+    group = NodeGroup("here", device, ranks, inside, outside, num_nodes=1, host=host)
     return Hardware("this machine", (group,), measured=measured)
 
 
@@ -176,9 +180,9 @@ def _counts(ranks: int) -> list[int]:
 
 def _remark(ranks: int) -> str:
     return (
-        f"Measured on this machine, declared as {ranks} devices of one node. peak_flops, memory_bandwidth and\n"
-        "efficiency are a device's share while all of them are busy. No other machine was there: `outside` is this\n"
-        "host's own loopback."
+        f"Measured on this machine, declared as {ranks} devices of one node. peak_flops, memory_bandwidth,\n"
+        "efficiency and host are a device's share while all of them are busy. No other machine was there: `outside`\n"
+        "is this host's own loopback."
     )
 
 

@@ -1,0 +1,218 @@
+"""`recompute.method auto` of a run: one choice for all ranks, within the budget by bytes that are counted."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.config.bert import BertDataConfig, BertModelConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.recompute_auto import resolved
+from megapipe.planner.recompute_budget import GIB, peak_bytes
+from megapipe.training import recompute_choice
+from megapipe.training.recompute_choice import with_recompute
+from tests.support.bert_runs import make_bert_config
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.launch import environment, launch
+from tests.support.layout_runs import LayoutRun, run_layout
+from tests.support.meshes import run_mesh, run_threads
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+COMMAND = re.search(r"^torchrun --nproc_per_node 2 (pretrain_gpt.py .* --recompute.method auto .*)$", GUIDE, re.M)
+MODEL = replace(GPT2_SHAPE, num_layers=6)
+
+
+def gpt(prefix: str = "somewhere") -> PretrainConfig:
+    config = make_config(prefix, MODEL, batch={"micro_size": 2})
+    return replace(config, parallel=replace(config.parallel, data=1, pipeline=2))
+
+
+def bert() -> PretrainConfig:
+    model = BertModelConfig(vocabulary_size=61, num_layers=6, hidden_size=32, num_heads=4, max_positions=24)
+    config = make_bert_config(BertDataConfig(prefix="somewhere", sequence_length=24), model, batch={"micro_size": 2})
+    return replace(config, parallel=replace(config.parallel, data=1, pipeline=2))
+
+
+def auto(config: PretrainConfig, budget: float | None, hardware: str | None = None) -> PretrainConfig:
+    """budget: bytes."""
+    memory = None if budget is None else budget / GIB
+    return replace(config, recompute=RecomputeConfig(method="auto", memory=memory, hardware=hardware))
+
+
+def chosen(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig | ConfigError, list[str]]:
+    lines: list[str] = []
+    try:
+        return with_recompute(config, mesh, lines.append).recompute, lines
+    except ConfigError as error:
+        return error, lines
+
+
+@pytest.mark.parametrize("make", [gpt, bert], ids=["gpt", "bert"])
+def test_every_rank_takes_what_the_first_one_chose(make: Callable[[], PretrainConfig]) -> None:
+    config = make()
+    budget = 0.9 * peak_bytes(config, "cpu")
+    (first, told), (second, _) = run_threads({"pipeline": 2}, chosen, auto(config, budget))
+    assert isinstance(first, RecomputeConfig)
+    assert first == second
+    assert first.method != "none"
+    assert peak_bytes(replace(config, recompute=first), "cpu") <= budget
+    assert len(told) == 1
+    assert told[0].startswith("recompute auto: ")
+
+
+def test_what_the_device_has_is_enough_for_a_small_model() -> None:
+    (found, told), _ = run_threads({"pipeline": 2}, chosen, auto(gpt(), None))
+    assert found == RecomputeConfig()
+    assert "90% of a device's" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("budget", "hardware", "told"),
+    [
+        (1e5, None, "GiB a rank are needed whatever is recomputed"),
+        (1e6, "a100-80", "recompute.hardware a100-80 is of cuda devices, and this run computes on cpu"),
+        (1e6, "atuo", "unknown hardware 'atuo'"),
+    ],
+)
+def test_every_rank_is_told_what_cannot_be(budget: float, hardware: str | None, told: str) -> None:
+    for found, lines in run_threads({"pipeline": 2}, chosen, auto(gpt(), budget, hardware)):
+        assert isinstance(found, ConfigError)
+        assert told in str(found)
+        assert not lines
+
+
+def test_a_number_format_without_a_peak_is_as_good_as_the_fastest() -> None:
+    """The CPU's preset has fp32 alone; what runs again is chosen by comparison."""
+    config = gpt()
+    config.training = replace(config.training, precision="bf16")
+    (found, _), _ = run_threads({"pipeline": 2}, chosen, auto(config, 0.9 * peak_bytes(config, "cpu")))
+    assert isinstance(found, RecomputeConfig)
+    assert found.method != "none"
+
+
+def test_a_machine_with_two_kinds_of_memory_has_the_lesser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank asks its own device; here by turns."""
+    sizes = iter([1e12, 500_000.0])
+    monkeypatch.setattr(recompute_choice, "memory_bytes", lambda device, ranks: next(sizes))
+    for found, _ in run_threads({"pipeline": 2}, chosen, auto(gpt(), None)):
+        assert isinstance(found, ConfigError)
+        assert "90% of a device's 0.000466 GiB" in str(found)
+
+
+def guide(*flags: str) -> PretrainConfig:
+    """What the guide's command trains."""
+    assert COMMAND is not None
+    _, *arguments = shlex.split(COMMAND[1])
+    return parse([*arguments, *flags])
+
+
+def test_the_guide_says_what_is_chosen() -> None:
+    """Shares of a step follow from the cost model and its presets; they are told as they are."""
+    rows = re.findall(r"^\| ([\d.]+) \| ((?:none|selective|full)[^|]*) \| ([\d.]+) \|$", GUIDE, re.M)
+    assert len(rows) == 6
+    for memory, method, held in rows:
+        remark = resolved(guide("--recompute.memory", memory), load_hardware("cpu"), 2).remark
+        assert str(remark).startswith(f"recompute auto: {method}: at most {held} GiB of tensors a rank")
+    printed = re.search(r"^recompute auto: .*$", GUIDE, re.M)
+    assert printed is not None
+    assert printed[0] == resolved(guide(), load_hardware("cpu"), 2).remark
+
+
+@pytest.mark.slow
+def test_the_command_of_the_guide_runs(tmp_path: Path) -> None:
+    """Fewer steps, on another corpus of bytes."""
+    assert COMMAND is not None
+    program, *arguments = shlex.split(COMMAND[1])
+    prefix = write_shard(tmp_path, documents=600, vocabulary=257)
+    flags = [f"--data.prefix={prefix}", "--training.steps=2", f"--training.directory={tmp_path / 'run'}"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", program]
+    finished = subprocess.run(
+        [*start, *arguments, *flags, "--optimizer.warmup_steps=1", "--parallel.device=cpu"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert f"{resolved(guide(), load_hardware('cpu'), 2).remark}\n" in finished.stdout
+    assert "step 2/2" in finished.stdout
+
+
+def budgeted(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig, LayoutRun]:
+    chosen = with_recompute(config, mesh, lambda line: None)
+    return chosen.recompute, run_layout(mesh, chosen)
+
+
+@pytest.mark.slow
+def test_real_ranks_stay_within_their_budgets_and_train_the_same(tmp_path: Path) -> None:
+    """Two gloo ranks, every tensor counted. The more memory, the less runs again; no loss and no gradient differs by
+    a bit from those of a run that recomputes nothing."""
+    config = gpt(write_shard(tmp_path))
+    everything = peak_bytes(config, "cpu")
+    plain = run_mesh({"pipeline": 2}, run_layout, config)
+    again = []
+    for share in (1.0, 0.88, 0.75):
+        ranks = run_mesh({"pipeline": 2}, budgeted, auto(config, share * everything))
+        assert ranks[0][0] == ranks[1][0]
+        again.append(peak_bytes(replace(config, recompute=ranks[0][0]), "cpu"))
+        for (_, found), reference in zip(ranks, plain, strict=True):
+            assert found.lasting - found.host + found.together <= share * everything
+            losses = [(each.loss, each.skipped) for each in found.run.results]
+            assert losses == [(each.loss, each.skipped) for each in reference.run.results]
+            for mine, theirs in zip(found.run.gradients, reference.run.gradients, strict=True):
+                assert torch.equal(mine.values, theirs.values)
+        assert (ranks[0][0].method == "none") == (share == 1.0)
+    assert again == sorted(again, reverse=True)
+    assert len(set(again)) == 3
+
+
+@pytest.mark.slow
+def test_a_run_says_what_it_chose_and_a_resume_chooses_anew(tmp_path: Path) -> None:
+    """Six steps at once and with nothing run again; or three on one rank within a budget, and three more on two ranks
+    of a pipeline within another one."""
+    prefix = write_shard(tmp_path)
+    model = ["--model.num_layers=6", "--batch.micro_size=2", f"--data.prefix={prefix}", "--training.log_every=1"]
+    whole = [*model, "--training.steps=6"]
+    reference = launch(1, *whole, f"--training.directory={tmp_path / 'plain'}", folder=tmp_path)
+    assert reference.returncode == 0, reference.stderr
+    budgets = [0.9 * peak_bytes(_of(prefix, pipeline), "cpu") / GIB for pipeline in (1, 2)]
+    folder = ["--training.directory", str(tmp_path / "run"), "--checkpoint.every=3", "--recompute.method=auto"]
+    first = launch(1, *whole, *folder, f"--recompute.memory={budgets[0]}", "--training.stop_at=3", folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count("recompute auto: ") == 1
+    (manifest,) = (tmp_path / "run" / "checkpoints").glob("*3/manifest.json")
+    kept = json.loads(manifest.read_text())["config"]["recompute"]
+    assert kept["method"] in ("selective", "full")
+    assert kept["memory"] is None
+    second = launch(2, *whole, *folder, f"--recompute.memory={budgets[1]}", "--parallel.pipeline=2", folder=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "resumed from" in second.stdout
+    assert second.stdout.count("recompute auto: ") == 1
+    assert f"recompute.memory {budgets[1]:g} GiB" in second.stdout
+    assert _losses(tmp_path / "run") == _losses(tmp_path / "plain")
+    refused = launch(2, *whole, *folder, "--recompute.memory=0.0001", "--parallel.pipeline=2", folder=tmp_path)
+    assert refused.returncode != 0
+    assert "error: recompute.method auto: " in refused.stderr
+    assert "Traceback" not in refused.stderr.partition("elastic")[0]
+
+
+def _of(prefix: str, pipeline: int) -> PretrainConfig:
+    """What `launch` starts, as far as memory knows it."""
+    model = replace(MODEL, tie_embeddings=PretrainConfig().model.tie_embeddings)
+    config = make_config(prefix, model, batch={"micro_size": 2, "global_size": 4})
+    return replace(config, parallel=replace(config.parallel, data=1, pipeline=pipeline))
+
+
+def _losses(directory: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
