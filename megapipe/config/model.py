@@ -45,6 +45,9 @@ class ModelConfig:
     normalize_expert_shares: bool = True
     """A token's experts share its result by a softmax over their scores alone (Mixtral); false: by their part of a
     softmax over all experts' scores (Switch)."""
+    expert_balance_rate: float = 0.001
+    """How far each step moves an expert's bias, which counts when experts are chosen and in nothing else: down where
+    the expert got more than its share of the step's tokens, up where it got less (0: no biases)."""
     max_positions: int = 1024
     """Longest sequence in tokens: rows of the learned position table, bound on data.sequence_length."""
     normalization: Literal["layer_norm", "rms_norm"] = "layer_norm"
@@ -100,6 +103,11 @@ class ModelConfig:
             return -(-8 * self.hidden_size // 3 // 64) * 64
         return 4 * self.hidden_size
 
+    @property
+    def balances_experts(self) -> bool:
+        """Whether experts have biases that even out how often they are chosen: not where a token goes to all."""
+        return self.num_experts is not None and self.experts_per_token < self.num_experts and bool(self.expert_balance_rate)
+
     def problems(self) -> list[str]:
         """Every rule that the fields break among themselves, one message each; empty when all is well."""
         found = []
@@ -147,6 +155,10 @@ class ModelConfig:
             return [
                 "model.experts_per_token is 1 with model.normalize_expert_shares true: the one expert's share is always "
                 "1, so that the router would learn nothing; set model.normalize_expert_shares false"
+            ]
+        if self.expert_balance_rate < 0:
+            return [
+                f"model.expert_balance_rate is {self.expert_balance_rate}; it must be at least 0, for example 0.001"
             ]
         return []
 

@@ -278,4 +278,10 @@ class PretrainConfig:
                 f"optimizer.name muon {with_experts}, whose matrices lie stacked in one parameter; set optimizer.name "
                 "adamw or sgd"
             )
+        if self.model.balances_experts and not self.training.master_weights:
+            found.append(
+                f"training.master_weights false {with_experts}: biases move by model.expert_balance_rate "
+                f"{self.model.expert_balance_rate}, which bf16 would round away; set training.master_weights true, or "
+                "model.expert_balance_rate 0"
+            )
         return found

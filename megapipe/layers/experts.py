@@ -16,7 +16,7 @@ from megapipe.layers.dispatch import assign, pick_rows, sum_rows
 from megapipe.layers.grouped_linear import GroupedLinear
 from megapipe.layers.linear import Shapes, within
 from megapipe.layers.remade import Remade
-from megapipe.layers.router import Router, choose
+from megapipe.layers.router import Router
 from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.collectives import copy_to_group, reduce_from_group
@@ -27,18 +27,16 @@ from megapipe.parallel.sequence_collectives import gather_tokens, joined, scatte
 class Experts(nn.Module, OnShards):
     """hidden -> ffn -> hidden in the experts that each token chooses; rank j of t holds the j-th t-th of them, whole.
 
-    shapes: of `router.weight` (experts, hidden), and of this rank's experts: `up.weight` (experts, ffn, hidden), or
+    shapes: of `router.weight` (experts, hidden) and `router.bias`, and of this rank's experts: `up.weight` (experts, ffn, hidden), or
     (experts, 2, ffn, hidden) with the gate first for SwiGLU, `down.weight` (experts, hidden, ffn) and biases.
     recompute: make the activation again in the backward rather than keep it.
     """
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
-        self.router = Router(within(shapes, "router"))
+        self.router = Router(within(shapes, "router"), model.experts_per_token, model.normalize_expert_shares)
         self.up = GroupedLinear(within(shapes, "up"))
         self.down = GroupedLinear(within(shapes, "down"))
-        self.choices = model.experts_per_token
-        self.normalize = model.normalize_expert_shares
         self.activation = model.activation
         self.recompute = False
         self.group = group
@@ -50,7 +48,7 @@ class Experts(nn.Module, OnShards):
         Gradients of tokens and of shares are sums over the ranks, each having those of its own experts; those of the
         scores, and the router's, are then the same on every rank.
         """
-        shares, chosen = choose(self.router(x, tape, again), self.choices, self.normalize)
+        shares, chosen = self.router(x, tape, again)
         if self.sequence is None:
             x, shares = copy_to_group(x, self.group), copy_to_group(shares, self.group)
         else:

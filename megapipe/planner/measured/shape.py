@@ -16,7 +16,7 @@ WITHOUT_EFFECT = (
     "scale_residual_init",
 )
 """Fields of a model that change no layer's time."""
-OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares")
+OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
 """Fields of a model with experts: of one without they say nothing."""
 RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
 
