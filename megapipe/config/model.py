@@ -106,7 +106,11 @@ class ModelConfig:
     @property
     def balances_experts(self) -> bool:
         """Whether experts have biases that even out how often they are chosen: not where a token goes to all."""
-        return self.num_experts is not None and self.experts_per_token < self.num_experts and bool(self.expert_balance_rate)
+        return (
+            self.num_experts is not None
+            and self.experts_per_token < self.num_experts
+            and bool(self.expert_balance_rate)
+        )
 
     def problems(self) -> list[str]:
         """Every rule that the fields break among themselves, one message each; empty when all is well."""
@@ -153,8 +157,8 @@ class ModelConfig:
             ]
         if self.experts_per_token == 1 < self.num_experts and self.normalize_expert_shares:
             return [
-                "model.experts_per_token is 1 with model.normalize_expert_shares true: the one expert's share is always "
-                "1, so that the router would learn nothing; set model.normalize_expert_shares false"
+                "model.experts_per_token is 1 with model.normalize_expert_shares true: the one expert's share is "
+                "always 1, so that the router would learn nothing; set model.normalize_expert_shares false"
             ]
         if self.expert_balance_rate < 0:
             return [

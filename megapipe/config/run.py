@@ -266,12 +266,13 @@ class PretrainConfig:
         found = []
         if self.training.fp8 != "none":
             found.append(
-                f"training.fp8 {self.training.fp8} {with_experts}, whose products have no fp8 form; set training.fp8 none"
+                f"training.fp8 {self.training.fp8} {with_experts}, whose products have no fp8 form; set training.fp8 "
+                "none"
             )
         if self.training.compile:
             found.append(
-                f"training.compile {with_experts}: how many tokens an expert gets differs from step to step, and blocks "
-                "are compiled for fixed sizes; leave it out"
+                f"training.compile {with_experts}: how many tokens an expert gets differs from step to step, and "
+                "blocks are compiled for fixed sizes; leave it out"
             )
         if self.optimizer.name == "muon":
             found.append(

@@ -47,9 +47,9 @@ def rows_of_rank(model: ModelConfig, tokens: int, tensor_size: int) -> int:
 def expert_bytes(model: ModelConfig, tokens: int, size: int, *, tensor_size: int, shards: int, again: bool) -> int:
     """What one rank keeps of a block's experts from forward to backward, behind the router's input.
 
-    Of every row its input, the activation's one or two inputs and, unless made `again`, its result, the expert's result
-    and its share; of every token its scores and shares, and whose rows are which. shards: tensor ranks that share the
-    tokens outside of the experts.
+    Of every row its input, the activation's one or two inputs and, unless made `again`, its result, the expert's
+    result and its share; of every token its scores and shares, and whose rows are which. shards: tensor ranks that
+    share the tokens outside of the experts.
     """
     rows, choices = rows_of_rank(model, tokens, tensor_size), tokens * model.experts_per_token
     inner = model.ffn_size * ((2 if model.activation == "swiglu" else 1) + (not again))

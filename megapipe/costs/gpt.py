@@ -116,7 +116,9 @@ def _experts(model: ModelConfig, number: int) -> dict[str, ParameterSpec]:
     if model.bias == "all":
         found += [vector("mlp.up.bias", rows, 0, ZEROS), vector("mlp.down.bias", (number, hidden), 0, ZEROS)]
     if model.balances_experts:
-        found.append(replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate))
+        found.append(
+            replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate)
+        )
     return by_name(found)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 class Assignment:
     """Which tokens the experts of one rank work on. A pair is a token and one of its k choices: number token x k + i.
 
-    pairs: int64 [n], the pairs of this rank's n rows: expert by expert, ascending within each. rows: int64 [tokens x k],
-    the row of every pair, n for those of other ranks' experts. counts: rows of each of this rank's experts.
-    choices: k.
+    pairs: int64 [n], the pairs of this rank's n rows: expert by expert, ascending within each.
+    rows: int64 [tokens x k], the row of every pair, n for those of other ranks' experts.
+    counts: rows of each of this rank's experts. choices: k.
     """
 
     pairs: Tensor
@@ -69,7 +69,8 @@ class _Pick(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _summed(gradient, *ctx.saved_tensors, ctx.choices), None, None, None
+        (rows,) = ctx.saved_tensors
+        return _summed(gradient, rows, ctx.choices), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -81,4 +82,5 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _picked(gradient, *ctx.saved_tensors, ctx.choices), None, None, None
+        (pairs,) = ctx.saved_tensors
+        return _picked(gradient, pairs, ctx.choices), None, None, None

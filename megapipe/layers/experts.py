@@ -27,8 +27,9 @@ from megapipe.parallel.sequence_collectives import gather_tokens, joined, scatte
 class Experts(nn.Module, OnShards):
     """hidden -> ffn -> hidden in the experts that each token chooses; rank j of t holds the j-th t-th of them, whole.
 
-    shapes: of `router.weight` (experts, hidden) and `router.bias`, and of this rank's experts: `up.weight` (experts, ffn, hidden), or
-    (experts, 2, ffn, hidden) with the gate first for SwiGLU, `down.weight` (experts, hidden, ffn) and biases.
+    shapes: of `router.weight` (experts, hidden) and `router.bias`, and of this rank's experts: `up.weight`
+    (experts, ffn, hidden), or (experts, 2, ffn, hidden) with the gate first for SwiGLU, `down.weight`
+    (experts, hidden, ffn) and biases.
     recompute: make the activation again in the backward rather than keep it.
     """
 

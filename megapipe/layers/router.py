@@ -32,8 +32,8 @@ class Router(SplitModule, OnShards):
         self.normalize = normalize
 
     def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
-        """(shares, experts) [b, s, choices] for x [b, s, h]: of each token the experts that it goes to, int64, the best
-        first, equal ones by number, and what share of the result each has, fp32 (fp64 for fp64).
+        """(shares, experts) [b, s, choices] for x [b, s, h]: of each token the experts that it goes to, int64, the
+        best first, equal ones by number, and what share of the result each has, fp32 (fp64 for fp64).
 
         Shares are a softmax over the chosen alone where the router normalises them (Jiang et al. 2024, arXiv
         2401.04088, section 2.1), else their part of the softmax over all (Fedus et al. 2022, arXiv 2101.03961).

@@ -33,8 +33,8 @@ def squared_norms(
 ) -> dict[str, Tensor]:
     """Each counted parameter's squared gradient norm by its name: float64 scalars, for those with elements here.
 
-    Where replicas share the state out, that of the elements in this rank's shard. What balances experts is not counted:
-    its gradient is none of the loss's.
+    Where replicas share the state out, that of the elements in this rank's shard. What balances experts is not
+    counted: its gradient is none of the loss's.
 
     update: whose gradients, where several are alive. squared_norm: of one parameter's owned elements.
     """

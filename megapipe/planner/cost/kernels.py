@@ -154,11 +154,13 @@ class LayerKernels:
         config, model = self.config, self.config.model
         tensor, router = config.parallel.tensor, self.layer.parameters[ROUTER]
         scores = "fp32" if "fp32" in self.device.peak_flops else self._precision
-        yield from self._product("mlp.router", self._tokens // config.parallel.sequence_shards, *router.shape[::-1], scores)
-        experts = router.shape[0] // tensor
+        number, hidden = router.shape
+        scored = self._tokens // config.parallel.sequence_shards
+        yield from self._product("mlp.router", scored, hidden, number, scores)
+        experts = number // tensor
         for path in EXPERT_MATRICES:
             _, *shape = self.layer.parameters[path].shape
-            each = max(1, rows_of_rank(model, self._tokens, router.shape[0]))
+            each = max(1, rows_of_rank(model, self._tokens, number))
             for kernel in self._product(path.removesuffix(".weight"), each, shape[-1], prod(shape[:-1]), self._dtype):
                 time = kernel.time
                 yield Kernel(
