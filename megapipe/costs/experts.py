@@ -11,6 +11,7 @@ from megapipe.costs.gpt import ROUTER
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
 EXPERT_MATRICES = ("mlp.up.weight", "mlp.down.weight")
+OF_EXPERTS = (*EXPERT_MATRICES, "mlp.up.bias", "mlp.down.bias")
 INDEX_BYTES = 8
 """Bytes of the number of a token, a row or an expert."""
 SCORE_BYTES = 4
@@ -24,7 +25,7 @@ def has_experts(layer: LayerSpec) -> bool:
 
 def used_elements(model: ModelConfig, layer: LayerSpec, path: str, spec: ParameterSpec) -> int:
     """Elements of a parameter that one token's hidden state meets: of the experts' those of the chosen ones."""
-    if model.num_experts is not None and has_experts(layer) and spec.shape[0] == model.num_experts and path != ROUTER:
+    if model.num_experts is not None and path in OF_EXPERTS and has_experts(layer):
         return spec.num_elements // model.num_experts * model.experts_per_token
     return spec.num_elements
 

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face transformers' GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3 as canonical tensors, and back.
+"""Weights of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3 as canonical tensors, and back.
 
 Every conversion is a permutation of elements, so that it carries gradients and optimizer moments as well as weights.
 """

@@ -14,7 +14,7 @@ from tests.models.test_gpt_hugging_face import load
 
 
 def as_files(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the names that Mixtral's files have, which tests/conversion lets transformers itself write."""
+    """A state dict under the names that Mixtral's files have; tests/conversion has transformers write them."""
     found = {}
     for name, tensor in stacked.items():
         layer, _, path = name.partition(".mlp.")

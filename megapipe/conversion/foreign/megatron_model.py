@@ -90,8 +90,8 @@ def places(model: ModelConfig) -> dict[str, Place]:
         raise CheckpointError("only GPTs are converted to and from Megatron-LM, and this checkpoint is a BERT")
     if model.num_experts is not None:
         raise CheckpointError(
-            f"model.num_experts is {model.num_experts}; only dense models are converted to and from Megatron-LM, or to "
-            "Hugging Face's Mixtral (--to hf)"
+            f"model.num_experts is {model.num_experts}; only dense models are converted to and from Megatron-LM: "
+            "write a Hugging Face folder instead (--to hf)"
         )
     return {name: _place(spec) for name, spec in parameters_of(model).items()}
 
