@@ -40,6 +40,14 @@ def assign(chosen: Tensor, first: int, num_experts: int) -> Assignment:
     return Assignment(pairs, rows, tuple(counts), chosen.shape[-1])
 
 
+def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
+    """As `assign`, where tensors have no values (the meta device): each of `num_all` experts gets an even share."""
+    pairs = chosen.numel()
+    counts = [pairs * (expert + 1) // num_all - pairs * expert // num_all for expert in range(num_experts)]
+    flat = chosen.flatten()
+    return Assignment(flat.new_empty(sum(counts)), flat, tuple(counts), chosen.shape[-1])
+
+
 def pick_rows(tokens: Tensor, assignment: Assignment) -> Tensor:
     """The rows [n, h] out of tokens [tokens, h]; a token's gradient is the sum of its rows'."""
     return _Pick.apply(tokens, assignment.pairs, assignment.rows, assignment.choices)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.reference import gelu, swiglu
 from megapipe.kernels.registry import Registry
-from megapipe.layers.dispatch import assign, pick_rows, sum_rows
+from megapipe.layers.dispatch import assign, assign_evenly, pick_rows, sum_rows
 from megapipe.layers.grouped_linear import GroupedLinear
 from megapipe.layers.linear import Shapes, within
 from megapipe.layers.remade import Remade
@@ -55,8 +55,11 @@ class Experts(nn.Module, OnShards):
         else:
             x, shares = gather_tokens(x, self.group), gather_tokens(shares, self.group)
             chosen = joined(start_gather(chosen, self.group)())
-        num_experts = self.up.weight.shape[0]
-        assignment = assign(chosen.flatten(0, -2), self.group.rank * num_experts, num_experts)
+        num_experts, chosen = self.up.weight.shape[0], chosen.flatten(0, -2)
+        if chosen.is_meta:
+            assignment = assign_evenly(chosen, num_experts, self.router.weight.shape[0])
+        else:
+            assignment = assign(chosen, self.group.rank * num_experts, num_experts)
         rows = pick_rows(x.flatten(0, -2), assignment)
         inner = self.up(rows, assignment.counts, tape)
         activate = self._activation(inner)

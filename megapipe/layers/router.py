@@ -65,8 +65,9 @@ class Router(SplitModule, OnShards):
 
     def _load(self, experts: Tensor) -> Tensor:
         """int64 [experts]: pairs of a token and one of its choices beyond an even share, times the experts."""
-        num_experts = self.weight.shape[0]
-        return num_experts * torch.bincount(experts.flatten(), minlength=num_experts) - experts.numel()
+        num_experts, flat = self.weight.shape[0], experts.flatten()
+        counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        return num_experts * counts - flat.numel()
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from megapipe.config.model import ModelConfig
 from megapipe.costs.gpt import gpt_layers
-from megapipe.layers.dispatch import assign, pick_rows, sum_rows
+from megapipe.layers.dispatch import assign, assign_evenly, pick_rows, sum_rows
 from megapipe.layers.experts import Experts
 from megapipe.layers.mlp import MLP
 from megapipe.layers.split import SplitTape
@@ -271,3 +271,14 @@ def test_rows_are_the_tokens_of_their_experts_and_sum_back(number: int, choices:
     (pick_rows(x, mine) * weights).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, sum_rows(weights, mine))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
+def test_even_shares_are_all_choices_together(number: int, ranks: int, choices: int, tokens: int) -> None:
+    chosen = torch.empty(tokens, choices, dtype=torch.int64, device="meta")
+    mine = assign_evenly(chosen, number, number * ranks)
+    assert len(mine.pairs) == sum(mine.counts)
+    assert len(mine.rows) == tokens * choices
+    assert all(abs(count - tokens * choices / (number * ranks)) <= 1 for count in mine.counts)
+    if ranks == 1:
+        assert sum(mine.counts) == tokens * choices

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.conversion.foreign.megatron_model import places
 from megapipe.models.gpt_hugging_face import WeightMappingError, from_hugging_face, to_hugging_face
 from tests.layers.bound import all_gradients, bind_model, make_context, run
 from tests.models.hugging_face import mixtral
@@ -81,3 +83,8 @@ def test_what_a_family_has_no_place_for_is_named(fields: dict, family: str, what
     model = replace(mixtral().model, **fields)
     with pytest.raises(WeightMappingError, match=f"{family} weights have no place for blocks.0.{what}"):
         to_hugging_face({}, model, family)  # type: ignore[arg-type]
+
+
+def test_megatron_lm_has_no_place_for_experts() -> None:
+    with pytest.raises(CheckpointError, match=r"model\.num_experts is 4; only dense models are converted"):
+        places(mixtral().model)

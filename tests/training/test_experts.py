@@ -15,12 +15,15 @@ from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
+from megapipe.planner.command.main import main
+from megapipe.training import plan_commands
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
 from megapipe.training.validate import validate
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.runs import run as run_with_checkpoints
+from tests.planner.command.plan import ROOT
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
 from tests.training.test_generate import GREEDY, grown, limits_of
@@ -131,3 +134,12 @@ def test_what_experts_do_not_go_with_is_refused(
 def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:
     model = replace(MODEL, experts_per_token=1, normalize_expert_shares=False)
     validate(make_config("shard", model), 1)
+
+
+def test_a_dry_run_takes_tokens_to_be_evenly_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tensors have no values that could choose."""
+    example = str(ROOT / "examples/parallel/experts.yaml")
+    assert main(["dry-run", example, "--devices=2"], {"dry-run": plan_commands.run_dry_run}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "shapes: a forward and a backward of every stage fit together (1 in all)" in lines
+    assert lines[-1] == "2 ranks checked in one process"
