@@ -82,6 +82,7 @@ def _gpt2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "bias": "all",
         "qk_norm": False,
         "sliding_window": None,
+        "num_experts": None,
     }
 
 
@@ -105,6 +106,19 @@ def _decoder_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]
         "bias": "qkv" if family == "qwen2" else "none",
         "qk_norm": family == "qwen3",
         "sliding_window": _window(config, family),
+        **(_mixtral_fields(config) if family == "mixtral" else {"num_experts": None}),
+    }
+
+
+def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Loads are evened out by an auxiliary loss there: its router has no bias."""
+    if config.get("router_jitter_noise"):
+        raise CheckpointError("router_jitter_noise is set, for which the model configuration has no field")
+    return {
+        "num_experts": config["num_local_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "normalize_expert_shares": True,
+        "expert_balance_rate": 0.0,
     }
 
 
@@ -128,7 +142,7 @@ def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _window(config: Mapping[str, Any], family: Family) -> int | None:
     """Qwen files give a window that only `use_sliding_window` turns on, and then for some layers alone."""
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         window: int | None = config.get("sliding_window")
         return window
     if config.get("use_sliding_window"):

@@ -38,6 +38,16 @@ class ModelConfig:
     """Channels per head; null means hidden_size / num_heads."""
     ffn_hidden_size: int | None = None
     """Inner width of the MLP; null means 4 x hidden_size, and for swiglu 8/3 x hidden_size rounded up to 64."""
+    num_experts: int | None = None
+    """MLPs beside each other in every block, of which a token uses a few (mixture of experts); null has one MLP."""
+    experts_per_token: int = 2
+    """Experts that each token goes to; none is ever left out."""
+    normalize_expert_shares: bool = True
+    """A token's experts share its result by a softmax over their scores alone (Mixtral); false: by their part of a
+    softmax over all experts' scores (Switch)."""
+    expert_balance_rate: float = 0.001
+    """How far each step moves an expert's bias, which counts when experts are chosen and in nothing else: down where
+    the expert got more than its share of the step's tokens, up where it got less (0: no biases)."""
     max_positions: int = 1024
     """Longest sequence in tokens: rows of the learned position table, bound on data.sequence_length."""
     normalization: Literal["layer_norm", "rms_norm"] = "layer_norm"
@@ -93,6 +103,15 @@ class ModelConfig:
             return -(-8 * self.hidden_size // 3 // 64) * 64
         return 4 * self.hidden_size
 
+    @property
+    def balances_experts(self) -> bool:
+        """Whether experts have biases that even out how often they are chosen: not where a token goes to all."""
+        return (
+            self.num_experts is not None
+            and self.experts_per_token < self.num_experts
+            and bool(self.expert_balance_rate)
+        )
+
     def problems(self) -> list[str]:
         """Every rule that the fields break among themselves, one message each; empty when all is well."""
         found = []
@@ -101,7 +120,7 @@ class ModelConfig:
                 found.append(f"model.{name} is {getattr(self, name)}; it must be at least 1")
         if found:
             return found
-        for name in ("num_kv_heads", "head_size", "ffn_hidden_size", "sliding_window"):
+        for name in ("num_kv_heads", "head_size", "ffn_hidden_size", "num_experts", "sliding_window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"model.{name} is {value}; it must be at least 1, or null for its default")
@@ -110,7 +129,7 @@ class ModelConfig:
                 found.append(f"model.{name} is {getattr(self, name)}; it is a probability, at least 0 and below 1")
         if found:
             return found
-        return self._head_problems() + self._path_problems()
+        return self._head_problems() + self._expert_problems() + self._path_problems()
 
     def _head_problems(self) -> list[str]:
         found = []
@@ -127,6 +146,25 @@ class ModelConfig:
         if self.positions == "rotary" and self.head_dim % 2:
             found.append(f"model.head_size is {self.head_dim}; rotary positions rotate pairs, so it must be even")
         return found
+
+    def _expert_problems(self) -> list[str]:
+        if self.num_experts is None:
+            return []
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            return [
+                f"model.experts_per_token is {self.experts_per_token}; it must be at least 1 and at most "
+                f"model.num_experts {self.num_experts}"
+            ]
+        if self.experts_per_token == 1 < self.num_experts and self.normalize_expert_shares:
+            return [
+                "model.experts_per_token is 1 with model.normalize_expert_shares true: the one expert's share is "
+                "always 1, so that the router would learn nothing; set model.normalize_expert_shares false"
+            ]
+        if self.expert_balance_rate < 0:
+            return [
+                f"model.expert_balance_rate is {self.expert_balance_rate}; it must be at least 0, for example 0.001"
+            ]
+        return []
 
     def _path_problems(self) -> list[str]:
         found = []

@@ -177,7 +177,7 @@ class PretrainConfig:
                 f"loss_scale is set, and training.precision is {self.training.precision}; only fp16 needs one: set "
                 "training.precision fp16, or leave loss_scale out"
             )
-        found += self._fp8_problems()
+        found += self._fp8_problems() + self._expert_problems()
         if not self.training.master_weights and self.training.precision != "bf16":
             found.append(
                 f"training.master_weights is false, and training.precision is {self.training.precision}; weights "
@@ -275,5 +275,33 @@ class PretrainConfig:
             found.append(
                 f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must be at least 0 and leave "
                 f"some of the {blocks} blocks of model.num_layers for fp8; lower them, or set training.fp8 none"
+            )
+        return found
+
+    def _expert_problems(self) -> list[str]:
+        if self.model.num_experts is None:
+            return []
+        with_experts = f"does not go with model.num_experts {self.model.num_experts}"
+        found = []
+        if self.training.fp8 != "none":
+            found.append(
+                f"training.fp8 {self.training.fp8} {with_experts}, whose products have no fp8 form; set training.fp8 "
+                "none"
+            )
+        if self.training.compile:
+            found.append(
+                f"training.compile {with_experts}: how many tokens an expert gets differs from step to step, and "
+                "blocks are compiled for fixed sizes; leave it out"
+            )
+        if self.optimizer.name == "muon":
+            found.append(
+                f"optimizer.name muon {with_experts}, whose matrices lie stacked in one parameter; set optimizer.name "
+                "adamw or sgd"
+            )
+        if self.model.balances_experts and not self.training.master_weights:
+            found.append(
+                f"training.master_weights false {with_experts}: biases move by model.expert_balance_rate "
+                f"{self.model.expert_balance_rate}, which bf16 would round away; set training.master_weights true, or "
+                "model.expert_balance_rate 0"
             )
         return found

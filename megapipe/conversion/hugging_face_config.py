@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
@@ -59,7 +60,9 @@ def _names(model: ModelConfig, config: Mapping[str, Any]) -> list[str]:
 def _gpt(model: ModelConfig) -> dict[str, Any]:
     if model.positions == "learned":
         return _gpt2(model)
-    if model.qk_norm:
+    if model.num_experts is not None:
+        family = "mixtral"
+    elif model.qk_norm:
         family = "qwen3"
     elif model.bias == "qkv":
         family = "qwen2"
@@ -116,6 +119,12 @@ def _own_fields(model: ModelConfig, family: str) -> dict[str, Any]:
     """What the families do not share. mlp_bias and attention_bias, where known, default to none."""
     if family == "mistral":
         return {"sliding_window": model.sliding_window}
+    if family == "mixtral":
+        return {
+            "sliding_window": model.sliding_window,
+            "num_local_experts": model.num_experts,
+            "num_experts_per_tok": model.experts_per_token,
+        }
     if family in ("qwen2", "qwen3"):
         return {"use_sliding_window": False}
     return {}

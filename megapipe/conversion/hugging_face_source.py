@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 class HuggingFaceSource:
-    """The model of a folder of GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT or MegatronBert, weights alone.
+    """The model of a folder of GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, BERT or MegatronBert, weights alone.
 
     Raises CheckpointError for a folder that is incomplete, unreadable or of another model, and for what a hostile one
     may try.

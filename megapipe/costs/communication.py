@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megapipe.config.model import ModelConfig
+from megapipe.costs.experts import has_experts
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, boundary_bytes
 from megapipe.costs.parameters import LayerSpec
 
@@ -83,6 +84,9 @@ def tensor_exchanges(
         found = [Exchange("all_reduce", stream, size, 2 * forwards + 2)]
         if model.qk_norm:  # gradients of two weights that every rank applies to heads of its own
             found.append(Exchange("all_reduce", model.head_dim, size, 2))
+        if has_experts(layer):  # gradients of shares, each from the rank of its expert
+            shares = micro_size * sequence_length * model.experts_per_token
+            found.append(Exchange("all_reduce", shares, FULL_BYTES))
         return found
     rows = micro_size * (sequence_length if predictions is None else predictions)
     return [

@@ -3,12 +3,13 @@
 A product of [m, k] by [k, n] counts 2 m k n. Not counted are norms, activations, softmax, dropout, biases, rotations,
 table look-ups and the recomputation inside fused attention: these are the model's FLOPs (Narayanan et al., 2021,
 arXiv 2104.04473, equation 3), the numerator of MFU. Causal attention counts in full, as that paper does: every query
-meets all keys of the sequence, or all of its sliding window.
+meets all keys of the sequence, or all of its sliding window. Of experts those count that a token goes to.
 """
 
 from dataclasses import dataclass
 
 from megapipe.config.model import ModelConfig
+from megapipe.costs.experts import used_elements
 from megapipe.costs.parameters import LayerSpec
 
 
@@ -71,7 +72,7 @@ def layer_flops(
         )
         logits = 2 * micro_size * rows * layer.parameters["output.weight"].num_elements
         return Flops(projections, projections, projections, logits if recompute_logits else 0)
-    projections = 2 * micro_size * sequence_length * _multiplied_elements(layer)
+    projections = 2 * micro_size * sequence_length * _multiplied_elements(model, layer)
     attention = _attention_flops(model, micro_size, sequence_length)
     return Flops(projections + attention, projections + 2 * attention, projections)
 
@@ -84,9 +85,9 @@ def model_flops_per_token(
     return per_sample // sequence_length
 
 
-def _multiplied_elements(layer: LayerSpec) -> int:
-    """Elements of all weights that every token's activations are multiplied by."""
-    return sum(spec.num_elements for spec in layer.parameters.values() if spec.matrix)
+def _multiplied_elements(model: ModelConfig, layer: LayerSpec) -> int:
+    """Elements of all weights that every token's activations are multiplied by: of experts its own alone."""
+    return sum(used_elements(model, layer, path, spec) for path, spec in layer.parameters.items() if spec.matrix)
 
 
 def _attention_flops(model: ModelConfig, micro_size: int, sequence_length: int) -> int:

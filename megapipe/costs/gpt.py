@@ -8,6 +8,8 @@ from megapipe.costs.parameters import Init, LayerSpec, ParameterSpec
 
 ZEROS = Init("zeros")
 ONES = Init("ones")
+ROUTER = "mlp.router.weight"
+"""Path of what chooses a token's experts, in blocks that have some."""
 
 
 def gpt_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -28,7 +30,11 @@ def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
     """
     if tensor_size < 1:
         return [f"parallel.tensor is {tensor_size}; it must be at least 1"]
-    lengths = {"model.num_heads": model.num_heads, "model.ffn_hidden_size": model.ffn_size}
+    lengths = {"model.num_heads": model.num_heads}
+    if model.num_experts is None:
+        lengths["model.ffn_hidden_size"] = model.ffn_size
+    else:
+        lengths["model.num_experts"] = model.num_experts
     if model.num_kv_heads is not None:
         lengths["model.num_kv_heads"] = model.num_kv_heads
     common = math.gcd(*lengths.values())
@@ -49,12 +55,12 @@ def _embedding(model: ModelConfig) -> LayerSpec:
 
 
 def transformer_block(model: ModelConfig, index: int) -> LayerSpec:
-    """One block: attention and MLP with their norms."""
+    """One block: attention and MLP, or experts, with their norms."""
     parameters = {
         **norm_parameters(model, "attention_norm"),
         **_attention(model),
         **norm_parameters(model, "mlp_norm"),
-        **_mlp(model),
+        **(_mlp(model) if model.num_experts is None else _experts(model, model.num_experts)),
     }
     return LayerSpec(f"blocks.{index}", "block", index, named(f"blocks.{index}", parameters))
 
@@ -94,6 +100,25 @@ def _mlp(model: ModelConfig) -> dict[str, ParameterSpec]:
     found.append(matrix("mlp.down.weight", (hidden, ffn), 1, _residual_std(model)))
     if model.bias == "all":
         found.append(vector("mlp.down.bias", (hidden,), None, ZEROS))
+    return by_name(found)
+
+
+def _experts(model: ModelConfig, number: int) -> dict[str, ParameterSpec]:
+    """A router and the stacked matrices of the experts, which tensor ranks share whole. Under swiglu axis 1 of `up` is
+    (gate, up)."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    rows = (number, 2, ffn) if model.activation == "swiglu" else (number, ffn)
+    found = [
+        matrix(ROUTER, (number, hidden), None, model.init_std),
+        matrix("mlp.up.weight", (*rows, hidden), 0, model.init_std),
+        matrix("mlp.down.weight", (number, hidden, ffn), 0, _residual_std(model)),
+    ]
+    if model.bias == "all":
+        found += [vector("mlp.up.bias", rows, 0, ZEROS), vector("mlp.down.bias", (number, hidden), 0, ZEROS)]
+    if model.balances_experts:
+        found.append(
+            replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate)
+        )
     return by_name(found)
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.recompute import RecomputedPart
+from megapipe.costs.experts import expert_bytes, has_experts
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -132,6 +133,7 @@ def activation_bytes(
     With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
     arXiv 2205.05198, section 4, table 2) but for the norms' statistics, which they leave out.
     sequence_parallel: the tensor ranks share the tokens of what each would otherwise keep whole.
+    Experts are taken to be chosen evenly (`costs.experts`).
     """
     tokens = micro_size * sequence_length
     shards = tensor_size if sequence_parallel else 1
@@ -149,8 +151,11 @@ def activation_bytes(
     shared = attention_bytes(
         model, micro_size, sequence_length, size, attention, tensor_size, again="attention" in recompute
     )
-    shared += _mlp_bytes(model, tokens, size, again="mlp" in recompute)
-    return replicated + shared // tensor_size
+    again = "mlp" in recompute
+    if has_experts(layer):
+        ranks = {"tensor_size": tensor_size, "shards": shards}
+        return replicated + shared // tensor_size + expert_bytes(model, tokens, size, **ranks, again=again)
+    return replicated + (shared + _mlp_bytes(model, tokens, size, again)) // tensor_size
 
 
 def isolation_bytes(

@@ -45,6 +45,8 @@ class ParameterSpec:
     partition_axis: axis that tensor ranks share; None when every rank holds the whole.
     init: how it starts. decay: weight decay applies. matrix: a matrix for optimizers that treat matrices apart.
     padded: the partition axis may be indivisible (vocabulary): shards are of equal padded size, axis 0 only.
+    balance_rate: above 0 for what the loss does not train: its gradient is how much more than their share experts were
+    given, and an update moves it by this much the other way.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ParameterSpec:
     decay: bool
     matrix: bool
     padded: bool = False
+    balance_rate: float = 0.0
 
     @property
     def num_elements(self) -> int:

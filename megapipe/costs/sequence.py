@@ -3,6 +3,7 @@
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.costs.communication import LOSS_STATISTICS, Exchange, Operation, repeated
+from megapipe.costs.experts import INDEX_BYTES, SCORE_BYTES, has_experts
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.costs.parameters import LayerSpec
 
@@ -26,7 +27,8 @@ def sequence_exchanges(
     A block gathers its residual stream [b, s, h] ahead of attention and MLP and scatters their sums behind them; the
     backward does the reverse, and gathers both inputs again for the gradients of the weights: 10 b s h (t - 1) / t
     elements sent, two more than tensor parallelism's. The weight half of a split backward gathers the gradients of
-    the sums a second time too. The embedding scatters its sum, and a head gathers what it reads.
+    the sums a second time too. The embedding scatters its sum, and a head gathers what it reads. Experts keep the rows
+    that they picked of what was gathered, and gather nothing again; with the tokens they gather what these chose.
 
     sequence_length: tokens of a sample that the tensor ranks have together. predictions, forwards: as in
     `tensor_exchanges`. halves: the backward is split. chunks: pieces in which tokens are gathered and scattered.
@@ -39,6 +41,13 @@ def sequence_exchanges(
 
     if layer.kind == "embedding":
         return [of("reduce_scatter", 1), of("all_gather", 1)]
+    if layer.kind == "block" and has_experts(layer):
+        choices = micro_size * sequence_length * model.experts_per_token
+        attention = [of("all_gather", 1, chunks), of("reduce_scatter", 1, chunks)]
+        experts = [of("all_gather", 1), of("reduce_scatter", 1)]
+        chosen = [Exchange("all_gather", choices, SCORE_BYTES), Exchange("all_gather", choices, INDEX_BYTES)]
+        backward = [of("all_gather", 2 if halves else 1), Exchange("reduce_scatter", choices, SCORE_BYTES)]
+        return [*repeated([*attention, *experts, *chosen], forwards), *attention, *experts, *backward]
     if layer.kind == "block":
         forward = [of("all_gather", 2, chunks), of("reduce_scatter", 2, chunks)]
         again = of("all_gather", 4 if halves else 2)

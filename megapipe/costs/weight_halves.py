@@ -6,6 +6,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputedPart
 from megapipe.costs.bert import SENTENCE_CLASSES
+from megapipe.costs.experts import has_experts, waiting_expert_bytes
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.costs.parameters import LayerSpec
 
@@ -61,6 +62,10 @@ def weight_half_bytes(
     up = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     kept = 2 * norm + 2 * stream  # both norms; gradients of what attention and MLP give
     kept += 0 if "norms" in recompute else 2 * stream
+    if has_experts(layer):  # these leave gradients of their own rows in place of that of what an MLP gives
+        ranks = {"tensor_size": tensor_size, "shards": shards}
+        of_experts = waiting_expert_bytes(model, tokens, size, **ranks, again="mlp" in recompute)
+        return kept - stream + tokens * (inner + projected) * size // tensor_size + of_experts
     # The tensor ranks share results of attention and activation (or what makes that again), gradients of qkv and up.
     shared = inner + projected + up + (up if "mlp" in recompute else model.ffn_size)
     return kept + tokens * shared * size // tensor_size

@@ -45,13 +45,14 @@ class Record:
     """One use of a module: the probe behind its output, and the detached tensors that its weight half needs.
 
     probe: a leaf, or the output's own place in the autograd graph. again: makes the one tensor that the weight half
-    needs out of `saved`.
+    needs out of `saved`. beside: small tensors of integers that it is given behind these.
     """
 
     module: SplitModule
     probe: Tensor | GradientEdge
     saved: tuple[Tensor, ...] = ()
     again: Callable[[], Tensor] | None = None
+    beside: tuple[Tensor, ...] = ()
 
 
 def unsplit_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -182,7 +183,7 @@ class SplitTape:
         with torch.no_grad():
             for record, gradient in reached:
                 saved = record.saved if record.again is None else (record.again(),)
-                for parameter, contribution in record.module.weight_half(saved, gradient):
+                for parameter, contribution in record.module.weight_half((*saved, *record.beside), gradient):
                     key = id(parameter)
                     uses_left[key] -= 1
                     total = sums.pop(key) + contribution if key in sums else contribution

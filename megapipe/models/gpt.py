@@ -14,6 +14,7 @@ from megapipe.layers.context import MicrobatchContext, token_numbers
 from megapipe.layers.cross_entropy import VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
+from megapipe.layers.experts import Experts
 from megapipe.layers.linear import Shapes, within
 from megapipe.layers.mlp import MLP
 from megapipe.layers.norms import LayerNorm, Norm, RMSNorm
@@ -52,7 +53,8 @@ class Block(nn.Module):
         self.attention = self.attention_kind(model, within(shapes, "attention"), group, kernels, attention_site)
         self.attention_dropout = Dropout(model.hidden_dropout, attention_output_site, kernels)
         self.mlp_norm = make_norm(model, within(shapes, "mlp_norm"), kernels)
-        self.mlp = MLP(model, within(shapes, "mlp"), group, kernels)
+        feed_forward = MLP if model.num_experts is None else Experts
+        self.mlp = feed_forward(model, within(shapes, "mlp"), group, kernels)
         self.mlp_dropout = Dropout(model.hidden_dropout, mlp_output_site, kernels)
 
     def recompute(self, parts: Collection[RecomputedPart]) -> None:

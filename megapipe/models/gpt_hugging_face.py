@@ -1,4 +1,4 @@
-"""Weights of Hugging Face transformers' GPT-2, Llama, Mistral, Qwen2 and Qwen3 as canonical tensors, and back.
+"""Weights of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3 as canonical tensors, and back.
 
 Every conversion is a permutation of elements, so that it carries gradients and optimizer moments as well as weights.
 """
@@ -15,7 +15,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.parameters import ParameterSpec
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"]
 
 Join = Callable[[Sequence[Tensor]], Tensor]
 Part = Callable[[Tensor], Sequence[Tensor]]
@@ -50,6 +50,9 @@ _LLAMA_BLOCK = {
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
+
+_MIXTRAL_EXPERT = {"mlp.up": ("w1", "w3"), "mlp.down": ("w2",)}
+"""As files have them: transformers stacks the experts when it reads them."""
 
 
 class WeightMappingError(ValueError):
@@ -146,17 +149,43 @@ def _correspondence(spec: ParameterSpec, model: ModelConfig, family: Family) -> 
     _, _, inner = spec.name.partition("blocks.")
     index, _, path = inner.partition(".")
     module, _, leaf = path.rpartition(".")
+    if family == "mixtral" and path.startswith("mlp."):
+        return _mixtral_correspondence(spec, f"model.layers.{index}.block_sparse_moe", module, leaf, model)
     if module not in block or (module == "mlp.up" and (model.activation == "swiglu") == (family == "gpt2")):
-        raise WeightMappingError(
-            f"{family} weights have no place for {spec.name} of shape {spec.shape}; "
-            "check positions, normalization, activation and qk_norm of the model"
-        )
+        raise _no_place(spec, family)
+    if model.num_experts is not None and path.startswith("mlp."):
+        raise _no_place(spec, family)
     prefix = "transformer.h" if family == "gpt2" else "model.layers"
     theirs = tuple(f"{prefix}.{index}.{name}.{leaf}" for name in block[module])
     join, part = query_key_value(model, fused=len(theirs) == 1) if module == "attention.qkv" else _stacked(len(theirs))
     if family == "gpt2" and leaf == "weight" and not module.endswith("norm"):
         return Correspondence(spec, theirs, lambda parts: join([parts[0].t()]), lambda ours: [part(ours)[0].t()])
     return Correspondence(spec, theirs, join, part)
+
+
+def _mixtral_correspondence(
+    spec: ParameterSpec, prefix: str, module: str, leaf: str, model: ModelConfig
+) -> Correspondence:
+    """Router and experts. Theirs come one by one, gate and up apart."""
+    if leaf == "weight" and module == "mlp.router":
+        return Correspondence(spec, (f"{prefix}.gate.weight",), only, alone)
+    if leaf != "weight" or model.num_experts is None or model.activation != "swiglu":
+        raise _no_place(spec, "mixtral")
+    names = _MIXTRAL_EXPERT[module]
+    theirs = tuple(f"{prefix}.experts.{expert}.{name}.weight" for expert in range(model.num_experts) for name in names)
+    leading = spec.shape[: 1 if len(names) == 1 else 2]
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([*parts]).view(*leading, *parts[0].shape)
+
+    return Correspondence(spec, theirs, join, lambda ours: ours.flatten(0, len(leading) - 1).unbind(0))
+
+
+def _no_place(spec: ParameterSpec, family: str) -> WeightMappingError:
+    return WeightMappingError(
+        f"{family} weights have no place for {spec.name} of shape {spec.shape}; "
+        "check positions, normalization, activation, qk_norm, num_experts and expert_balance_rate of the model"
+    )
 
 
 def query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Part]:

@@ -22,7 +22,8 @@ def kernel_uses(
 ) -> list[KernelUse]:
     """Every op that training runs in the layers of a model on ranks that share matrices with `tensor_size`."""
     hidden, head = model.hidden_size, model.head_dim
-    share = model.ffn_size // tensor_size
+    experts = model.num_experts is not None  # each whole on a rank, its bias added in the product
+    share = model.ffn_size // (1 if experts else tensor_size)
     uses = [KernelUse(model.normalization, dtype, hidden)]
     if model.qk_norm:
         uses.append(KernelUse("rms_norm", dtype, head))
@@ -35,7 +36,7 @@ def kernel_uses(
     if model.activation == "swiglu":
         uses.append(KernelUse("swiglu", dtype, 2 * share))
     else:
-        uses.append(KernelUse("bias_gelu" if model.bias == "all" else "gelu", dtype, share))
+        uses.append(KernelUse("bias_gelu" if model.bias == "all" and not experts else "gelu", dtype, share))
     if model.embedding_dropout:
         uses.append(KernelUse("dropout", dtype, hidden))
     if model.hidden_dropout:

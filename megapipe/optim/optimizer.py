@@ -87,6 +87,7 @@ class FlatOptimizer(ABC):
             if not state.moments:
                 self.allocate(state)
             self.applied[state.name] = self.applied.get(state.name, 0) + 1
+            _balance(state)
         rounded = [state for state in states if state.master.dtype not in (torch.float32, torch.float64)]
         for state in rounded:  # one by one, for the wide weights of one unit at a time
             self._step_rounded(state, learning_rate, coefficient)
@@ -132,6 +133,19 @@ class FlatOptimizer(ABC):
         """Of this rank's part of a unit's buffers the decayed elements, or the others."""
         stop, end = state.table.undecayed.start, state.table.undecayed.stop
         return state.within_shard(slice(0, stop) if decayed else slice(stop, end))
+
+
+def _balance(state: UnitState) -> None:
+    """Move what balances experts against their load (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+
+    Its gradient is then cleared, so that the optimizer's own step leaves it where it is.
+    """
+    for segment in state.table:
+        if segment.spec.balance_rate and state.held(segment):
+            load = state.in_shard(state.reduced_gradient(state.newest), segment)
+            weight = state.in_shard(state.master, segment)
+            weight.sub_(load.sign().to(weight.dtype), alpha=segment.spec.balance_rate)
+            load.zero_()
 
 
 class FlatAdamW(FlatOptimizer):

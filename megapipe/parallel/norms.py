@@ -33,7 +33,8 @@ def squared_norms(
 ) -> dict[str, Tensor]:
     """Each counted parameter's squared gradient norm by its name: float64 scalars, for those with elements here.
 
-    Where replicas share the state out, that of the elements in this rank's shard.
+    Where replicas share the state out, that of the elements in this rank's shard. What balances experts is not
+    counted: its gradient is none of the loss's.
 
     update: whose gradients, where several are alive. squared_norm: of one parameter's owned elements.
     """
@@ -41,7 +42,7 @@ def squared_norms(
     for state in states:
         gradient = state.reduced_gradient(update)
         for segment in state.table.counted():
-            if state.held(segment):
+            if state.held(segment) and not segment.spec.balance_rate:
                 found[segment.spec.name] = squared_norm(state.in_shard(gradient, segment))
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from megapipe.config.run import PretrainConfig
+from megapipe.costs.experts import active_parameters
 from megapipe.costs.memory import Precision
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
@@ -156,8 +157,10 @@ def _say_nothing(line: str) -> None:
 def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     layers = family_of(config).layers
     unique = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
+    active = active_parameters(config.model, layers)
+    used = f" ({active:,} used by a token)" if config.model.num_experts is not None else ""
     say(
-        f"{sum(unique.values()):,} parameters on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
+        f"{sum(unique.values()):,} parameters{used} on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
         f"{config.schedule.name}, {config.training.precision} on {mesh.device.type}"
     )
     peak = device_peak(mesh.device, cast(Precision, config.training.precision))

@@ -18,7 +18,7 @@ from megapipe.conversion.command import main
 from megapipe.conversion.megapipe_source import MegapipeSource
 from tests.layers.bound import bind_model, make_context, run
 from tests.models import test_bert_hugging_face as bert
-from tests.models.hugging_face import CASES
+from tests.models.hugging_face import FOLDERS
 
 BERTS = {
     "bert": {},
@@ -28,7 +28,7 @@ BERTS = {
 
 
 def theirs_of(name: str) -> nn.Module:
-    return bert.case_of(**BERTS[name]).theirs if name in BERTS else CASES[name]().theirs
+    return bert.case_of(**BERTS[name]).theirs if name in BERTS else FOLDERS[name]().theirs
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -39,8 +39,8 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 FAMILIES = [
-    name if name in ("gpt2", "llama", "bert") else pytest.param(name, marks=pytest.mark.slow)
-    for name in (*CASES, *BERTS)
+    name if name in ("gpt2", "llama", "mixtral", "bert") else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*FOLDERS, *BERTS)
 ]
 
 
@@ -153,7 +153,7 @@ def test_a_model_that_no_family_has_is_refused_with_the_fields(changes: dict[str
     from megapipe.checkpoint import CheckpointError
     from megapipe.conversion.hugging_face_config import exported_config
 
-    model = replace(CASES["gpt2"]().model, **changes)
+    model = replace(FOLDERS["gpt2"]().model, **changes)
     with pytest.raises(CheckpointError) as raised:
         exported_config(model, "F32")
     assert told in str(raised.value)

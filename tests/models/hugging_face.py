@@ -160,4 +160,32 @@ def qwen3() -> Case:
     return Case("qwen3", model, _drawn(transformers.Qwen3ForCausalLM(config)))
 
 
+def mixtral() -> Case:
+    """Two of four experts for every token. Its state dict stacks experts, which its files have one by one."""
+    config = _decoder_config(
+        transformers.MixtralConfig,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        experts_implementation="eager",
+    )
+    model = ModelConfig(
+        **SIZES,
+        **DECODER,
+        num_kv_heads=2,
+        bias="none",
+        rope_theta=1e6,
+        tie_embeddings=False,
+        num_experts=4,
+        expert_balance_rate=0.0,
+    )
+    return Case("mixtral", model, _drawn(transformers.MixtralForCausalLM(config)))
+
+
 CASES = {case.__name__: case for case in (gpt2, llama, llama_linear, mistral, qwen2, qwen3)}
+FOLDERS = {**CASES, "mixtral": mixtral}
+"""Also the family whose files are not its state dict."""

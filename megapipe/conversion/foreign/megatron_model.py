@@ -88,6 +88,11 @@ def places(model: ModelConfig) -> dict[str, Place]:
     """Parameter -> where it lives. Raises CheckpointError for a model that Megatron-LM's GPT cannot express."""
     if isinstance(model, BertModelConfig):
         raise CheckpointError("only GPTs are converted to and from Megatron-LM, and this checkpoint is a BERT")
+    if model.num_experts is not None:
+        raise CheckpointError(
+            f"model.num_experts is {model.num_experts}; only dense models are converted to and from Megatron-LM: "
+            "write a Hugging Face folder instead (--to hf)"
+        )
     return {name: _place(spec) for name, spec in parameters_of(model).items()}
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from megapipe.config.errors import ConfigError
+from megapipe.costs.experts import active_parameters
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.command.planning import PREFERRED, count_told, num_parameters
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import DAY, bytes_told
+from megapipe.planner.runs.layout import layers_of
 from megapipe.planner.training_time.intensity import (
     Transformer,
     critical_batch_tokens,
@@ -71,6 +73,7 @@ def run_train_time(request: Request) -> int:
     tokens = flags["tokens"]
     if tokens is None:
         raise ConfigError("--tokens is missing; give the tokens that the model is trained on, as in --tokens 300e9")
+    _check_dense(request)
     parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
     _check({"tokens": tokens, "parameters": parameters, "achieved_tflops": flags["achieved_tflops"]})
     if flags["devices"] is not None and flags["devices"] < 1:
@@ -114,6 +117,17 @@ def run_train_time(request: Request) -> int:
     if cluster is not None and batch is not None:
         _print_shortest(request, cluster, methods, batch)
     return 0
+
+
+def _check_dense(request: Request) -> None:
+    """The papers' formulas take every parameter to work on every token."""
+    model, flags = request.config.model, request.flags
+    if model.num_experts is not None and (flags["parameters"] is None or flags["hardware"] is not None):
+        active = active_parameters(model, layers_of(request.config))
+        raise ConfigError(
+            f"model.num_experts is {model.num_experts}, and these formulas are of dense models; for the estimate of "
+            f"one run give --parameters {active}, those that a token uses, and no --hardware"
+        )
 
 
 def _megatron(request: Request, parameters: float, tokens: float) -> float | None:

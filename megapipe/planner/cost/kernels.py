@@ -14,6 +14,8 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.attention_path import attention_path
 from megapipe.costs.compute import ONCE_A_SAMPLE
+from megapipe.costs.experts import EXPERT_MATRICES, has_experts, rows_of_rank
+from megapipe.costs.gpt import ROUTER
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.costs.parameters import LayerSpec, ParameterSpec
 from megapipe.planner.hardware.description import Device
@@ -128,11 +130,16 @@ class LayerKernels:
 
     def _block(self) -> Iterator[Kernel]:
         model, tensor = self.config.model, self.config.parallel.tensor
+        experts = has_experts(self.layer)
         for path, spec in self.layer.parameters.items():
-            if spec.matrix:
+            if spec.matrix and not (experts and path.startswith("mlp.")):
                 yield from self._linear(path, spec, self._tokens)
         yield from self._attention()
-        inner = self._tokens * model.ffn_size * self._size // tensor
+        rows = self._tokens
+        if experts:
+            yield from self._experts()
+            rows = rows_of_rank(model, self._tokens, 1)
+        inner = rows * model.ffn_size * self._size // tensor
         inputs = 2 if model.activation == "swiglu" else 1
         yield from self._passes("activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, self._made_again("mlp"))
         for name in ("attention_norm", "mlp_norm"):
@@ -140,6 +147,32 @@ class LayerKernels:
         dropped = self._stream // self._size if model.hidden_dropout else 0
         for name in ("attention residual", "mlp residual"):
             yield from self._passes(name, 3 * self._stream + dropped, 2 * self._stream + dropped)
+
+    def _experts(self) -> Iterator[Kernel]:
+        """A router, in fp32, and the products of one expert after the other, each with an even share of the rows; rows
+        are picked, weighed and put together by passes over memory."""
+        config, model = self.config, self.config.model
+        tensor, router = config.parallel.tensor, self.layer.parameters[ROUTER]
+        scores = "fp32" if "fp32" in self.device.peak_flops else self._precision
+        number, hidden = router.shape
+        scored = self._tokens // config.parallel.sequence_shards
+        yield from self._product("mlp.router", scored, hidden, number, scores)
+        experts = number // tensor
+        for path in EXPERT_MATRICES:
+            _, *shape = self.layer.parameters[path].shape
+            each = max(1, rows_of_rank(model, self._tokens, number))
+            for kernel in self._product(path.removesuffix(".weight"), each, shape[-1], prod(shape[:-1]), self._dtype):
+                time = kernel.time
+                yield Kernel(
+                    kernel.name,
+                    kernel.phase,
+                    KernelTime(experts * time.compute, experts * time.memory, experts * time.launch),
+                )
+        row = model.hidden_size * self._size
+        own, all_rows = rows_of_rank(model, self._tokens, tensor) * row, rows_of_rank(model, self._tokens, 1) * row
+        stream = self._tokens * row
+        picked, summed = 2 * own, 2 * own + 3 * all_rows + stream
+        yield from self._passes("rows of experts", picked + 2 * own + summed, picked + 4 * own + summed)
 
     def _norm(self, name: str, again: bool = False) -> Iterator[Kernel]:
         """Forward reads and writes the stream; backward reads the input and two gradients and writes one."""

@@ -16,6 +16,8 @@ WITHOUT_EFFECT = (
     "scale_residual_init",
 )
 """Fields of a model that change no layer's time."""
+OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
+"""Fields of a model with experts: of one without they say nothing."""
 RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
 
 
@@ -25,7 +27,7 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
     found = {
         each.name: getattr(model, RESOLVED.get(each.name, each.name))
         for each in fields(model)
-        if each.name not in WITHOUT_EFFECT
+        if each.name not in WITHOUT_EFFECT and (model.num_experts is not None or each.name not in OF_EXPERTS)
     }
     remade = " ".join(config.recompute.parts) if config.recompute.method == "selective" else "none"
     found |= {

@@ -62,3 +62,12 @@ def test_a_method_that_fits_nowhere_says_the_least_memory(capsys):
 )
 def test_wrong_input(capsys, flags, words):
     assert words in refusal(capsys, "train-time", *TRILLION, *flags)[0]
+
+
+def test_formulas_of_dense_models_are_not_used_on_experts(capsys):
+    flags = ["train-time", "--model", str(ROOT / "examples" / "models" / "mixtral_8x7b.yaml"), "--tokens=1e12"]
+    run = ["--devices=64", "--achieved_tflops=200"]
+    (told,) = refusal(capsys, *flags, *run)
+    assert "give --parameters 12879925248, those that a token uses" in told
+    assert json_of(capsys, *flags, *run, "--parameters=12879925248")["estimate_days"] > 0
+    assert refusal(capsys, *flags, "--hardware=h100", "--parameters=12879925248") == [told]

@@ -1,0 +1,103 @@
+"""Models with experts on the layouts of tests/distributed/test_covering.py: the same training, at the predicted cost.
+
+Losses, first gradients and weights are those of one process, bit for bit where no sum is reordered, else in fp32: in
+fewer bits a sum in another order sends some token to another expert. No rank calls an all-to-all for its experts. What
+is exchanged and kept between steps is predicted to the byte; activations are where every token goes to all experts, so
+that rows are shared out evenly as the formulas take them to be.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.runs.prediction import predict_rank
+from megapipe.training.validate import validate
+from tests.distributed.test_covering import CASES, Corpora, check_costs, check_equal, name_of
+from tests.support.bert_runs import write_corpus
+from tests.support.counting_groups import counts_of
+from tests.support.covering import Case
+from tests.support.gpt_runs import RankRun, write_shard
+from tests.support.layout_runs import LayoutRun, run_layout
+from tests.support.layouts import BASE, adds_in_one_order, config_of, oracle_of, sizes_of, world_size
+from tests.support.meshes import run_mesh, run_threads
+
+Oracles = Callable[[tuple[tuple[str, str], ...]], RankRun]
+
+CHOSEN: list[Case] = [
+    {"model": "llama", "tensor": "2"},
+    {"model": "llama", "tensor": "2", "sequence": "on", "recompute": "selective"},
+]
+SLOW: list[Case] = [
+    {"model": "gpt2", "schedule": "zb_h1", "pipeline": "2"},
+    {"model": "llama", "schedule": "modular", "data": "2", "zero": "3"},
+    {"model": "llama", "tensor": "2", "pipeline": "2", "recompute": "full"},
+    {"model": "llama", "schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"},
+    {"model": "llama", "context": "2 ring"},
+    {"model": "bert", "tied": "untied", "context": "2 all-to-all"},
+]
+EVERY_CASE = [
+    *({**BASE, **case} for case in CHOSEN),
+    *(
+        pytest.param(case if adds_in_one_order(case) else {**case, "precision": "fp32"}, marks=pytest.mark.slow)
+        for case in [*({**BASE, **case} for case in SLOW), *CASES]
+    ),
+]
+EVEN = [CHOSEN[1], *SLOW[2:4]]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "bert").mkdir()
+    return write_shard(folder), write_corpus(folder / "bert")
+
+
+def with_experts(case: Case, corpora: Corpora, choices: int = 2) -> PretrainConfig:
+    """Four experts in every block, scored far enough apart for rounding not to change a choice."""
+    config = config_of(case, *corpora)
+    model = replace(config.model, num_experts=4, experts_per_token=choices, ffn_hidden_size=48, init_std=0.1)
+    return replace(config, model=model)
+
+
+@pytest.fixture(scope="module")
+def expected(corpora: Corpora) -> Oracles:
+    """The run that a case has to equal, by the case of that run; each is run once."""
+
+    @cache
+    def of(oracle: tuple[tuple[str, str], ...]) -> RankRun:
+        config = with_experts(dict(oracle), corpora)
+        ranks = [each.run for each in run_threads(sizes_of(config), run_layout, config)]
+        gradients = [shard for rank in ranks for shard in rank.gradients]
+        return RankRun(ranks[0].results, gradients, [shard for rank in ranks for shard in rank.weights])
+
+    return of
+
+
+@pytest.mark.parametrize("case", EVERY_CASE, ids=name_of)
+def test_a_layout_trains_as_one_process_and_exchanges_what_is_predicted(
+    corpora: Corpora, expected: Oracles, case: Case
+) -> None:
+    config = with_experts(case, corpora)
+    validate(config, world_size(case))
+    ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
+    check_equal(case, [rank.run for rank in ranks], expected(tuple(oracle_of(case).items())))
+    for number, rank in enumerate(ranks):
+        predicted = predict_rank(config, rank.schedule, number, predictions=rank.predictions)
+        assert counts_of(rank.traffic) == predicted.traffic()
+        assert rank.state == predicted.state()
+        if case["context"] != "2 all-to-all":
+            assert "all_to_all" not in str(counts_of(rank.traffic))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVEN, ids=lambda case: name_of({**BASE, **case}))
+def test_evenly_used_experts_keep_what_is_predicted(corpora: Corpora, case: Case) -> None:
+    case = {**BASE, **case}
+    config = with_experts(case, corpora, choices=4)
+    validate(config, world_size(case))
+    ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
+    for number, rank in enumerate(ranks):
+        check_costs(predict_rank(config, rank.schedule, number, predictions=rank.predictions), rank)

@@ -1,0 +1,284 @@
+"""Experts beside transformers' Mixtral, beside every expert run on every token, and beside the dense MLP."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from megapipe.config.model import ModelConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.layers.dispatch import assign, assign_evenly, pick_rows, sum_rows
+from megapipe.layers.experts import Experts
+from megapipe.layers.mlp import MLP
+from megapipe.layers.split import SplitTape
+from megapipe.parallel.groups import Group
+from megapipe.parallel.sharding import free
+from tests.layers.bound import DROPOUT, GPT2, LLAMA, BoundLayer, bind, make_context, small_model
+from tests.support.meshes import run_threads
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 24}
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "dropout": DROPOUT, "gelu": {"activation": "gelu", "bias": "none"}}
+
+
+def block_of(model: ModelConfig, dtype: torch.dtype = torch.float64, group: Group | None = None) -> BoundLayer:
+    """The first block, its router's bias drawn as other biases are."""
+    return bind(gpt_layers(model)[1], model, group, dtype)
+
+
+def experts_of(block: BoundLayer) -> Experts:
+    experts = block.module.mlp
+    assert isinstance(experts, Experts)
+    return experts
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_outputs_and_gradients_are_those_of_mixtral() -> None:
+    """Theirs takes its softmax in fp32, whatever the weights are in."""
+    block = block_of(small_model(**LLAMA, **EXPERTS, expert_balance_rate=0.0))
+    theirs = MixtralSparseMoeBlock(
+        MixtralConfig(
+            hidden_size=32,
+            intermediate_size=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+        )
+    ).double()
+    weights = {name.removeprefix("blocks.0.mlp."): value for name, value in block.parameters().items()}
+    pairs = {
+        "router.weight": theirs.gate.weight,
+        "up.weight": theirs.experts.gate_up_proj,
+        "down.weight": theirs.experts.down_proj,
+    }
+    for name, parameter in pairs.items():
+        parameter.data.copy_(weights[name].reshape(parameter.shape))
+    x, x_theirs = (drawn(2, 12, 32).requires_grad_() for _ in range(2))
+    dy = drawn(2, 12, 32, seed=2)
+    y, y_theirs = experts_of(block)(x, None), theirs(x_theirs)
+    y.backward(dy)
+    y_theirs.backward(dy)
+    close = {"rtol": 1e-5, "atol": 3e-6}
+    torch.testing.assert_close(y, y_theirs, **close)
+    torch.testing.assert_close(x.grad, x_theirs.grad, **close)
+    for name, parameter in pairs.items():
+        found = block.gradients()[f"blocks.0.mlp.{name}"]
+        torch.testing.assert_close(found.reshape(parameter.shape), parameter.grad, **close)
+
+
+def every_expert_on_every_token(weights: dict[str, Tensor], model: ModelConfig, x: Tensor) -> Tensor:
+    """The definition: all experts' results, weighed by shares that are 0 for those not chosen."""
+    scores = x @ weights["router.weight"].t()
+    ranked = scores + weights.get("router.bias", torch.zeros(()))
+    kth = ranked.sort(dim=-1, descending=True).values[..., model.experts_per_token - 1 :][..., :1]
+    chosen = ranked >= kth
+    if model.normalize_expert_shares:
+        shares = scores.masked_fill(~chosen, float("-inf")).softmax(-1)
+    else:
+        shares = scores.softmax(-1) * chosen
+    total = torch.zeros_like(x)
+    for expert in range(weights["router.weight"].shape[0]):
+        up, down = weights["up.weight"][expert], weights["down.weight"][expert]
+        inner = functional.linear(x, up.flatten(0, -2))
+        if "up.bias" in weights:
+            inner = inner + weights["up.bias"][expert].flatten()
+        if model.activation == "swiglu":
+            gate, linear = inner.chunk(2, dim=-1)
+            inner = functional.silu(gate) * linear
+        else:
+            inner = functional.gelu(inner, approximate="tanh" if model.activation == "gelu_tanh" else "none")
+        result = functional.linear(inner, down)
+        if "down.bias" in weights:
+            result = result + weights["down.bias"][expert]
+        total = total + shares[..., expert : expert + 1] * result
+    return total
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    number=st.integers(1, 6),
+    choices=st.integers(1, 6),
+    tokens=st.integers(1, 9),
+    shape=st.sampled_from(sorted(SHAPES)),
+    normalize=st.booleans(),
+    pull=st.sampled_from([0.0, 50.0]),
+)
+def test_any_shape_equals_every_expert_on_every_token(
+    number: int, choices: int, tokens: int, shape: str, normalize: bool, pull: float
+) -> None:
+    """pull: the last expert's bias, so large that all tokens go there, and none by choice to the first."""
+    choices = min(choices, number)
+    model = small_model(
+        **SHAPES[shape],
+        num_experts=number,
+        experts_per_token=choices,
+        ffn_hidden_size=24,
+        normalize_expert_shares=normalize,
+    )
+    block = block_of(model)
+    weights = {name.removeprefix("blocks.0.mlp."): value for name, value in block.parameters().items()}
+    weights = {name: value for name, value in weights.items() if not name.startswith("blocks")}
+    if "router.bias" in weights:
+        weights["router.bias"][-1] += pull
+        weights["router.bias"][0] -= pull
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    x, x_plain = (drawn(1, tokens, 32).requires_grad_() for _ in range(2))
+    dy = drawn(1, tokens, 32, seed=2)
+    y, expected = experts_of(block)(x, None), every_expert_on_every_token(leaves, model, x_plain)
+    torch.testing.assert_close(y, expected)
+    y.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close(x.grad, x_plain.grad)
+    for name, leaf in leaves.items():
+        if name != "router.bias":
+            expected_gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            torch.testing.assert_close(block.gradients()[f"blocks.0.mlp.{name}"], expected_gradient)
+
+
+def test_the_bias_gets_the_load_that_it_is_to_even_out() -> None:
+    block = block_of(small_model(**LLAMA, **EXPERTS), torch.bfloat16)
+    experts = experts_of(block)
+    x = drawn(2, 12, 32).bfloat16()
+    shares, chosen = experts.router(x, None)
+    shares.sum().backward()
+    counts = [int((chosen == expert).sum()) for expert in range(4)]
+    assert sum(counts) == 2 * 12 * 2
+    found = block.gradients()["blocks.0.mlp.router.bias"].tolist()
+    assert found == [4 * count - sum(counts) for count in counts]
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_one_expert_is_the_dense_mlp(shape: str) -> None:
+    fields: dict[str, Any] = {**SHAPES[shape], "ffn_hidden_size": 24}
+    dense, single = (
+        block_of(small_model(**fields)),
+        block_of(small_model(**fields, num_experts=1, experts_per_token=1)),
+    )
+    for name, value in dense.parameters().items():
+        mine = single.parameters()[name]
+        mine.copy_(value.view(mine.shape))
+    mlp = dense.module.mlp
+    assert isinstance(mlp, MLP)
+    x, x_single = (drawn(2, 12, 32).requires_grad_() for _ in range(2))
+    dy = drawn(2, 12, 32, seed=2)
+    y, y_single = mlp(x, None), experts_of(single)(x_single, None)
+    torch.testing.assert_close(y_single, y)
+    y.backward(dy)
+    y_single.backward(dy)
+    torch.testing.assert_close(x_single.grad, x.grad)
+    for name, gradient in dense.gradients().items():
+        torch.testing.assert_close(single.gradients()[name].view(gradient.shape), gradient)
+    assert not single.gradients()["blocks.0.mlp.router.weight"].any(), "one choice leaves nothing to learn"
+
+
+def test_equal_scores_go_to_the_experts_of_the_lowest_numbers() -> None:
+    block = block_of(small_model(**LLAMA, **EXPERTS, expert_balance_rate=0.0))
+    block.parameters()["blocks.0.mlp.router.weight"].zero_()
+    shares, chosen = experts_of(block).router(drawn(1, 5, 32), None)
+    assert chosen.tolist() == [[[0, 1]] * 5]
+    assert shares.tolist() == [[[0.5, 0.5]] * 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", [(), ("attention", "mlp", "norms")], ids=["kept", "again"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_the_split_backward_has_the_bits_of_the_fused_one(
+    shape: str, parts: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    """What is made again, and the weight half with its weights released, too."""
+    model = small_model(**SHAPES[shape], **EXPERTS)
+    block, context = block_of(model, dtype), make_context(model)
+    x, dy = drawn(2, 12, 32).to(dtype).requires_grad_(), drawn(2, 12, 32, seed=2).to(dtype)
+    block.module(x, context=context)[0].backward(dy)
+    expected, expected_x = block.state.gradients[0].clone(), x.grad
+    block.state.zero_gradients()
+    block.module.recompute(parts)
+    context.tape = SplitTape()
+    (output,) = block.module(x, context=context)
+    (dx,) = context.tape.backward_input([output], [dy], [x])
+    assert dx is not None
+    assert expected_x is not None
+    assert torch.equal(dx, expected_x)
+    assert not block.state.gradients[0].any(), "the input half touched a parameter's gradient"
+    free(block.state.weights[0])
+    context.tape.backward_weight()
+    assert torch.equal(block.state.gradients[0], expected)
+
+
+def on_a_rank(mesh: Any, model: ModelConfig, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    block = block_of(model, group=mesh.group("tensor"))
+    x = x.clone().requires_grad_()
+    y = experts_of(block)(x, None)
+    y.backward(dy)
+    assert x.grad is not None
+    return y.detach(), x.grad, block.gradients()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_ranks_that_share_the_experts_compute_what_one_does(shape: str, ranks: int) -> None:
+    """Every rank has the same router's gradient, counted once, and those of its own experts."""
+    model = small_model(**{**SHAPES[shape], "num_kv_heads": 4}, **EXPERTS)
+    x, dy = drawn(2, 12, 32), drawn(2, 12, 32, seed=2)
+    ((y, dx, gradients),) = run_threads({"tensor": 1}, on_a_rank, model, x, dy)
+    found = run_threads({"tensor": ranks}, on_a_rank, model, x, dy)
+    for y_rank, dx_rank, gradients_rank in found:
+        torch.testing.assert_close(y_rank, y)
+        torch.testing.assert_close(dx_rank, dx)
+        for name, gradient in gradients_rank.items():
+            if ".router." in name:
+                assert torch.equal(gradient, found[0][2][name])
+                torch.testing.assert_close(gradient, gradients[name])
+    for name, gradient in gradients.items():
+        if ".mlp.up." in name or ".mlp.down." in name:
+            torch.testing.assert_close(torch.cat([each[name] for _, _, each in found]), gradient)
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))
+def test_rows_are_the_tokens_of_their_experts_and_sum_back(number: int, choices: int, tokens: int, seed: int) -> None:
+    """Against loops over tokens, choices and experts; picking and summing are each other's transpose."""
+    generator = torch.Generator().manual_seed(seed)
+    choices = min(choices, number)
+    chosen = torch.stack([torch.randperm(number, generator=generator)[:choices] for _ in range(tokens)])
+    first = int(torch.randint(number, (1,), generator=generator))
+    mine = assign(chosen, first, number - first)
+    expected = [
+        (token, choice)
+        for expert in range(first, number)
+        for token in range(tokens)
+        for choice in range(choices)
+        if chosen[token, choice] == expert
+    ]
+    assert mine.pairs.tolist() == [token * choices + choice for token, choice in expected]
+    assert mine.counts == tuple(int((chosen == expert).sum()) for expert in range(first, number))
+    x = torch.arange(tokens * 3, dtype=torch.float64).view(tokens, 3)
+    rows = pick_rows(x, mine)
+    assert rows.tolist() == [x[token].tolist() for token, _ in expected]
+    summed = torch.zeros_like(x)
+    for row, (token, _) in zip(rows, expected, strict=True):
+        summed[token] += row
+    assert torch.equal(sum_rows(rows, mine), summed)
+    x, rows = x.requires_grad_(), rows.detach().requires_grad_()
+    weights = torch.rand(rows.shape, generator=generator, dtype=torch.float64)
+    (pick_rows(x, mine) * weights).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, sum_rows(weights, mine))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
+def test_even_shares_are_all_choices_together(number: int, ranks: int, choices: int, tokens: int) -> None:
+    chosen = torch.empty(tokens, choices, dtype=torch.int64, device="meta")
+    mine = assign_evenly(chosen, number, number * ranks)
+    assert len(mine.pairs) == sum(mine.counts)
+    assert len(mine.rows) == tokens * choices
+    assert all(abs(count - tokens * choices / (number * ranks)) <= 1 for count in mine.counts)
+    if ranks == 1:
+        assert sum(mine.counts) == tokens * choices

@@ -1,0 +1,145 @@
+"""Models with experts in the loop: loads are evened out, checkpoints and texts go to any layout, refusals say why."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.model import ModelConfig
+from megapipe.engine.step import StepInput
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.segments import Segment
+from megapipe.parallel.unit_state import UnitState
+from megapipe.planner.command.main import main
+from megapipe.training import plan_commands
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.validate import validate
+from tests.checkpoint.runs import config_in
+from tests.checkpoint.runs import run as run_with_checkpoints
+from tests.planner.command.plan import ROOT
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
+from tests.support.meshes import run_mesh
+from tests.training.test_generate import GREEDY, grown, limits_of
+
+MODEL = replace(LLAMA_SHAPE, num_experts=4, ffn_hidden_size=48)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def biases(states: Sequence[UnitState]) -> Iterator[tuple[UnitState, Segment]]:
+    for state in states:
+        for segment in state.table:
+            if segment.spec.name.endswith("router.bias"):
+                yield state, segment
+
+
+def violations(mesh: Mesh, corpus: str, rate: float) -> list[float]:
+    """Of 40 steps, by how much the most used expert of any block is above the mean (2408.15664, equation 4).
+
+    The first expert starts out favoured.
+    """
+    config = make_config(corpus, replace(MODEL, expert_balance_rate=rate, init_std=0.3))
+    replica = Replica(config, mesh, family_of(config).layers)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    for state, segment in biases(replica.states()):
+        state.in_shard(state.master, segment)[0] += 1.0
+    update, found = replica.optimizer.update, []
+    pairs = config.batch.global_size * config.data.sequence_length * MODEL.experts_per_token
+
+    def recording(states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
+        loads = [state.in_shard(state.reduced_gradient(), segment) for state, segment in biases(states)]
+        found.append(float(torch.stack(loads).max()) / pairs)
+        update(states, version, learning_rate, coefficient)
+
+    replica.optimizer.update = recording  # type: ignore[method-assign]
+    for step in range(40):
+        batch = loader.load(step * config.batch.global_size)
+        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
+    return found
+
+
+def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
+    (left_alone,) = run_mesh({}, violations, corpus, 1e-9, backend="threads")
+    (evened,) = run_mesh({}, violations, corpus, 0.05, backend="threads")
+    assert evened[0] == left_alone[0]
+    assert sum(evened[-10:]) < 0.5 * sum(left_alone[-10:])
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+def test_every_layout_gives_the_same_texts(sizes: dict[str, int]) -> None:
+    model = replace(MODEL, max_positions=48, init_std=0.3)
+    (expected,) = run_mesh({}, grown, model, GREEDY, limits_of(model), backend="threads")
+    assert len({tuple(text.generated) for text in expected}) == len(expected), "texts should differ"
+    for texts in run_mesh(sizes, grown, model, GREEDY, limits_of(model), backend="threads"):
+        assert texts == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"), [({"tensor": 2}, {"data": 2}), ({"pipeline": 2}, {"tensor": 4})], ids=str
+)
+def test_a_run_goes_on_from_its_checkpoint_on_another_layout(
+    corpus: str, tmp_path: Path, first: dict[str, int], second: dict[str, int]
+) -> None:
+    model = replace(MODEL, num_kv_heads=4)
+    zero = {"stage": 2 if "data" in second else 0}
+    straight = run_with_checkpoints({}, config_in(tmp_path / "straight", corpus, model), 16)
+    run_with_checkpoints(first, config_in(tmp_path / "parts", corpus, model), 10)
+    resumed = run_with_checkpoints(second, config_in(tmp_path / "parts", corpus, model, zero=zero), 16)
+    assert resumed.start == 10
+    assert [loss for _, loss in resumed.losses] == pytest.approx([loss for _, loss in straight.losses], rel=1e-3)
+    for block in range(2):
+        name = f"blocks.{block}.mlp.router.bias"
+        assert straight.tensors["weights"][name].any()
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, dict[str, Any]], int, str]] = [
+    ({"num_experts": 0}, {}, 1, "model.num_experts is 0; it must be at least 1"),
+    ({"experts_per_token": 5}, {}, 1, "model.experts_per_token is 5; it must be .* at most model.num_experts 4"),
+    ({"experts_per_token": 0}, {}, 1, "model.experts_per_token is 0; it must be at least 1"),
+    ({"experts_per_token": 1}, {}, 1, "would learn nothing; set model.normalize_expert_shares false"),
+    ({"expert_balance_rate": -0.1}, {}, 1, "model.expert_balance_rate is -0.1; it must be at least 0"),
+    ({"num_experts": 3}, {"parallel": {"tensor": 2}}, 2, "model.num_experts 3 is not divisible by parallel.tensor 2"),
+    ({}, {"training": {"fp8": "tensorwise"}}, 1, "training.fp8 tensorwise does not go with model.num_experts 4"),
+    ({}, {"training": {"compile": True}}, 1, "training.compile does not go with model.num_experts 4"),
+    ({}, {"optimizer": {"name": "muon"}}, 1, "optimizer.name muon does not go with model.num_experts 4"),
+    (
+        {},
+        {"training": {"precision": "bf16", "master_weights": False}},
+        1,
+        "training.master_weights false does not go with model.num_experts 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "groups", "ranks", "why"), REFUSED, ids=lambda part: str(part)[:40])
+def test_what_experts_do_not_go_with_is_refused(
+    fields: dict[str, Any], groups: dict[str, dict[str, Any]], ranks: int, why: str
+) -> None:
+    model: ModelConfig = replace(MODEL, **fields)
+    with pytest.raises(ConfigError, match=why):
+        validate(make_config("shard", model, **groups), ranks)
+
+
+def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:
+    model = replace(MODEL, experts_per_token=1, normalize_expert_shares=False)
+    validate(make_config("shard", model), 1)
+
+
+def test_a_dry_run_takes_tokens_to_be_evenly_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tensors have no values that could choose."""
+    example = str(ROOT / "examples/parallel/experts.yaml")
+    assert main(["dry-run", example, "--devices=2"], {"dry-run": plan_commands.run_dry_run}) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "shapes: a forward and a backward of every stage fit together (1 in all)" in lines
+    assert lines[-1] == "2 ranks checked in one process"
