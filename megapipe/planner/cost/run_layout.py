@@ -121,10 +121,15 @@ def lay_run(
     problems = run_problems(config, placement.num_ranks)
     if problems:
         raise ConfigError(problems)
-    shape = _shape_of(config)
+    return lay_on(config, placement)
+
+
+def lay_on(config: PretrainConfig, placement: Placement) -> RunLayout:
+    """Lay a run on nodes, once it is known that it can run there. config: with parallel.data filled in."""
+    hardware, shape = placement.hardware, _shape_of(config)
     precision = cast(Precision, config.training.precision)
     path = attention_path(config.model, precision, hardware_device_type(hardware), config.data.sequence_length)
-    costs = LayoutCosts(config, shape.stages.layers, sizes["data"], path, VOCABULARY_ALIGNMENT)
+    costs = LayoutCosts(config, shape.stages.layers, placement.sizes["data"], path, VOCABULARY_ALIGNMENT)
     return RunLayout(config, hardware, placement, costs, ranks=_ranks_of(config), **vars(shape))
 
 

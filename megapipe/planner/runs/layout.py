@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.model import ModelConfig
@@ -42,7 +43,7 @@ class StageLayout:
             config.recompute.logits,
         )
 
-    @property
+    @cached_property
     def units_per_stage(self) -> tuple[int, ...]:
         """Layers in each stage; a unit is a layer."""
         return tuple(len(each) for each in self.ranges)

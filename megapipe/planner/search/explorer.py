@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 
-Evaluate = Callable[[PretrainConfig], Estimate]
 Kind = Callable[[Layout], bool]
 
 
@@ -22,6 +20,18 @@ class Bounds(Protocol):
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape."""
+        ...
+
+
+class Costs(Protocol):
+    """What layouts cost; the bytes alone are found faster, and most often they decide already."""
+
+    def num_bytes(self, layout: Layout) -> int:
+        """Of the fullest rank."""
+        ...
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """All of it."""
         ...
 
 
@@ -39,32 +49,28 @@ class Explorer:
     Args:
         layouts: valid ones of a run.
         bounds: lower bounds of their costs.
-        evaluate: a configuration -> its cost.
+        costs: of each layout.
         memory_limit: bytes of the smallest device.
 
     pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout that is estimated
     later, for another question, counts all the same.
     """
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        bounds: Bounds,
-        evaluate: Evaluate,
-        memory_limit: float,
-    ) -> None:
-        self._base, self._evaluate, self._limit = layouts.base, evaluate, memory_limit
+    def __init__(self, layouts: Layouts, bounds: Bounds, costs: Costs, memory_limit: float) -> None:
+        self._costs, self._limit = costs, memory_limit
         found: list[Candidate] = []
         for shape in layouts.shapes():
             options = list(layouts.of(shape))
             if options:
                 found += map(Candidate, options, *bounds.of(shape, options))
         self.candidates = sorted(found, key=attrgetter("seconds"))
-        self._known: dict[Layout, Estimate] = {}
+        self._possible = [each for each in self.candidates if each.num_bytes <= memory_limit]
+        self._by_bytes = sorted(self.candidates, key=attrgetter("num_bytes"))
+        self._known: dict[Layout, int] = {}
 
     @property
     def examined(self) -> int:
-        """Layouts that were estimated."""
+        """Layouts that were estimated, their bytes at the least."""
         return len(self._known)
 
     def pruned(self) -> dict[str, int]:
@@ -76,32 +82,34 @@ class Explorer:
         )
         return dict(rest)
 
-    def estimate(self, layout: Layout) -> Estimate:
-        """The cost of a layout, found once."""
+    def _num_bytes(self, layout: Layout) -> int:
+        """Of the fullest rank, found once."""
         if layout not in self._known:
-            self._known[layout] = self._evaluate(layout.applied(self._base))
+            self._known[layout] = self._costs.num_bytes(layout)
         return self._known[layout]
 
     def fastest(self, keep: int = 1, kind: Kind = lambda layout: True) -> list[Estimate]:
         """Up to `keep` layouts of a kind that fit, the least seconds first; of equal ones the least memory."""
         found: list[Estimate] = []
-        for each in self.candidates:
+        for each in self._possible:
             if len(found) == keep and each.seconds > found[-1].step_seconds:
                 break
-            if each.num_bytes > self._limit or not kind(each.layout):
-                continue
-            estimate = self.estimate(each.layout)
-            if estimate.fits:
-                found = sorted([*found, estimate], key=order)[:keep]
+            if kind(each.layout) and self._num_bytes(each.layout) <= self._limit:
+                found = sorted([*found, self._costs.estimate(each.layout)], key=order)[:keep]
         return found
 
     def nearest(self, kind: Kind = lambda layout: True) -> Estimate | None:
         """Of a kind the layout whose fullest rank holds the least; None where there is no layout."""
         best: Estimate | None = None
-        for each in sorted(filter(lambda each: kind(each.layout), self.candidates), key=lambda each: each.num_bytes):
+        for each in self._by_bytes:
             if best is not None and each.num_bytes > best.peak_bytes:
                 break
-            estimate = self.estimate(each.layout)
+            if not kind(each.layout):
+                continue
+            num_bytes = self._num_bytes(each.layout)
+            if best is not None and num_bytes > best.peak_bytes:
+                continue
+            estimate = self._costs.estimate(each.layout)
             if best is None or (estimate.peak_bytes, estimate.step_seconds) < (best.peak_bytes, best.step_seconds):
                 best = estimate
         return best
@@ -111,17 +119,23 @@ class Explorer:
         most `slowest` seconds a step that fit, each has one here that needs at most `tolerance` more of either, a
         share."""
         found: list[Estimate] = []
-        more = 1.0 + tolerance
-        for each in self.candidates:
+
+        def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
+            """Whether another layout takes at most so many times as much as one of at least so much."""
+            return any(
+                other.step_seconds <= seconds * more and other.peak_bytes <= num_bytes * more for other in found
+            )
+
+        for each in self._possible:
             if each.seconds > slowest:
                 break
-            if each.num_bytes > self._limit or any(
-                other.step_seconds <= each.seconds * more and other.peak_bytes <= each.num_bytes * more
-                for other in found
-            ):
+            if covered(each.seconds, each.num_bytes, 1.0 + tolerance):
                 continue
-            estimate = self.estimate(each.layout)
-            if estimate.fits and estimate.step_seconds <= slowest:
+            num_bytes = self._num_bytes(each.layout)
+            if num_bytes > self._limit or covered(each.seconds, num_bytes):
+                continue
+            estimate = self._costs.estimate(each.layout)
+            if estimate.step_seconds <= slowest:
                 found = pareto([*found, estimate])
         return found
 

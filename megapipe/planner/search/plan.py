@@ -8,18 +8,17 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.alternatives import alternatives, out_of_memory
 from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer
 from megapipe.planner.search.findings import Findings, Found, NothingFits
 from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.refinement import Refiner
 from megapipe.planner.search.space import SearchSpace
-from megapipe.schedules import ScheduleError
 
 WIDEST = 8
 """Times as many layouts as are ranked that are looked at where simulation finds the first ones slower."""
@@ -67,10 +66,7 @@ def search_speed(
     layouts = Layouts(base, devices, pinned, space)
     limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
     explorer = Explorer(
-        layouts,
-        LayoutBounds(base, hardware, devices, times),
-        lambda config: _estimated(config, hardware, times),
-        limit,
+        layouts, LayoutBounds(base, hardware, devices, times), Evaluation(base, hardware, times), limit
     )
     if not explorer.candidates:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
@@ -102,14 +98,6 @@ def search_speed(
         layouts=len(explorer.candidates),
         seconds=time.perf_counter() - started,
     )
-
-
-def _estimated(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> Estimate:
-    """Its cost. Raises ConfigError where a schedule file is for another cut of the model, which shows first here."""
-    try:
-        return estimate(config, hardware, times=times)
-    except ScheduleError as error:
-        raise ConfigError(f"schedule.file {config.schedule.file}: {error}") from error
 
 
 def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> LayerTimes:
