@@ -10,6 +10,7 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules import Kind, build
 from megapipe.schedules.actions import KIND, STAGE
+from megapipe.schedules.generators.registry import find_generator
 
 Floats = npt.NDArray[np.float64]
 RANKS = 4
@@ -72,9 +73,9 @@ def _counted(
     whole_gradients: int,
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """By rank and chunk, gathers and sums of a micro-batch on average."""
-    plain = build(name, ranks, count, **dict(options))  # type: ignore[arg-type]
-    stages = [plain.header.stages_on(rank) for rank in range(ranks)]
-    per_stage = [0] * len(plain.header.stages)
+    places = find_generator(name).placement(ranks, len(units[0])).stages
+    stages = [[stage for stage, place in enumerate(places) if place.rank == rank] for rank in range(ranks)]
+    per_stage = [0] * len(places)
     for mine, own in zip(stages, units, strict=True):
         for stage, size in zip(mine, own, strict=True):
             per_stage[stage] = size

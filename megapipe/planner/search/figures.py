@@ -97,7 +97,7 @@ class LayerFigures:
         self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
         # Blocks differ in their times alone, where only some compute in fp8: the first, a middle and the last.
         training = base.training
-        apart = {0, training.fp8_first_kept, base.model.num_layers - 1}
+        apart = {0} | ({training.fp8_first_kept, base.model.num_layers - 1} if training.fp8 != "none" else set())
         self._blocks = [layer for layer in self._layers if layer.kind == "block" and layer.index in apart]
         self._embedding = next(layer for layer in self._layers if layer.kind == "embedding")
         self._head = next(layer for layer in self._layers if layer.kind == "head")
