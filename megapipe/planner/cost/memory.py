@@ -52,8 +52,10 @@ class _Memory:
 
     def ranks(self) -> tuple[RankMemory, ...]:
         found, cache = [], dict[object, RankMemory]()
-        for rank in range(self.run.pipeline):
-            stages = [stage for stage, place in enumerate(self.run.ranks) if place == rank]
+        own: list[list[int]] = [[] for _ in range(self.run.pipeline)]
+        for stage, place in enumerate(self.run.ranks):
+            own[place].append(stage)
+        for rank, stages in enumerate(own):
             key = self._likeness(rank, stages)
             if key not in cache:
                 cache[key] = self._rank(rank, stages)
