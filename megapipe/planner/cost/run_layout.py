@@ -12,11 +12,11 @@ from megapipe.costs.attention_path import attention_path
 from megapipe.costs.compute import Flops, layer_flops
 from megapipe.costs.layout import LayoutCosts
 from megapipe.costs.memory import Precision
-from megapipe.costs.parameters import LayerSpec, tied_names
+from megapipe.costs.parameters import tied_names
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.placement import Placement
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, lay_out, layers_of, predictions_of
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, predictions_of
 from megapipe.planner.runs.scheduling import num_stages, schedule_options
 from megapipe.planner.runs.validation import data_parallel_size, run_problems
 from megapipe.schedules.generators.registry import find_generator
@@ -184,15 +184,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
 @lru_cache(maxsize=1024)
 def _cached_shape(keyed: Keyed) -> _Shape:
     config: PretrainConfig = keyed.value
-    stages = lay_out(
-        _cached_layers(Keyed((repr(config.model), type(config)), config)),
-        config.model,
-        num_stages(config),
-        config.data.sequence_length,
-        config.parallel.layers_per_stage,
-        predictions_of(config),
-        config.recompute.logits,
-    )
+    stages = StageLayout.of(config)
     training = config.training
     chosen = range(training.fp8_first_kept, config.model.num_layers - training.fp8_last_kept)
     numbers: dict[tuple[str, bool], int] = {}
@@ -204,11 +196,6 @@ def _cached_shape(keyed: Keyed) -> _Shape:
             kinds.append(index)
         classes.append(numbers[kind])
     return _Shape(stages, tuple(classes), tuple(kinds), tied_names(stages.layers))
-
-
-@lru_cache(maxsize=16)
-def _cached_layers(keyed: Keyed) -> tuple[LayerSpec, ...]:
-    return layers_of(keyed.value)
 
 
 def _ranks_of(config: PretrainConfig) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """How the layers of a model fall into the stages of a pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
-from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
@@ -64,7 +64,20 @@ class StageLayout:
 
 def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
     """The layers of a GPT, or of a BERT for the configuration of a BERT run."""
-    return bert_layers(config.model) if isinstance(config, BertPretrainConfig) else gpt_layers(config.model)
+    return _layers_of(_Known(repr(config.model), config.model))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A model, which cannot be hashed, by its words."""
+
+    words: str
+    model: ModelConfig = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def _layers_of(known: _Known) -> tuple[LayerSpec, ...]:
+    return bert_layers(known.model) if isinstance(known.model, BertModelConfig) else gpt_layers(known.model)
 
 
 def predictions_of(config: PretrainConfig) -> int | None:

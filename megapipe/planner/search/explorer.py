@@ -4,6 +4,7 @@ Branch and bound: layouts come in the order of a lower bound of their time, and 
 bounds is never estimated. With bounds that hold, answers are those of estimating everything.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -121,10 +122,10 @@ class Explorer:
         found: list[Estimate] = []
 
         def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
-            """Whether another layout takes at most so many times as much as one of at least so much."""
-            return any(
-                other.step_seconds <= seconds * more and other.peak_bytes <= num_bytes * more for other in found
-            )
+            """Whether another layout takes at most so many times as much as one of at least so much: of those that
+            are as fast the slowest one holds the least."""
+            as_fast = bisect_right(found, seconds * more, key=attrgetter("step_seconds"))
+            return as_fast > 0 and found[as_fast - 1].peak_bytes <= num_bytes * more
 
         for each in self._possible:
             if each.seconds > slowest:
