@@ -1,5 +1,6 @@
 """The cost model for the many layouts of one search: what layouts have in common is found once."""
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory
 from megapipe.planner.cost.layer_costs import LayerCost
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.memory import rank_memories
+from megapipe.planner.cost.memory import LayerSizes, rank_memories
 from megapipe.planner.cost.model import estimate, estimate_run, layer_costs
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.hardware.description import Hardware
@@ -52,6 +53,8 @@ class Evaluation:
         self._placement = cache(self._find_placement)
         self._run = cache(self._find_run)
         self._memory = cache(self._find_memory)
+        self._splits = cache(self._find_splits)
+        self._sizes: dict[_LayerKey, LayerSizes] = {}
         self._layer_costs: dict[_LayerKey, tuple[LayerCost, ...]] = {}
         self.estimate = cache(self._estimate)
 
@@ -86,12 +89,21 @@ class Evaluation:
         return lay_on(layout.applied(self._base), placement)
 
     def _find_memory(self, layout: Layout) -> tuple[RankMemory, ...]:
-        return rank_memories(self._run(layout))
+        run, key = self._run(layout), self._key(layout)
+        if key not in self._sizes:
+            self._sizes[key] = LayerSizes.of(run)
+        return rank_memories(run, self._sizes[key])
 
     def _layers(self, layout: Layout, run: RunLayout) -> tuple[LayerCost, ...]:
+        key = self._key(layout)
+        if key not in self._layer_costs:
+            self._layer_costs[key] = layer_costs(run, self._times, self._assumptions)
+        return self._layer_costs[key]
+
+    def _key(self, layout: Layout) -> _LayerKey:
         """Schedules cut the same layers into other stages."""
         shape = layout.shape
-        key = _LayerKey(
+        return _LayerKey(
             shape.data,
             shape.tensor,
             shape.pipeline,
@@ -100,8 +112,8 @@ class Evaluation:
             layout.sequence,
             layout.zero,
             layout.recompute,
-            splits_backwards(run.config),
+            self._splits(shape.schedule),
         )
-        if key not in self._layer_costs:
-            self._layer_costs[key] = layer_costs(run, self._times, self._assumptions)
-        return self._layer_costs[key]
+
+    def _find_splits(self, schedule: str) -> bool:
+        return splits_backwards(replace(self._base, schedule=replace(self._base.schedule, name=schedule)))
