@@ -84,7 +84,7 @@ def _rule_of_megatron(
     then just enough pipeline ranks to fit, replicas with the rest; all as it was then: everything recomputed, nothing
     sharded."""
     node = min(group.devices_per_node for group in hardware.nodes(devices))
-    tensors = {layout.shape.tensor for layout in (each.layout for each in explorer.candidates)}
+    tensors = {layout.shape.tensor for layout in explorer.layouts}
     tensor = max((size for size in tensors if size <= node), default=1)
     name = f"tensor {tensor}, then just enough pipeline, rest data (arXiv 2104.04473, section 3)"
 

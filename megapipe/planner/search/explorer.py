@@ -8,7 +8,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
@@ -36,14 +38,6 @@ class Costs(Protocol):
         ...
 
 
-class Candidate(NamedTuple):
-    """A layout and its bounds."""
-
-    layout: Layout
-    seconds: float
-    num_bytes: float
-
-
 class Explorer:
     """Layouts of one space and what is known of them.
 
@@ -53,20 +47,25 @@ class Explorer:
         costs: of each layout.
         memory_limit: bytes of the smallest device.
 
-    pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout that is estimated
+    layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout that is estimated
     later, for another question, counts all the same.
     """
 
     def __init__(self, layouts: Layouts, bounds: Bounds, costs: Costs, memory_limit: float) -> None:
         self._costs, self._limit = costs, memory_limit
-        found: list[Candidate] = []
+        self.layouts: list[Layout] = []
+        seconds: list[float] = []
+        num_bytes: list[float] = []
         for shape in layouts.shapes():
             options = list(layouts.of(shape))
             if options:
-                found += map(Candidate, options, *bounds.of(shape, options))
-        self.candidates = sorted(found, key=attrgetter("seconds"))
-        self._possible = [each for each in self.candidates if each.num_bytes <= memory_limit]
-        self._by_bytes = sorted(self.candidates, key=attrgetter("num_bytes"))
+                self.layouts += options
+                for all_of, some in zip((seconds, num_bytes), bounds.of(shape, options), strict=True):
+                    all_of += some
+        self._seconds, self._bytes = seconds, num_bytes
+        by_time, of_bytes = np.argsort(seconds, kind="stable"), np.array(num_bytes)
+        self._by_time: list[int] = by_time[of_bytes[by_time] <= memory_limit].tolist()
+        self._by_bytes: list[int] = by_time[np.argsort(of_bytes[by_time], kind="stable")].tolist()
         self._known: dict[Layout, int] = {}
 
     @property
@@ -77,9 +76,9 @@ class Explorer:
     def pruned(self) -> dict[str, int]:
         """Why layouts were never estimated -> how many."""
         rest = Counter(
-            "memory" if each.num_bytes > self._limit else "time"
-            for each in self.candidates
-            if each.layout not in self._known
+            "memory" if num_bytes > self._limit else "time"
+            for layout, num_bytes in zip(self.layouts, self._bytes, strict=True)
+            if layout not in self._known
         )
         return dict(rest)
 
@@ -92,25 +91,27 @@ class Explorer:
     def fastest(self, keep: int = 1, kind: Kind = lambda layout: True) -> list[Estimate]:
         """Up to `keep` layouts of a kind that fit, the least seconds first; of equal ones the least memory."""
         found: list[Estimate] = []
-        for each in self._possible:
-            if len(found) == keep and each.seconds > found[-1].step_seconds:
+        for at in self._by_time:
+            if len(found) == keep and self._seconds[at] > found[-1].step_seconds:
                 break
-            if kind(each.layout) and self._num_bytes(each.layout) <= self._limit:
-                found = sorted([*found, self._costs.estimate(each.layout)], key=order)[:keep]
+            layout = self.layouts[at]
+            if kind(layout) and self._num_bytes(layout) <= self._limit:
+                found = sorted([*found, self._costs.estimate(layout)], key=order)[:keep]
         return found
 
     def nearest(self, kind: Kind = lambda layout: True) -> Estimate | None:
         """Of a kind the layout whose fullest rank holds the least; None where there is no layout."""
         best: Estimate | None = None
-        for each in self._by_bytes:
-            if best is not None and each.num_bytes > best.peak_bytes:
+        for at in self._by_bytes:
+            if best is not None and self._bytes[at] > best.peak_bytes:
                 break
-            if not kind(each.layout):
+            layout = self.layouts[at]
+            if not kind(layout):
                 continue
-            num_bytes = self._num_bytes(each.layout)
+            num_bytes = self._num_bytes(layout)
             if best is not None and num_bytes > best.peak_bytes:
                 continue
-            estimate = self._costs.estimate(each.layout)
+            estimate = self._costs.estimate(layout)
             if best is None or (estimate.peak_bytes, estimate.step_seconds) < (best.peak_bytes, best.step_seconds):
                 best = estimate
         return best
@@ -127,15 +128,16 @@ class Explorer:
             as_fast = bisect_right(found, seconds * more, key=attrgetter("step_seconds"))
             return as_fast > 0 and found[as_fast - 1].peak_bytes <= num_bytes * more
 
-        for each in self._possible:
-            if each.seconds > slowest:
+        for at in self._by_time:
+            seconds = self._seconds[at]
+            if seconds > slowest:
                 break
-            if covered(each.seconds, each.num_bytes, 1.0 + tolerance):
+            if covered(seconds, self._bytes[at], 1.0 + tolerance):
                 continue
-            num_bytes = self._num_bytes(each.layout)
-            if num_bytes > self._limit or covered(each.seconds, num_bytes):
+            num_bytes = self._num_bytes(self.layouts[at])
+            if num_bytes > self._limit or covered(seconds, num_bytes):
                 continue
-            estimate = self._costs.estimate(each.layout)
+            estimate = self._costs.estimate(self.layouts[at])
             if estimate.step_seconds <= slowest:
                 found = pareto([*found, estimate])
         return found

@@ -68,7 +68,7 @@ def search_speed(
     explorer = Explorer(
         layouts, LayoutBounds(base, hardware, devices, times), Evaluation(base, hardware, times), limit
     )
-    if not explorer.candidates:
+    if not explorer.layouts:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
     movable = effort.stages and "parallel.layers_per_stage" not in pinned
     refiner, keep = Refiner(hardware, times, effort.actions), effort.keep
@@ -95,7 +95,7 @@ def search_speed(
         trials=(),
         examined=explorer.examined,
         pruned=explorer.pruned(),
-        layouts=len(explorer.candidates),
+        layouts=len(explorer.layouts),
         seconds=time.perf_counter() - started,
     )
 
