@@ -45,12 +45,16 @@ def timeline(rank: "RankPrediction") -> Iterator[Held]:
     for part in (weights, gradients, states, activations):
         for kind in part.KINDS:
             concerned[kind].append(part.run)
+    held = Held()
     for action in rank.actions:
-        for run in concerned[action.kind]:
+        parts = concerned[action.kind]
+        for run in parts:
             run(action)
-        yield Held(
-            weights.held.total, gradients.open.total, gradients.summands, states.held.total, activations.held.total
-        )
+        if parts:
+            held = Held(
+                weights.held.total, gradients.open.total, gradients.summands, states.held.total, activations.held.total
+            )
+        yield held
 
 
 class _Sizes:
@@ -143,6 +147,7 @@ class _WholeGradients:
         self._over_copies = units.shards not in (1, rank.costs.replicas)
         self.open = _Tally()
         self._summing: deque[tuple[Place, int]] = deque()
+        self.summands = 0
 
     def run(self, action: Action) -> None:
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
@@ -154,6 +159,7 @@ class _WholeGradients:
                 self._end_newest()
             if self._sizes.elements(place):  # not where all weights are tied
                 self._summing.append((place, self._sizes.summands(place)))
+                self.summands += self._sizes.summands(place)
         else:
             while self._summing:
                 self._close_oldest()
@@ -171,18 +177,16 @@ class _WholeGradients:
 
     def _end_newest(self) -> None:
         """Further copies of the shards are summed next: the sum is over, its buffer's memory free, its turn not."""
-        place, _ = self._summing[-1]
+        place, size = self._summing[-1]
         self._summing[-1] = place, 0
+        self.summands -= size
         if place in self.open:
             self.open.put(place, 0)
 
     def _close_oldest(self) -> None:
-        place, _ = self._summing.popleft()
+        place, size = self._summing.popleft()
+        self.summands -= size
         self.open.drop(place)
-
-    @property
-    def summands(self) -> int:
-        return sum(size for _, size in self._summing)
 
 
 class _Moved:

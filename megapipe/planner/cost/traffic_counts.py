@@ -8,9 +8,10 @@ import numpy.typing as npt
 
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.runs.scheduling import schedule_options
-from megapipe.schedules import Kind, build
+from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, STAGE
 from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.lowering import lower, replica_traffic
 
 Floats = npt.NDArray[np.float64]
 RANKS = 4
@@ -79,7 +80,7 @@ def _counted(
     for mine, own in zip(stages, units, strict=True):
         for stage, size in zip(mine, own, strict=True):
             per_stage[stage] = size
-    schedule = build(
+    schedule = order(
         name,
         ranks,
         count,
@@ -89,7 +90,10 @@ def _counted(
         whole_gradients=whole_gradients,
         **dict(options),  # type: ignore[arg-type]
     )
-    rows = np.concatenate(schedule.expand(max(1, schedule.prologue_steps)))
+    if schedule.flushes:
+        rows = replica_traffic(schedule)
+    else:
+        rows = np.concatenate(lower(schedule).expand(max(1, schedule.prologue_steps)))
     totals = {
         kind: np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(per_stage)) / (np.array(per_stage) * count)
         for kind in (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS)

@@ -38,11 +38,12 @@ class LayoutBounds:
         self._base, self._assumptions = base, ENGINE.on(hardware)
         self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
-        self._limits = StageLimiter(base)
+        self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
         precision: Precision = base.training.precision  # type: ignore[assignment]
         self._weight_bytes = ELEMENT_BYTES[precision]
         self._least_of = cache(self._find_least_blocks)
         self._sizes_of = cache(self._find_sizes)
+        self._last_of = cache(lambda pipeline, chunks: float(self._find_least_blocks(pipeline, chunks)[-1].sum()))
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape; no time where already
@@ -110,7 +111,7 @@ class LayoutBounds:
         each_block = self._with_traffic(shape, layout, work.block, traffic) if layout.zero >= 2 else work.block.whole
         busiest = max(work.whole / pipeline, blocks * each_block)
         if shape.schedule != "zb_v":
-            own = float(self._least_blocks(shape, chunks)[-1].sum())
+            own = 0.0 if self._by_hand else self._last_of(pipeline, chunks)
             busiest = max(busiest, own * work.block.whole + work.head.whole)
         total = self._count(shape) * busiest
         if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
@@ -139,7 +140,7 @@ class LayoutBounds:
     def _least_blocks(self, shape: Shape, chunks: int) -> Floats:
         """Of every stage, shape [pipeline, chunks] as ranks hold them: stages between the first and the last have at
         least one, and each as many as the others have no room for."""
-        if self._base.parallel.layers_per_stage is not None or shape.schedule == "zb_v":
+        if self._by_hand or shape.schedule == "zb_v":
             return np.zeros((shape.pipeline, chunks))
         return self._least_of(shape.pipeline, chunks)
 
