@@ -251,9 +251,7 @@ class _Activations:
         self._pass_on(action)
         if action.kind in COMPUTE_STREAM:
             for unit in self._rank.units_of(action):
-                self.held.put(
-                    (action.stage, unit, action.microbatch), self._behind(action, (action.stage, unit))
-                )
+                self.held.put((action.stage, unit, action.microbatch), self._behind(action, (action.stage, unit)))
         elif action.kind in (Kind.OFFLOAD, Kind.RELOAD) and action.version < 0:
             key = action.stage, action.unit, action.microbatch
             if action.kind == Kind.OFFLOAD:

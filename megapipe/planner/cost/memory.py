@@ -24,8 +24,8 @@ from megapipe.schedules.generators.registry import find_generator
 class LayerSizes:
     """Of one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
 
-    layers: one of each kind. kept, pending: bytes of a micro-batch's activations, as `LayoutCosts` has them. units: parameters, without what is
-    tied. elements: of their flat buffers. summands: bytes of a sum of their gradients.
+    layers: one of each kind. kept, pending: bytes of a micro-batch's activations, as `LayoutCosts` has them. units:
+    parameters, without what is tied. elements: of their flat buffers. summands: bytes of a sum of their gradients.
     """
 
     costs: LayoutCosts
@@ -42,9 +42,7 @@ class LayerSizes:
         costs, tied = run.costs, set(run.tied)
         layers = tuple(run.stages.layers[index] for index in run.kinds)
         of_units, gloo = costs.of_units, hardware_device_type(run.hardware) == "cpu"
-        units = [
-            Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied)) for layer in layers
-        ]
+        units = [Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied)) for layer in layers]
         return cls(
             costs,
             layers,
@@ -64,9 +62,7 @@ class LayerSizes:
     def tied_state(self) -> Callable[[str, int, int, int], StateBytes]:
         """The same of a tied weight, by its name and the uses that a rank has of it."""
         specs = {spec.name: spec for layer in self.layers for spec in layer.parameters.values()}
-        return cache(
-            lambda name, uses, *rest: self._state(Unit((specs[name],), tied=True, uses=uses), *rest)
-        )
+        return cache(lambda name, uses, *rest: self._state(Unit((specs[name],), tied=True, uses=uses), *rest))
 
     def _state(self, unit: Unit, versions: int, buffers: int) -> StateBytes:
         return self.costs.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)

@@ -77,7 +77,7 @@ class Placement:
 
     def partition(self, *names: str) -> list[list[int]]:
         """The ranks cut into lists of those that differ only in the dimensions `names`."""
-        return self._partition(names).tolist()  # type: ignore[no-any-return]
+        return self._partition(names).tolist()
 
     def _partition(self, names: Iterable[str]) -> Numbers:
         """The same, shape [lists, members]."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.planner.cost.assumptions import ENGINE
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.description import Hardware
@@ -32,10 +32,17 @@ FILLS = {"1f1b", "gpipe", "interleaved_1f1b", "modular"}
 
 
 class LayoutBounds:
-    """Lower bounds of layouts of one run on one machine; arguments as of `LayerFigures`."""
+    """Lower bounds of layouts of one run on one machine; arguments as of `LayerFigures` and `estimate`."""
 
-    def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
-        self._base, self._assumptions = base, ENGINE.on(hardware)
+    def __init__(
+        self,
+        base: PretrainConfig,
+        hardware: Hardware,
+        devices: int,
+        times: LayerTimes,
+        assumptions: Assumptions = ENGINE,
+    ) -> None:
+        self._base, self._assumptions = base, assumptions.on(hardware)
         self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
         self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
@@ -72,7 +79,10 @@ class LayoutBounds:
         figures = self._figures
         helds = [figures.held(tensor, context, micro_size, sequence, again) for sequence, _, again in options]
         states = [figures.state(tensor, zero, replicas) for _, zero, _ in options]
-        shared = [(state.elements if state.shards > 1 else 0, zero) for state, (_, zero, _) in zip(states, options)]
+        shared = [
+            (state.elements if state.shards > 1 else 0, zero)
+            for state, (_, zero, _) in zip(states, options, strict=True)
+        ]
 
         def column(values: Iterable[float]) -> Floats:
             return np.array(list(values), dtype=np.float64)[:, None]

@@ -47,8 +47,8 @@ class Explorer:
         costs: of each layout.
         memory_limit: bytes of the smallest device.
 
-    layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout that is estimated
-    later, for another question, counts all the same.
+    layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout
+    that is estimated later, for another question, counts all the same.
     """
 
     def __init__(self, layouts: Layouts, bounds: Bounds, costs: Costs, memory_limit: float) -> None:

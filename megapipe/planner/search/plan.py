@@ -6,6 +6,7 @@ from typing import cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
@@ -50,6 +51,7 @@ def search_speed(
     space: SearchSpace | None = None,
     times: LayerTimes | None = None,
     effort: Effort | None = None,
+    assumptions: Assumptions = ENGINE,
 ) -> Findings:
     """The layouts of most tokens per second on all devices.
 
@@ -62,16 +64,19 @@ def search_speed(
     """
     started = time.perf_counter()
     space, effort = space or SearchSpace(), effort or Effort()
-    times = slowest_times(base, hardware, devices) if times is None else times
+    times = slowest_times(base, hardware, devices, assumptions) if times is None else times
     layouts = Layouts(base, devices, pinned, space)
     limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
     explorer = Explorer(
-        layouts, LayoutBounds(base, hardware, devices, times), Evaluation(base, hardware, times), limit
+        layouts,
+        LayoutBounds(base, hardware, devices, times, assumptions),
+        Evaluation(base, hardware, times, assumptions),
+        limit,
     )
     if not explorer.layouts:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
     movable = effort.stages and "parallel.layers_per_stage" not in pinned
-    refiner, keep = Refiner(hardware, times, effort.actions), effort.keep
+    refiner, keep = Refiner(hardware, times, effort.actions, assumptions), effort.keep
     found = explorer.fastest(keep)
     ranked = refiner.refined(found, stages=movable)
     # Where closed forms err, layouts behind those that were kept may be better, or may be the only ones that fit.
@@ -100,7 +105,9 @@ def search_speed(
     )
 
 
-def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> LayerTimes:
+def slowest_times(
+    base: PretrainConfig, hardware: Hardware, devices: int, assumptions: Assumptions = ENGINE
+) -> LayerTimes:
     """By the roofline of the device that every step waits for, as `planner.cost.model` takes it by default.
 
     Raises ConfigError where precision is auto, or a device has no peak for it.
@@ -110,7 +117,8 @@ def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> Lay
             "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
         )
     found = [node.device for node in hardware.nodes(devices)]
-    return RooflineTimes(min(found, key=lambda device: device.peak(base.training.precision)))
+    slowest = min(found, key=lambda device: device.peak(base.training.precision))
+    return RooflineTimes(slowest, assumptions.unfused_loss)
 
 
 def price_per_million_tokens(found: Estimate, price_per_hour: float) -> float:
