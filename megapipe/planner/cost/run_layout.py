@@ -1,10 +1,10 @@
 """A run laid out on a machine: its stages, ranks and links, ready for the formulas."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
@@ -16,19 +16,11 @@ from megapipe.costs.parameters import tied_names
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.placement import Placement
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, predictions_of
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, Keyed, StageLayout, predictions_of
 from megapipe.planner.runs.scheduling import num_stages, schedule_options
 from megapipe.planner.runs.validation import data_parallel_size, run_problems
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.load_file import read_file
-
-
-@dataclass(frozen=True)
-class Keyed:
-    """An unhashable value beside what it is known by, for caches."""
-
-    key: object
-    value: Any = field(compare=False)
 
 
 @dataclass(frozen=True)

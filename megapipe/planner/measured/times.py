@@ -139,10 +139,12 @@ class MeasuredTimes:
             )
         measured = replace(self, contended=False).of(like, layer)
         expected = RooflineTimes(self.hardware.groups[0].device).of(like, layer)
-        inside = 0.0 if like.recompute.method == "full" else expected.recompute
         forward = now * measured.forward / expected.forward
         backward = now * (measured.backward_input + measured.backward_weight)
-        backward /= expected.backward_input + expected.backward_weight + inside
+        # What is made again inside a backward was measured with it.
+        backward /= expected.backward_input + expected.backward_weight + expected.recompute
+        parallel = replace(like.parallel, tensor=config.parallel.tensor, context=config.parallel.context)
+        waits = self._waits(config, layer, now) if parallel == config.parallel else None
         return LayerSeconds(
             forward * found.forward,
             backward * found.backward_input,
@@ -150,7 +152,7 @@ class MeasuredTimes:
             forward * found.recompute,
             now * self._elements(config, layer) * self.measured.update_seconds,
             f"{found.source}, in proportion to what was {measured.source}; {why}",
-            self._waits(config, layer, now),
+            waits,
         )
 
     def _like(self, config: PretrainConfig, layer: LayerSpec) -> PretrainConfig | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.model import ModelConfig
@@ -17,6 +18,14 @@ from megapipe.schedules.balance import balance_layers, check_assignment
 
 VOCABULARY_ALIGNMENT = 64
 """Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """An unhashable value beside what it is known by, for caches."""
+
+    key: object
+    value: Any = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -64,20 +73,13 @@ class StageLayout:
 
 def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
     """The layers of a GPT, or of a BERT for the configuration of a BERT run."""
-    return _layers_of(_Known(repr(config.model), config.model))
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A model, which cannot be hashed, by its words."""
-
-    words: str
-    model: ModelConfig = field(compare=False)
+    return _layers_of(Keyed(repr(config.model), config.model))
 
 
 @lru_cache(maxsize=16)
-def _layers_of(known: _Known) -> tuple[LayerSpec, ...]:
-    return bert_layers(known.model) if isinstance(known.model, BertModelConfig) else gpt_layers(known.model)
+def _layers_of(keyed: Keyed) -> tuple[LayerSpec, ...]:
+    model: ModelConfig = keyed.value
+    return bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
 
 
 def predictions_of(config: PretrainConfig) -> int | None:

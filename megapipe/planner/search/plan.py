@@ -86,7 +86,7 @@ def search_speed(
         ranked = refiner.refined(more[len(found) :], ranked, stages=movable)
         found = more
     if not ranked:
-        # There are candidates, so that one of them is nearest.
+        # There are layouts, so that one of them is nearest.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
     front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
     others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
