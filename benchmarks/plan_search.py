@@ -1,10 +1,17 @@
 """How long plan searches take on one core, and how many layouts they looked at; JSON on standard output.
 
-1. GPTs of table 1 of Narayanan et al. (2021, arXiv 2104.04473) on A100s: 39.1B on 64, 1008B on 3,072. Each search is
-   timed twice in one process: for the best alone by closed forms, and with everything that a search answers besides
-   (ranking by simulation, Pareto front, alternatives). The first includes caches that start out empty.
-2. The layout that the authors chose beside the best one, by the same cost model, and what differs in words.
-3. PipeDream-2BW's own planner for its 2.2B and 3.8B models on 64 V100s.
+1. `tools/plan.py search` as a whole, from its flags to the last printed line and the written configuration, with the
+   page of pictures and with the advice layer by layer: 39.1B and 20B parameters on 64 devices, 1T on 3,072. Each
+   command runs in a process of its own, so that its caches start out empty; the start of Python and of imports is not
+   counted.
+2. GPTs of table 1 of Narayanan et al. (2021, arXiv 2104.04473) on A100s: 39.1B on 64, 1008B on 3,072. Each search is
+   timed with more and more of what it answers: the best alone by closed forms, the ranking by simulation besides, the
+   Pareto front besides, and the alternatives. All run in one process, and the first includes caches that start out
+   empty.
+3. The layout that the authors chose beside the best one, by the same cost model, and what differs in words.
+4. PipeDream-2BW's own planner for its 2.2B and 3.8B models on 64 V100s.
+
+Seconds are the processor's, whatever else the machine does; where it is busy, they are longer all the same.
 
     python benchmarks/plan_search.py --rows 39.1B:64 1008B:3072
 """
@@ -12,8 +19,12 @@
 import argparse
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megapipe.config.errors import ConfigError
@@ -28,16 +39,43 @@ from megapipe.planner.search.differences import differences
 from megapipe.planner.search.plan import Effort, search_speed
 
 QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False)
+PARTS = {
+    "best_alone": QUICK,
+    "simulated": Effort(slowest=0, alternatives=False),
+    "with_front": Effort(alternatives=False),
+    "everything": Effort(),
+}
+"""What a search may do, each with all that the one before it does."""
 V100_16 = Machine(devices=64, devices_per_server=8, memory_bytes=16 * 2**30, fast=150e9, slow=25e9 / 8)
 V100_FLOPS = 45e12
+ROOT = Path(__file__).parents[1]
+PAGE = "--html"
+COMMANDS = (
+    "--model examples/models/megatron_39.1b.yaml --hardware a100-80 --devices 64 --batch.global_size 1536 "
+    "--data.sequence_length 2048",
+    "--model examples/models/megatron_18.4b.yaml --model.num_layers 44 --hardware h100 --devices 64 "
+    "--batch.global_size 1024 --data.sequence_length 2048",
+    "--model examples/models/megatron_1t.yaml --hardware a100-80 --devices 3072 --batch.global_size 3072 "
+    "--data.sequence_length 2048",
+)
+TIMED = """
+import sys, time
+from megapipe.planner.command import search
+from megapipe.planner.command.main import main
+start = time.process_time()
+status = main(sys.argv[1:], {})
+if status == 0:
+    print(time.process_time() - start, file=sys.stderr)
+sys.exit(status)
+"""
+"""Processor seconds of a command on standard error, once all that it imports is there."""
 
 
 def timed(base: PretrainConfig, hardware: Hardware, devices: int, effort: Effort) -> dict[str, Any]:
-    """One search: wall and processor seconds, layouts, the best."""
-    wall, processor = time.perf_counter(), time.process_time()
+    """One search: processor seconds, layouts, the best."""
+    processor = time.process_time()
     found = search_speed(base, hardware, devices, effort=effort)
     return {
-        "wall_s": time.perf_counter() - wall,
         "processor_s": time.process_time() - processor,
         "layouts": found.layouts,
         "examined": found.examined,
@@ -56,9 +94,7 @@ def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
     result = {
         "model": run.name,
         "devices": devices,
-        "best_alone": timed(base, hardware, devices, QUICK),
-        "everything": timed(base, hardware, devices, Effort()),
-    }
+    } | {name: timed(base, hardware, devices, effort) for name, effort in PARTS.items()}
     if devices == run.row.devices:
         theirs = min((estimate(each, hardware) for each in run.candidates()), key=lambda each: each.step_seconds)
         best = search_speed(base, hardware, devices, effort=QUICK).best.estimate
@@ -67,11 +103,44 @@ def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
     return result
 
 
+def command(arguments: list[str]) -> dict[str, Any]:
+    """One command in a process of its own. Raises RuntimeError with what it says where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = [f"--write_config={folder}/plan.yaml"]
+        written += [f"--html={folder}/plan.html"] if PAGE in arguments else []
+        flags = [each for each in arguments if each != PAGE]
+        found = subprocess.run(
+            [sys.executable, "-c", TIMED, *flags, *written],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+    if found.returncode:
+        raise RuntimeError(f"plan.py {' '.join(arguments)}: {found.stderr.strip()}")
+    return {"command": f"plan.py {' '.join(arguments)}", "processor_s": float(found.stderr)}
+
+
+def commands() -> list[dict[str, Any]]:
+    """The whole command for each of `COMMANDS`, bare and with what flags add."""
+    return [
+        command(["search", *flags.split(), *more])
+        for flags in COMMANDS
+        for more in ([], [PAGE], ["--per_layer"])
+        if more != ["--per_layer"] or "3072" not in flags  # Galvatron's degrees are powers of 2
+    ]
+
+
 def two_buffered(billions: float, hidden: int) -> dict[str, Any]:
     """The planner of PipeDream-2BW."""
-    started = time.perf_counter()
+    started = time.process_time()
     best = plan(TransformerShape(32, hidden, 32).blocks(V100_FLOPS), V100_16, 512)
-    return {"model": f"{billions}B", "depth": best.depth, "width": best.width, "wall_s": time.perf_counter() - started}
+    return {
+        "model": f"{billions}B",
+        "depth": best.depth,
+        "width": best.width,
+        "processor_s": time.process_time() - started,
+    }
 
 
 def main() -> None:
@@ -86,12 +155,14 @@ def main() -> None:
             parser.error(f"--rows {name}:{devices}: give model:devices, with a model of {', '.join(runs)}")
     try:
         searches = [of_row(runs[name], int(devices)) for name, _, devices in wanted]
-    except ConfigError as error:
+        whole = commands()
+    except (ConfigError, RuntimeError) as error:
         parser.error(str(error))
     print(
         json.dumps(
             {
                 "cores": os.cpu_count(),
+                "commands": whole,
                 "searches": searches,
                 "two_buffered": [two_buffered(2.2, 2304), two_buffered(3.8, 3072)],
             },

@@ -1,7 +1,8 @@
 """What a rank holds beside its lasting state, behind every action of a step: buffers that come and go, activations."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES
@@ -37,32 +38,97 @@ class Held(NamedTuple):
 
 def timeline(rank: "RankPrediction") -> Iterator[Held]:
     """What the rank holds behind each action of a step, in order."""
-    weights, gradients, moved = _WholeWeights(rank), _WholeGradients(rank), _Moved()
-    states, activations = _ReloadedStates(rank, moved), _Activations(rank, moved)
+    sizes = _Sizes(rank)
+    weights, gradients, moved = _WholeWeights(sizes), _WholeGradients(rank, sizes), _Moved()
+    states, activations = _ReloadedStates(rank, moved), _Activations(rank, sizes, moved)
+    concerned: defaultdict[Kind, list[Callable[[Action], None]]] = defaultdict(list)
+    for part in (weights, gradients, states, activations):
+        for kind in part.KINDS:
+            concerned[kind].append(part.run)
+    held = Held()
     for action in rank.actions:
-        for part in (weights, gradients, states, activations):
-            part.run(action)
-        yield Held(weights.bytes, gradients.bytes, gradients.summands, states.bytes, activations.bytes)
+        parts = concerned[action.kind]
+        for run in parts:
+            run(action)
+        if parts:
+            held = Held(
+                weights.held.total, gradients.open.total, gradients.summands, states.held.total, activations.held.total
+            )
+        yield held
+
+
+class _Sizes:
+    """Bytes of a rank's units, each found once."""
+
+    def __init__(self, rank: "RankPrediction") -> None:
+        self._rank, self._units = rank, rank.costs.of_units
+        self.stream = rank.costs.stream
+        self.elements = cache(lambda place: self._units.elements(rank.units[place]))
+        self.summands = cache(lambda place: self._units.summand_bytes(rank.units[place], rank.over_gloo))
+        self.sharded = cache(lambda place: self._units.sharded(rank.units[place], 2))
+        self.kept = cache(lambda place, predictions: self._without_slot(place, self._kept(place, predictions)))
+        self.pending = cache(lambda place, predictions: self._without_slot(place, self._pending(place, predictions)))
+        self.input = cache(lambda place: self._without_slot(place, self.stream))
+
+    def _kept(self, place: Place, predictions: int | None) -> int:
+        return self._rank.costs.kept(self._rank.layers[place], predictions)
+
+    def _pending(self, place: Place, predictions: int | None) -> int:
+        return self._rank.costs.pending(self._rank.layers[place], predictions)
+
+    def _without_slot(self, place: Place, held: int) -> int:
+        """A message that has come from another rank stays where it was received, which is no activation."""
+        stage, unit = place
+        arrives = unit == 0 and stage - 1 not in (-1, *self._rank.own_stages)
+        return held - min(self.stream, held) if arrives else held
+
+    def weights(self, place: Place) -> int:
+        """Of a unit's whole weights."""
+        return self.elements(place) * ELEMENT_BYTES[self._rank.costs.precision]
+
+    def gradients(self, place: Place) -> int:
+        """Of a unit's whole gradients."""
+        return self.elements(place) * FULL_BYTES
+
+
+class _Tally:
+    """Bytes by what they are of, and all of them together."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._held: dict[tuple[object, ...], int] = {}
+
+    def put(self, key: tuple[object, ...], size: int) -> None:
+        """Hold so many, whatever was held of it."""
+        self.total += size - self._held.get(key, 0)
+        self._held[key] = size
+
+    def drop(self, key: tuple[object, ...]) -> None:
+        """Hold nothing of it any more."""
+        self.total -= self._held.pop(key, 0)
+
+    def __contains__(self, key: tuple[object, ...]) -> bool:
+        return key in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 class _WholeWeights:
     """Weights that were gathered, or brought in from host memory, from the start of that to their release."""
 
-    def __init__(self, rank: "RankPrediction") -> None:
-        self._rank = rank
-        self._held: dict[Place, int] = {}
+    KINDS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
+
+    def __init__(self, sizes: _Sizes) -> None:
+        self._sizes = sizes
+        self.held = _Tally()
 
     def run(self, action: Action) -> None:
         place = action.stage, action.unit
         if action.kind == Kind.GATHER_WEIGHTS:
-            costs = self._rank.costs
-            self._held[place] = costs.of_units.elements(self._rank.units[place]) * ELEMENT_BYTES[costs.precision]
-        elif action.kind == Kind.RELEASE_WEIGHTS:
-            self._held.pop(place, None)
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._held.values())
+            self.held.put(place, self._sizes.weights(place))
+        else:
+            self.held.drop(place)
 
 
 class _WholeGradients:
@@ -73,72 +139,70 @@ class _WholeGradients:
     when the norms are wanted, or the update where that comes first.
     """
 
-    def __init__(self, rank: "RankPrediction") -> None:
-        self._rank = rank
-        self._open: dict[Place, int] = {}
+    KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
+
+    def __init__(self, rank: "RankPrediction", sizes: _Sizes) -> None:
+        self._rank, self._sizes = rank, sizes
+        units = rank.costs.of_units
+        self._over_copies = units.shards not in (1, rank.costs.replicas)
+        self.open = _Tally()
         self._summing: deque[tuple[Place, int]] = deque()
+        self.summands = 0
 
     def run(self, action: Action) -> None:
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             for unit in self._rank.units_of(action):
                 self._add_to((action.stage, unit))
         elif action.kind == Kind.REDUCE_GRADIENTS:
-            costs, place = self._rank.costs, (action.stage, action.unit)
-            if costs.of_units.shards not in (1, costs.replicas) and self._summing:
+            place = action.stage, action.unit
+            if self._over_copies and self._summing:
                 self._end_newest()
-            state = self._rank.units[place]
-            if costs.of_units.elements(state):  # not where all weights are tied
-                self._summing.append((place, costs.of_units.summand_bytes(state, self._rank.over_gloo)))
-        elif action.kind in (Kind.REDUCE_SCALARS, Kind.UPDATE):
+            if self._sizes.elements(place):  # not where all weights are tied
+                self._summing.append((place, self._sizes.summands(place)))
+                self.summands += self._sizes.summands(place)
+        else:
             while self._summing:
                 self._close_oldest()
 
     def _add_to(self, place: Place) -> None:
-        costs, unit = self._rank.costs, self._rank.units[place]
-        if not costs.of_units.sharded(unit, 2) or not costs.of_units.elements(unit):
+        if not self._sizes.sharded(place) or not self._sizes.elements(place):
             return
         while any(each == place for each, _ in self._summing):
             self._close_oldest()
-        if place in self._open:
+        if place in self.open:
             return
-        while self._summing and len(self._open) >= costs.config.zero.gradient_buffers:
+        while self._summing and len(self.open) >= self._rank.costs.config.zero.gradient_buffers:
             self._close_oldest()
-        self._open[place] = costs.of_units.elements(unit) * FULL_BYTES
+        self.open.put(place, self._sizes.gradients(place))
 
     def _end_newest(self) -> None:
         """Further copies of the shards are summed next: the sum is over, its buffer's memory free, its turn not."""
-        place, _ = self._summing[-1]
+        place, size = self._summing[-1]
         self._summing[-1] = place, 0
-        if place in self._open:
-            self._open[place] = 0
+        self.summands -= size
+        if place in self.open:
+            self.open.put(place, 0)
 
     def _close_oldest(self) -> None:
-        place, _ = self._summing.popleft()
-        self._open.pop(place, None)
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._open.values())
-
-    @property
-    def summands(self) -> int:
-        return sum(size for _, size in self._summing)
+        place, size = self._summing.popleft()
+        self.summands -= size
+        self.open.drop(place)
 
 
 class _Moved:
     """What is on its way to host memory: one thing at a time, freed when the next one leaves or it comes back."""
 
     def __init__(self) -> None:
-        self._leaving: tuple[dict[tuple[int, ...], int], tuple[int, ...]] | None = None
+        self._leaving: tuple[_Tally, tuple[int, ...]] | None = None
 
-    def leave(self, held: dict[tuple[int, ...], int], key: tuple[int, ...]) -> None:
+    def leave(self, held: _Tally, key: tuple[int, ...]) -> None:
         self.settle()
         self._leaving = held, key
 
     def settle(self) -> None:
         if self._leaving is not None:
             held, key = self._leaving
-            held[key] = 0
+            held.put(key, 0)
         self._leaving = None
 
     def is_leaving(self, key: tuple[int, ...]) -> bool:
@@ -148,34 +212,34 @@ class _Moved:
 class _ReloadedStates:
     """State with a home in host memory that an update works on, from its reload until it has left again."""
 
+    KINDS = (Kind.OFFLOAD, Kind.RELOAD)
+
     def __init__(self, rank: "RankPrediction", moved: _Moved) -> None:
         self._rank = rank
         self._moved = moved
-        self._held: dict[tuple[int, ...], int] = {}
+        self.held = _Tally()
 
     def run(self, action: Action) -> None:
-        if action.version < 0 or action.kind not in (Kind.OFFLOAD, Kind.RELOAD):
+        if action.version < 0:
             return
         place = action.stage, action.unit
         if action.kind == Kind.OFFLOAD:
-            self._moved.leave(self._held, place)
+            self._moved.leave(self.held, place)
             return
         self._moved.settle()
-        self._held[place] = self._rank.in_host_of(place)
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._held.values())
+        self.held.put(place, self._rank.in_host_of(place))
 
 
 class _Activations:
     """What forwards leave for backwards, halves of backwards for the other halves, and each unit for the next one."""
 
-    def __init__(self, rank: "RankPrediction", moved: _Moved) -> None:
-        self._rank = rank
+    KINDS = (*COMPUTE_STREAM, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT, Kind.OFFLOAD, Kind.RELOAD)
+
+    def __init__(self, rank: "RankPrediction", sizes: _Sizes, moved: _Moved) -> None:
+        self._rank, self._sizes = rank, sizes
         self._moved = moved
-        self._held: dict[tuple[int, ...], int] = {}
-        self._in_hand: dict[tuple[bool, int], int] = {}
+        self.held = _Tally()
+        self._last = len(rank.schedule.header.stages) - 1
         self._first_of_run = {
             (stage, unit): unit == span.start
             for stage, spans in enumerate(rank.recomputed)
@@ -187,52 +251,44 @@ class _Activations:
         self._pass_on(action)
         if action.kind in COMPUTE_STREAM:
             for unit in self._rank.units_of(action):
-                self._held[action.stage, unit, action.microbatch] = self._behind(action, (action.stage, unit))
+                self.held.put((action.stage, unit, action.microbatch), self._behind(action, (action.stage, unit)))
         elif action.kind in (Kind.OFFLOAD, Kind.RELOAD) and action.version < 0:
             key = action.stage, action.unit, action.microbatch
             if action.kind == Kind.OFFLOAD:
-                self._moved.leave(self._held, key)
+                self._moved.leave(self.held, key)
                 return
             if self._moved.is_leaving(key):
                 self._moved.settle()
-            self._held[key] = self._kept((action.stage, action.unit), action.microbatch)
+            self.held.put(key, self._sizes.kept((action.stage, action.unit), self._predictions(action.microbatch)))
 
     def _pass_on(self, action: Action) -> None:
         """Note what the next action of a micro-batch takes up, or the message that takes it away."""
-        header, stream = self._rank.schedule.header, self._rank.costs.stream
-        units, stage = self._rank.units_of(action), action.stage
-        if action.kind in (Kind.FORWARD, Kind.SEND_ACTIVATION):
-            ends = units.stop == header.units_per_stage[stage] and stage == len(header.stages) - 1
-            self._in_hand[True, action.microbatch] = 0 if ends or action.kind == Kind.SEND_ACTIVATION else stream
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND_GRADIENT):
-            ends = units.start == 0 and stage == 0
-            self._in_hand[False, action.microbatch] = 0 if ends or action.kind == Kind.SEND_GRADIENT else stream
+        kind, stage, stream = action.kind, action.stage, self._sizes.stream
+        if kind == Kind.FORWARD:
+            ends = stage == self._last and self._rank.units_of(action).stop == self._units_of_last
+            self.held.put(("forward", action.microbatch), 0 if ends else stream)
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            ends = stage == 0 and self._rank.units_of(action).start == 0
+            self.held.put(("backward", action.microbatch), 0 if ends else stream)
+        elif kind == Kind.SEND_ACTIVATION:
+            self.held.put(("forward", action.microbatch), 0)
+        elif kind == Kind.SEND_GRADIENT:
+            self.held.put(("backward", action.microbatch), 0)
+
+    @property
+    def _units_of_last(self) -> int:
+        return self._rank.schedule.header.units_per_stage[-1]
 
     def _behind(self, action: Action, place: Place) -> int:
-        if action.kind == Kind.FORWARD and place in self._first_of_run:
-            return self._without_slot(place, self._rank.costs.stream if self._first_of_run[place] else 0)
-        if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
-            return self._kept(place, action.microbatch)
-        if action.kind == Kind.BACKWARD_INPUT:
-            rank = self._rank
-            found = rank.costs.pending(rank.layers[place], self._predictions(action.microbatch))
-            return self._without_slot(place, found)
+        kind, sizes = action.kind, self._sizes
+        if kind == Kind.FORWARD and place in self._first_of_run:
+            return sizes.input(place) if self._first_of_run[place] else 0
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            return sizes.kept(place, self._predictions(action.microbatch))
+        if kind == Kind.BACKWARD_INPUT:
+            return sizes.pending(place, self._predictions(action.microbatch))
         return 0
-
-    def _kept(self, place: Place, microbatch: int) -> int:
-        rank = self._rank
-        return self._without_slot(place, rank.costs.kept(rank.layers[place], self._predictions(microbatch)))
 
     def _predictions(self, microbatch: int) -> int | None:
         given = self._rank.predictions
         return None if given is None else given[microbatch % len(given)]
-
-    def _without_slot(self, place: Place, held: int) -> int:
-        """A message that has come from another rank stays where it was received, which is no activation."""
-        stage, unit = place
-        arrives = unit == 0 and stage - 1 not in (-1, *self._rank.own_stages)
-        return held - min(self._rank.costs.stream, held) if arrives else held
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._held.values()) + sum(self._in_hand.values())

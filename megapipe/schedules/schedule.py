@@ -15,6 +15,7 @@ FORMAT_VERSION: Final = 1
 Mode = Literal["train", "forward"]
 NumericalClass = Literal["A", "B", "C"]
 SectionName = Literal["prologue", "body", "epilogue"]
+KINDS: Final = {int(kind): kind for kind in Kind}
 SECTIONS: Final[tuple[SectionName, ...]] = ("prologue", "body", "epilogue")
 
 
@@ -168,7 +169,7 @@ class Schedule:
     def actions(self, section: SectionName, rank: int) -> Iterator[Action]:
         """The actions of a rank in a section, in order."""
         for kind, *fields in self.sections[section][rank].tolist():
-            yield Action(Kind(kind), *fields)
+            yield Action(KINDS[kind], *fields)
 
     def rank_of(self, stage: int) -> int:
         """Pipeline rank that holds the stage."""

@@ -1,6 +1,7 @@
 """What the cost model answers."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megapipe.config.run import PretrainConfig
@@ -67,7 +68,7 @@ class Estimate:
         """Of the whole machine."""
         return self.config.batch.global_size * self.config.data.sequence_length / self.step_seconds
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """Of the fullest rank."""
         return max(memory.total for memory in self.memory)

@@ -55,9 +55,10 @@ def _fullest(rows: npt.NDArray[np.int32], chunk_of: npt.NDArray[np.int64], chunk
         rows_of_kind = at[kind == which]
         change[rows_of_kind, chunk[rows_of_kind]] += held
         change[rows_of_kind, chunks + chunk[rows_of_kind]] += pending
-    moments = np.unique(change.cumsum(axis=0), axis=0)[::-1]
+    # Behind a forward there is more of everything, and what is sorted in front has more of something.
+    left = np.unique(change.cumsum(axis=0)[np.append(kind[1:] != Kind.FORWARD, True)], axis=0)[::-1]
     kept: list[npt.NDArray[np.float64]] = []
-    for moment in moments:
-        if not any((other >= moment).all() for other in kept):
-            kept.append(moment)
+    while len(left):
+        kept.append(left[0])
+        left = left[(left > left[0]).any(axis=1)]
     return np.array(kept)

@@ -1,10 +1,15 @@
 """Bytes that each pipeline coordinate holds, in closed form: `predict_rank` without walking through the schedule."""
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
+from megapipe.costs.layout import LayoutCosts
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, StateBytes
+from megapipe.costs.parameters import LayerSpec
 from megapipe.costs.units import Unit
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.in_flight import most_held
@@ -15,16 +20,71 @@ from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules.generators.registry import find_generator
 
 
-def rank_memories(run: RunLayout) -> tuple[RankMemory, ...]:
-    """Of every pipeline coordinate, ascending."""
-    return _Memory(run).ranks()
+@dataclass(frozen=True)
+class LayerSizes:
+    """Of one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
+
+    layers: one of each kind. kept, pending: bytes of a micro-batch's activations, as `LayoutCosts` has them. units:
+    parameters, without what is tied. elements: of their flat buffers. summands: bytes of a sum of their gradients.
+    """
+
+    costs: LayoutCosts
+    layers: tuple[LayerSpec, ...]
+    kept: tuple[float, ...]
+    pending: tuple[float, ...]
+    units: tuple[Unit, ...]
+    elements: tuple[int, ...]
+    summands: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: RunLayout) -> "LayerSizes":
+        """Those of a run, which hold for all that differ from it in their schedule alone."""
+        costs, tied = run.costs, set(run.tied)
+        layers = tuple(run.stages.layers[index] for index in run.kinds)
+        of_units, gloo = costs.of_units, hardware_device_type(run.hardware) == "cpu"
+        units = [Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied)) for layer in layers]
+        return cls(
+            costs,
+            layers,
+            tuple(float(costs.kept(layer)) for layer in layers),
+            tuple(float(costs.pending(layer)) for layer in layers),
+            tuple(units),
+            tuple(of_units.elements(unit) for unit in units),
+            tuple(of_units.summand_bytes(unit, gloo) for unit in units),
+        )
+
+    @cached_property
+    def state(self) -> Callable[[int, int, int], StateBytes]:
+        """Of a kind's unit, by weight versions and gradient buffers; each found once."""
+        return cache(lambda kind, versions, buffers: self._state(self.units[kind], versions, buffers))
+
+    @cached_property
+    def tied_state(self) -> Callable[[str, int, int, int], StateBytes]:
+        """The same of a tied weight, by its name and the uses that a rank has of it."""
+        specs = {spec.name: spec for layer in self.layers for spec in layer.parameters.values()}
+        return cache(lambda name, uses, *rest: self._state(Unit((specs[name],), tied=True, uses=uses), *rest))
+
+    def _state(self, unit: Unit, versions: int, buffers: int) -> StateBytes:
+        return self.costs.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
+
+    @cached_property
+    def uses(self) -> Callable[[str], tuple[int, ...]]:
+        """Of a weight, how often a layer of each kind uses it."""
+        return cache(
+            lambda name: tuple(sum(spec.name == name for spec in each.parameters.values()) for each in self.layers)
+        )
+
+
+def rank_memories(run: RunLayout, sizes: LayerSizes | None = None) -> tuple[RankMemory, ...]:
+    """Of every pipeline coordinate, ascending. sizes: of the run's layers, where they are known."""
+    return _Memory(run, LayerSizes.of(run) if sizes is None else sizes).ranks()
 
 
 class _Memory:
     """Sizes of one layer of each kind, and what ranks have of them."""
 
-    def __init__(self, run: RunLayout) -> None:
-        self.run, self.costs = run, run.costs
+    def __init__(self, run: RunLayout, sizes: LayerSizes) -> None:
+        self.run, self.costs, self.sizes = run, run.costs, sizes
         config = run.config
         generator = find_generator(config.schedule.name)
         options = schedule_options(config)
@@ -32,28 +92,25 @@ class _Memory:
         arguments = generator.arguments(generator.policy_options, options)
         self.policy = generator.policy(run.pipeline, run.num_microbatches, **arguments)
         self.flushes = max(self.policy.versions_by_rank) == 1 and self.policy.updates_per_step == 1
-        self.held = most_held(
-            config.schedule.name, run.pipeline, run.num_microbatches, generator.number_of_chunks(options), options
+        schedule = config.schedule.name, run.pipeline, run.num_microbatches, generator.number_of_chunks(options)
+        self.held = most_held(*schedule, options)
+        places = tuple(sorted(options.items())), run.ranks
+        self.slots = _slots(*schedule, *places, splits=self.splits, flushes=self.flushes)
+        self.kept, self.pending, self.elements, self.summands = (
+            sizes.kept,
+            sizes.pending,
+            sizes.elements,
+            sizes.summands,
         )
-        layers = [run.stages.layers[index] for index in run.kinds]
-        self.kept = [float(self.costs.kept(layer)) for layer in layers]
-        self.pending = [float(self.costs.pending(layer)) for layer in layers]
-        tied = set(self.run.tied)
-        self.units = [
-            Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied)) for layer in layers
-        ]
-        self.elements = [self.costs.of_units.elements(unit) for unit in self.units]
-        self.specs = {spec.name: spec for layer in layers for spec in layer.parameters.values()}
-        gloo = hardware_device_type(run.hardware) == "cpu"
-        self.summands = [self.costs.of_units.summand_bytes(unit, gloo) for unit in self.units]
         self.recomputed = run.recomputed
-        self.states: dict[tuple[int, int], StateBytes] = {}
         self.of_stages: dict[tuple[tuple[int, ...], bool], tuple[float, float, float]] = {}
 
     def ranks(self) -> tuple[RankMemory, ...]:
         found, cache = [], dict[object, RankMemory]()
-        for rank in range(self.run.pipeline):
-            stages = [stage for stage, place in enumerate(self.run.ranks) if place == rank]
+        own: list[list[int]] = [[] for _ in range(self.run.pipeline)]
+        for stage, place in enumerate(self.run.ranks):
+            own[place].append(stage)
+        for rank, stages in enumerate(own):
             key = self._likeness(rank, stages)
             if key not in cache:
                 cache[key] = self._rank(rank, stages)
@@ -76,7 +133,7 @@ class _Memory:
             state.moments,
             self._activations(rank, stages),
             self._buffers(present),
-            self._messages(rank, stages),
+            self.slots[rank] * self.costs.stream,
         )
 
     def _state(self, rank: int, stages: list[int]) -> tuple[StateBytes, Counter[int]]:
@@ -85,57 +142,20 @@ class _Memory:
         present = Counter[int]()
         for stage in stages:
             present.update(classes[ranges[stage].start : ranges[stage].stop])
-        versions = self.policy.versions_by_rank[rank]
-        states = [(self._state_of(kind, versions), count) for kind, count in present.items()]
-        states += [(self._unit_state(unit, versions), 1) for unit in self._tied_units(stages)]
+        kept = self.policy.versions_by_rank[rank], self.policy.gradient_buffers
+        states = [(self.sizes.state(kind, *kept), count) for kind, count in present.items()]
+        for name in self.run.tied:
+            uses = sum(self.sizes.uses(name)[kind] * count for kind, count in present.items())
+            if uses:
+                states.append((self.sizes.tied_state(name, uses, *kept), 1))
         names = ("weights", "master", "gradients", "moments")
         return StateBytes(*(sum(getattr(each, name) * count for each, count in states) for name in names)), present
-
-    def _state_of(self, kind: int, versions: int) -> StateBytes:
-        if (kind, versions) not in self.states:
-            self.states[kind, versions] = self._unit_state(self.units[kind], versions)
-        return self.states[kind, versions]
-
-    def _unit_state(self, unit: Unit, versions: int) -> StateBytes:
-        buffers = self.policy.gradient_buffers
-        return self.costs.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
-
-    def _tied_units(self, stages: list[int]) -> list[Unit]:
-        found = []
-        for name, users in zip(self.run.tied, self.run.stages.tied, strict=True):
-            own = [stage for stage in stages if stage in users]
-            if own:
-                layers = self.run.stages.layers
-                members = [layers[index] for stage in own for index in self.run.stages.ranges[stage]]
-                uses = sum(spec.name == name for layer in members for spec in layer.parameters.values())
-                found.append(Unit((self.specs[name],), tied=True, uses=uses))
-        return found
 
     def _activations(self, rank: int, stages: list[int]) -> int:
         """The fullest moment: what waits for backwards or is put off, and beside it what runs again and a gradient."""
         kept, pending, working = zip(*(self._of_stage(stage) for stage in stages), strict=True)
         most = float((self.held[rank] @ np.array([*kept, *pending])).max())
         return round(most + max(working) + self.costs.stream)
-
-    def _messages(self, rank: int, stages: list[int]) -> int:
-        """Slots of messages from other ranks, forward and backward."""
-        run, slots = self.run, 0
-        for chunk, stage in enumerate(stages):
-            found = message_slots(
-                run.config.schedule.name,
-                self.held[rank],
-                chunk,
-                run.pipeline,
-                rank,
-                run.num_microbatches,
-                splits=self.splits,
-                flushes=self.flushes,
-            )
-            if stage > 0 and run.ranks[stage - 1] != rank:
-                slots += found.activations
-            if stage < len(run.ranks) - 1 and run.ranks[stage + 1] != rank:
-                slots += found.gradients
-        return slots * self.costs.stream
 
     def _of_stage(self, stage: int) -> tuple[float, float, float]:
         """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""
@@ -182,3 +202,30 @@ class _Memory:
         if units.shards != self.costs.replicas:
             return each[0]
         return sum(each[: zero.gradient_buffers] if zero.stage >= 2 else each)
+
+
+@lru_cache(maxsize=4096)
+def _slots(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    options: tuple[tuple[str, object], ...],
+    ranks: tuple[int, ...],
+    *,
+    splits: bool,
+    flushes: bool,
+) -> tuple[int, ...]:
+    """By pipeline rank, slots of messages from other ranks, forward and backward. ranks: of every stage."""
+    held = most_held(name, num_ranks, num_microbatches, num_chunks, dict(options))  # type: ignore[arg-type]
+    slots, chunks = [0] * num_ranks, [0] * num_ranks
+    for stage, rank in enumerate(ranks):
+        found = message_slots(
+            name, held[rank], chunks[rank], num_ranks, rank, num_microbatches, splits=splits, flushes=flushes
+        )
+        chunks[rank] += 1
+        if stage > 0 and ranks[stage - 1] != rank:
+            slots[rank] += found.activations
+        if stage < len(ranks) - 1 and ranks[stage + 1] != rank:
+            slots[rank] += found.gradients
+    return tuple(slots)

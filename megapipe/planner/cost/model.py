@@ -8,7 +8,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
 from megapipe.planner.cost.host_copies import host_copies, slowed
-from megapipe.planner.cost.layer_costs import layer_cost
+from megapipe.planner.cost.layer_costs import LayerCost, layer_cost
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.roofline_times import RooflineTimes
@@ -20,7 +20,7 @@ from megapipe.planner.hardware.description import Device, Hardware
 from megapipe.planner.measured.times import MeasuredTimes, at_ease, is_measured, shares_a_machine
 from megapipe.planner.runs.moves import moves_to_host
 
-__all__ = ["Prediction", "estimate", "explain_stages", "predict"]
+__all__ = ["Prediction", "estimate", "estimate_run", "explain_stages", "layer_costs", "predict"]
 
 
 def estimate(
@@ -44,10 +44,31 @@ def estimate(
     if run.config.schedule.file:
         return _predicted(run, times, assumptions).estimate
     assumptions = assumptions.on(hardware)
-    costs, source = _stage_costs(run, times, assumptions)
+    layers = layer_costs(run, times, assumptions)
     if moves_to_host(run.config):
+        costs, source = _of_stages(run, layers)
         return _with_copies(run, costs, assumptions, source)
-    return _answer(run, step_terms(run, costs, assumptions, source), rank_memories(run))
+    return estimate_run(run, layers, rank_memories(run), assumptions)
+
+
+def estimate_run(
+    run: RunLayout, layers: Sequence[LayerCost], memory: tuple[RankMemory, ...], assumptions: Assumptions
+) -> Estimate:
+    """`estimate` from its parts, for callers that estimate many runs with the same ones.
+
+    layers: by `layer_costs`. memory: by `rank_memories`. assumptions: with the machine's slow-down filled in.
+    """
+    costs, source = _of_stages(run, layers)
+    return _answer(run, step_terms(run, costs, assumptions, source), memory)
+
+
+def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
+    """Of a layer of each of `run.kinds`. times, assumptions: as of `estimate` and `estimate_run`."""
+    given = _default_times(run, assumptions) if times is None else times
+    return tuple(
+        layer_cost(run, run.stages.layers[index], flops, given, assumptions)
+        for index, flops in zip(run.kinds, run.flops, strict=True)
+    )
 
 
 def predict(
@@ -120,13 +141,12 @@ def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> t
 
 def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:
     """Costs of all stages, and where the kernels' times come from."""
-    given = _default_times(run, assumptions) if times is None else times
-    kinds = [
-        layer_cost(run, run.stages.layers[index], flops, given, assumptions)
-        for index, flops in zip(run.kinds, run.flops, strict=True)
-    ]
-    sources = dict.fromkeys(kind.compute.source for kind in kinds)
-    return stage_costs(run, kinds), "; ".join(sources)
+    return _of_stages(run, layer_costs(run, times, assumptions))
+
+
+def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts, str]:
+    sources = dict.fromkeys(layer.compute.source for layer in layers)
+    return stage_costs(run, layers), "; ".join(sources)
 
 
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:

@@ -1,10 +1,10 @@
 """A run laid out on a machine: its stages, ranks and links, ready for the formulas."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
@@ -17,21 +17,13 @@ from megapipe.planner.hardware.description import Hardware, HostLink
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.hardware.precision import with_named_precision
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout, predictions_of
+from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, Keyed, StageLayout, predictions_of
 from megapipe.planner.runs.moves import moves_to_host, named_offload
 from megapipe.planner.runs.scheduling import num_stages, schedule_options
 from megapipe.planner.runs.validation import data_parallel_size, run_problems
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.load_file import read_file
 from megapipe.schedules.offload import Offload
-
-
-@dataclass(frozen=True)
-class Keyed:
-    """An unhashable value beside what it is known by, for caches."""
-
-    key: object
-    value: Any = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -143,10 +135,15 @@ def lay_run(
         ]
     if problems:
         raise ConfigError(problems)
-    shape = _shape_of(config)
+    return lay_on(config, placement)
+
+
+def lay_on(config: PretrainConfig, placement: Placement) -> RunLayout:
+    """Lay a run on nodes, once it is known that it can run there. config: with parallel.data filled in."""
+    hardware, shape = placement.hardware, _shape_of(config)
     precision = cast(Precision, config.training.precision)
     path = attention_path(config.model, precision, hardware_device_type(hardware), config.data.sequence_length)
-    costs = LayoutCosts(config, shape.stages.layers, sizes["data"], path, VOCABULARY_ALIGNMENT)
+    costs = LayoutCosts(config, shape.stages.layers, placement.sizes["data"], path, VOCABULARY_ALIGNMENT)
     return RunLayout(config, hardware, placement, costs, ranks=_ranks_of(config), **vars(shape))
 
 

@@ -8,8 +8,10 @@ import numpy.typing as npt
 
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.runs.scheduling import schedule_options
-from megapipe.schedules import Kind, build
+from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, STAGE
+from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.lowering import lower, replica_traffic
 
 Floats = npt.NDArray[np.float64]
 RANKS = 4
@@ -72,13 +74,13 @@ def _counted(
     whole_gradients: int,
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """By rank and chunk, gathers and sums of a micro-batch on average."""
-    plain = build(name, ranks, count, **dict(options))  # type: ignore[arg-type]
-    stages = [plain.header.stages_on(rank) for rank in range(ranks)]
-    per_stage = [0] * len(plain.header.stages)
+    places = find_generator(name).placement(ranks, len(units[0])).stages
+    stages = [[stage for stage, place in enumerate(places) if place.rank == rank] for rank in range(ranks)]
+    per_stage = [0] * len(places)
     for mine, own in zip(stages, units, strict=True):
         for stage, size in zip(mine, own, strict=True):
             per_stage[stage] = size
-    schedule = build(
+    schedule = order(
         name,
         ranks,
         count,
@@ -88,7 +90,10 @@ def _counted(
         whole_gradients=whole_gradients,
         **dict(options),  # type: ignore[arg-type]
     )
-    rows = np.concatenate(schedule.expand(max(1, schedule.prologue_steps)))
+    if schedule.flushes:
+        rows = replica_traffic(schedule)
+    else:
+        rows = np.concatenate(lower(schedule).expand(max(1, schedule.prologue_steps)))
     totals = {
         kind: np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(per_stage)) / (np.array(per_stage) * count)
         for kind in (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS)

@@ -4,6 +4,7 @@ Miao et al. (2022), arXiv 2211.13878, cost estimator. Times are of one micro-bat
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -90,11 +91,14 @@ class StageCosts:
         """What the dynamic programming chooses from."""
         shape = len(self.layers), len(self.options)
         seconds, kept, working = (np.zeros(shape) for _ in range(3))
+        rows: dict[LayerProfile, list[int]] = {}
         for row, layer in enumerate(self.layers):
+            rows.setdefault(layer, []).append(row)
+        for layer, alike in rows.items():
             for column, strategy in enumerate(self.options):
                 steady = self.steady_seconds(layer, strategy)
-                seconds[row, column] = steady + self.extra_seconds(layer, strategy) / self.microbatches
-                kept[row, column], working[row, column] = self.memory(layer, strategy)
+                seconds[alike, column] = steady + self.extra_seconds(layer, strategy) / self.microbatches
+                kept[alike, column], working[alike, column] = self.memory(layer, strategy)
         if not self.last:
             seconds[-1] += [self._sends(strategy) for strategy in self.options]
         return Tables(seconds, kept, working, self._transitions())
@@ -142,20 +146,16 @@ class StageCosts:
 
     def transition_seconds(self, before: Strategy, after: Strategy) -> float:
         """Of moving activations, then their gradients back, between two splits of a micro-batch over devices."""
-        if before.replicas == 1 == after.replicas:
-            return 0.0
-        group = self.machine.devices // after.pipeline
-        missing = 0.0
-        for device in range(group):
-            start = before.block(device) / before.replicas, after.block(device) / after.replicas
-            stop = start[0] + 1 / before.replicas, start[1] + 1 / after.replicas
-            common = max(0.0, min(stop) - max(start))
-            missing = max(missing, 1 / before.replicas + 1 / after.replicas - 2 * common)
-        boundary = max(layer.boundary_bytes for layer in self.layers)
-        return missing * self.micro_size * boundary / self.machine.bandwidth(group)
+        return float(_missing((before, after), self.machine.devices)[0, 1]) * self._moved()
 
     def _transitions(self) -> Floats:
-        return np.array([[self.transition_seconds(one, other) for other in self.options] for one in self.options])
+        return _missing(self.options, self.machine.devices) * self._moved()
+
+    def _moved(self) -> float:
+        """Seconds of moving a whole micro-batch between layers."""
+        boundary = max(layer.boundary_bytes for layer in self.layers)
+        group = self.machine.devices // self.options[0].pipeline
+        return self.micro_size * boundary / self.machine.bandwidth(group)
 
     def _sends(self, strategy: Strategy) -> float:
         """Of the stage's output and its gradient to and from the next stage."""
@@ -167,3 +167,18 @@ class StageCosts:
 
     def _bandwidth(self, strategy: Strategy, method: Method) -> float:
         return self.machine.bandwidth(strategy.span(method))
+
+
+@lru_cache(maxsize=64)
+def _missing(options: tuple[Strategy, ...], devices: int) -> Floats:
+    """Of a micro-batch the most that any device of a stage gets and gives away, from each strategy to each;
+    [strategies, strategies]. options: of one pipeline degree."""
+    numbers = range(devices // options[0].pipeline)
+    replicas = np.array([each.replicas for each in options], dtype=np.float64)
+    start = np.array([[each.block(device) for device in numbers] for each in options]) / replicas[:, None]
+    stop = start + 1 / replicas[:, None]
+    common = np.minimum(stop[:, None], stop[None]) - np.maximum(start[:, None], start[None])
+    both = 1 / replicas[:, None] + 1 / replicas[None]
+    missing = np.maximum(0.0, both[..., None] - 2 * np.maximum(0.0, common)).max(axis=2)
+    # A device with the whole micro-batch before and after has nothing to move, which rounding does not know.
+    return np.where((replicas[:, None] == 1) & (replicas[None] == 1), 0.0, missing)

@@ -12,6 +12,7 @@ import numpy as np
 from megapipe.planner.checks import require_counts
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,20 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512) -> Choice | No
     require_counts({"units": units})
     best: Choice | None = None
     nothing = np.zeros(tables.kept.shape, dtype=np.int64)
+    classes = _classes(tables.transitions)
     for working in np.unique(tables.working[np.isfinite(tables.seconds)]):
         left = budget_bytes - working
         if left < 0:
             break
         seconds = np.where(tables.working <= working, tables.seconds, np.inf)
-        picked = _within(seconds, nothing, tables.transitions, units=1)
+        if best is not None and seconds.min(axis=1).sum() >= best.seconds:
+            continue  # not even with changes for nothing
+        picked = _within(seconds, nothing, tables.transitions, classes, units=1)
         if picked is None or (best is not None and picked[1] >= best.seconds):
             continue  # not even without the bound of memory
         layers = np.arange(len(picked[0]))
         if tables.kept[layers, picked[0]].sum() > left:
-            picked = _within(seconds, _in_units(tables.kept, left, units), tables.transitions, units)
+            picked = _within(seconds, _in_units(tables.kept, left, units), tables.transitions, classes, units)
         if picked is None or (best is not None and picked[1] >= best.seconds):
             continue
         memory = tables.kept[layers, picked[0]].sum() + tables.working[layers, picked[0]].max()
@@ -83,7 +87,7 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512) -> Choice | No
     return best
 
 
-def _in_units(kept: Floats, left: float, units: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _in_units(kept: Floats, left: float, units: int) -> Counts:
     """Kept bytes in whole units, rounded up; more than all of them for what cannot fit."""
     if left == 0:
         return np.where(kept > 0, units + 1, 0).astype(np.int64)
@@ -92,34 +96,44 @@ def _in_units(kept: Floats, left: float, units: int) -> np.ndarray[tuple[int, ..
 
 
 def _within(
-    seconds: Floats, kept: np.ndarray[tuple[int, ...], np.dtype[np.int64]], transitions: Floats, units: int
+    seconds: Floats,
+    kept: Counts,
+    transitions: Floats,
+    alike: tuple[Counts, Floats],
+    units: int,
 ) -> tuple[list[int], float] | None:
-    """The strategies and their seconds within so many units."""
+    """The strategies and their seconds within so many units. alike: by `_classes`."""
+    classes, between = alike
     num_layers, num_strategies = seconds.shape
-    # fastest[j, e]: seconds of the layers so far, the last of them under strategy j, in at most e units.
-    fastest = np.full((num_strategies, units + 1), np.inf)
-    came_from = np.zeros((num_layers, num_strategies, units + 1), dtype=np.int64)
+    order = np.argsort(classes, kind="stable")
+    first_of_class = np.searchsorted(classes[order], np.arange(len(between)))
+    places = np.arange(units + 1)
+    # fastest[l][j, e]: seconds of the layers up to l, which is under strategy j, in at most e units.
+    fastest: list[Floats] = []
     for layer in range(num_layers):
-        following = np.full_like(fastest, np.inf)
-        for strategy in range(num_strategies):
-            need = int(kept[layer, strategy])
-            if need > units or np.isinf(seconds[layer, strategy]):
-                continue
-            if layer == 0:
-                following[strategy, need:] = seconds[layer, strategy]
-                continue
-            before = fastest[:, : units + 1 - need] + transitions[:, strategy, None]
-            came_from[layer, strategy, need:] = before.argmin(axis=0)
-            following[strategy, need:] = before.min(axis=0) + seconds[layer, strategy]
-        fastest = following
-    strategy, left = int(fastest[:, units].argmin()), units
-    total = float(fastest[strategy, units])
+        if layer == 0:
+            before = np.zeros((num_strategies, units + 1))
+        else:
+            grouped = np.minimum.reduceat(fastest[-1][order], first_of_class, axis=0)
+            before = (grouped[:, None] + between[:, :, None]).min(axis=0)[classes]
+        left = places - kept[layer, :, None]
+        spent = np.take_along_axis(before, np.maximum(left, 0), axis=1) + seconds[layer, :, None]
+        fastest.append(np.where(left >= 0, spent, np.inf))
+    strategy, left_units = int(fastest[-1][:, units].argmin()), units
+    total = float(fastest[-1][strategy, units])
     if np.isinf(total):
         return None
-    picked = []
-    for layer in range(num_layers - 1, -1, -1):
+    picked = [strategy]
+    for layer in range(num_layers - 1, 0, -1):
+        left_units -= int(kept[layer, strategy])
+        strategy = int((fastest[layer - 1][:, left_units] + transitions[:, strategy]).argmin())
         picked.append(strategy)
-        previous = int(came_from[layer, strategy, left])
-        left -= int(kept[layer, strategy])
-        strategy = previous
     return picked[::-1], total
+
+
+def _classes(transitions: Floats) -> tuple[Counts, Floats]:
+    """Strategies from and to which all changes take the same, as one: the class of each, and seconds from class to
+    class."""
+    both = np.concatenate([transitions, transitions.T], axis=1)
+    _, first, classes = np.unique(both, axis=0, return_index=True, return_inverse=True)
+    return classes.reshape(-1), transitions[np.ix_(first, first)]

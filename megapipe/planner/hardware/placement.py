@@ -9,13 +9,18 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.costs.communication import Operation
 from megapipe.planner.hardware.collectives import CollectiveTime, GroupLinks, collective_time
 from megapipe.planner.hardware.description import Device, Hardware, Link, NodeGroup
+
+Numbers = npt.NDArray[np.int64]
 
 
 class Placement:
@@ -44,12 +49,13 @@ class Placement:
         self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
         self.num_ranks = math.prod(self.sizes.values())
         found = hardware.nodes(self.num_ranks)
-        reached = {id(node): node.reached for node in found}
+        reached = {key: node.reached for key, node in {id(node): node for node in found}.items()}
         self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in found)
         self.node_order = tuple(range(len(self.nodes)) if node_order is None else node_order)
         self._check_order()
         ends = itertools.accumulate(self.nodes[node].devices_per_node for node in self.node_order)
         self._first_ranks = [0, *ends]
+        self._groups_of, self._boundary_of = cache(self._find_groups), cache(self._find_boundary)
 
     def _check_order(self) -> None:
         if self.node_order == tuple(range(len(self.nodes))):
@@ -71,17 +77,19 @@ class Placement:
 
     def partition(self, *names: str) -> list[list[int]]:
         """The ranks cut into lists of those that differ only in the dimensions `names`."""
-        fixed = [name for name in DIMENSIONS if name not in names]
-        free = [name for name in DIMENSIONS if name in names]
-        inner = self._offsets(free)
-        return [[start + offset for offset in inner] for start in self._offsets(fixed)]
+        return self._partition(names).tolist()
 
-    def _offsets(self, names: Sequence[str]) -> list[int]:
-        steps = [range(0, self.sizes[name] * self._stride(name), self._stride(name)) for name in names]
-        return [sum(each) for each in itertools.product(*steps)]
+    def _partition(self, names: Iterable[str]) -> Numbers:
+        """The same, shape [lists, members]."""
+        free = [place for place, name in enumerate(DIMENSIONS) if name in names]
+        fixed = [place for place in range(len(DIMENSIONS)) if place not in free]
+        ranks = np.arange(self.num_ranks).reshape(*self.sizes.values()).transpose(*fixed, *free)
+        return ranks.reshape(-1, math.prod(ranks.shape[len(fixed) :]))
 
-    def _stride(self, name: str) -> int:
-        return math.prod(self.sizes[each] for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
+    @cached_property
+    def _node_of_rank(self) -> Numbers:
+        sizes = [self.nodes[node].devices_per_node for node in self.node_order]
+        return np.repeat(np.array(self.node_order), sizes)[: self.num_ranks]
 
     @cached_property
     def inside(self) -> dict[str, int] | None:
@@ -111,10 +119,12 @@ class Placement:
 
     def groups(self, *names: str) -> list[GroupLinks]:
         """The links of all groups over these dimensions, alike ones once, while all of them work at once."""
+        return list(self._groups_of(names))
+
+    def _find_groups(self, names: tuple[str, ...]) -> tuple[GroupLinks, ...]:
         if self._even is not None:
-            return [self._even_group(self._even, names)]
-        lists = [[self.node_of(rank) for rank in ranks] for ranks in self.partition(*names)]
-        return self._links_of(lists)
+            return (self._even_group(self._even, names),)
+        return self._links_of(self._node_of_rank[self._partition(names)])
 
     def slowest(self, operation: Operation, num_bytes: float, *names: str) -> CollectiveTime:
         """One collective in all groups over these dimensions at once: the last to finish."""
@@ -127,13 +137,13 @@ class Placement:
         The last sends to the first, as in interleaved schedules. Activations go one way, gradients the other: the
         slower direction counts.
         """
+        return list(self._boundary_of(stage))
+
+    def _find_boundary(self, stage: int) -> tuple[GroupLinks, ...]:
         if self._even is not None:
-            return [self._even_pair(self._even["pipeline"], stage)]
-        lists = [
-            [self.node_of(ranks[stage]), self.node_of(ranks[(stage + 1) % len(ranks)])]
-            for ranks in self.partition("pipeline")
-        ]
-        return self._links_of(lists)
+            return (self._even_pair(self._even["pipeline"], stage),)
+        pairs = self._partition(("pipeline",))[:, [stage, (stage + 1) % self.sizes["pipeline"]]]
+        return self._links_of(self._node_of_rank[pairs])
 
     def send(self, num_bytes: float, stage: int) -> CollectiveTime:
         """A message over each pair of a boundary at once: the last to arrive. Nothing with one stage."""
@@ -158,14 +168,32 @@ class Placement:
         crossing = node.outside.of_device(node.devices_per_node // inside)
         return GroupLinks((1, 1), node.inside, crossing, node.outside.latency)
 
-    def _links_of(self, lists: list[list[int]]) -> list[GroupLinks]:
-        """Links of groups, given as the nodes of their members in the ring's order."""
-        counts = [Counter(nodes) for nodes in lists]
-        active: Counter[int] = Counter()
-        for count in counts:
-            if len(count) > 1:
-                active.update(count)
-        return list(dict.fromkeys(self._group(count, active) for count in counts))
+    def _links_of(self, nodes: Numbers) -> tuple[GroupLinks, ...]:
+        """Links of groups, each given as the nodes of its members in the ring's order, those of one node in a row;
+        shape [groups, members]."""
+        starts = np.ones(nodes.shape, dtype=bool)
+        starts[:, 1:] = nodes[:, 1:] != nodes[:, :-1]
+        visited = nodes[starts]
+        counts = np.diff(np.flatnonzero(starts), append=nodes.size)
+        visits = starts.sum(axis=1)
+        crosses = np.repeat(visits > 1, visits)
+        active = np.bincount(visited[crosses], counts[crosses], len(self.nodes)).astype(np.int64)
+        # Groups have the same links that visit nodes of the same kind as busy as each other; a matrix tells all apart.
+        kinds = visited if self.hardware.link_matrix is not None else self._kinds[visited]
+        likeness = np.stack([counts, kinds, np.where(crosses, active[visited], 0)], axis=1)
+        ends = visits.cumsum().tolist()
+        found: dict[bytes, slice] = {}
+        for first, stop in zip([0, *ends[:-1]], ends, strict=True):
+            found.setdefault(likeness[first:stop].tobytes(), slice(first, stop))
+        busy = Counter(dict(enumerate(active.tolist())))
+        groups = (dict(zip(visited[at].tolist(), counts[at].tolist(), strict=True)) for at in found.values())
+        return tuple(dict.fromkeys(self._group(Counter(each), busy) for each in groups))
+
+    @cached_property
+    def _kinds(self) -> Numbers:
+        """Of every node the number of its kind."""
+        numbers: dict[int, int] = {}
+        return np.array([numbers.setdefault(id(node), len(numbers)) for node in self.nodes])
 
     def _group(self, count: Counter[int], active: Counter[int]) -> GroupLinks:
         order = list(count)

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
+from math import log
+from typing import TypeVar, cast
 
+from megapipe.config.recompute import RecomputedPart
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.parameters import LayerSpec
 from megapipe.costs.units import Unit, UnitCosts
@@ -22,6 +24,10 @@ ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "s
 """Parts of a shape that say nothing of a layer which one rank has alone."""
 
 
+LAYOUT = {"sequence_parallel", "sequence_chunks", "context_attention", "recomputed_parts", "recompute_logits"}
+"""Parts of a shape that layouts of one run may differ in."""
+
+
 @dataclass(frozen=True)
 class MeasuredTimes:
     """`LayerTimes` of a machine with measurements.
@@ -30,8 +36,8 @@ class MeasuredTimes:
     itself, for simulations that know who computes when.
 
     Rows are looked up by the ranks that share a layer; between micro-batch sizes times go along straight lines, beyond
-    the last in proportion. A shape, or a number of ranks, that was not measured gets the roofline's times, and
-    `source` says so.
+    the last in proportion. A number of ranks or a recomputation that was not measured gets the roofline's times in
+    proportion to rows of the same layer, another shape the roofline's alone; `source` says so.
     """
 
     hardware: Hardware
@@ -111,19 +117,75 @@ class MeasuredTimes:
         )
 
     def _roofline(self, config: PretrainConfig, layer: LayerSpec, why: str) -> LayerSeconds:
-        """The file's devices are shares of a machine that is busy; a rank by itself is as much faster."""
+        """Of a layer that no row answers for.
+
+        Where the same layer was measured as other ranks share it or with other recomputation, the roofline is taken
+        as many times as that measured layer took of its own: layouts that were measured and others that were not can
+        then be compared. Without such rows the file's devices are shares of a machine that is busy, and a rank by
+        itself is as much faster.
+        """
         found = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
-        busiest = self.measured.contention[-1]
         now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
-        ease = now / busiest.factor
+        like = self._like(config, layer)
+        if like is None:
+            ease = now / self.measured.contention[-1].factor
+            return LayerSeconds(
+                ease * found.forward,
+                ease * found.backward_input,
+                ease * found.backward_weight,
+                ease * found.recompute,
+                ease * found.update,
+                f"{found.source}; {why}",
+            )
+        measured = replace(self, contended=False).of(like, layer)
+        expected = RooflineTimes(self.hardware.groups[0].device).of(like, layer)
+        forward = now * measured.forward / expected.forward
+        backward = now * (measured.backward_input + measured.backward_weight)
+        # What is made again inside a backward was measured with it.
+        backward /= expected.backward_input + expected.backward_weight + expected.recompute
+        parallel = replace(like.parallel, tensor=config.parallel.tensor, context=config.parallel.context)
+        waits = self._waits(config, layer, now) if parallel == config.parallel else None
         return LayerSeconds(
-            ease * found.forward,
-            ease * found.backward_input,
-            ease * found.backward_weight,
-            ease * found.recompute,
-            ease * found.update,
-            f"{found.source}; {why}",
+            forward * found.forward,
+            backward * found.backward_input,
+            backward * found.backward_weight,
+            forward * found.recompute,
+            now * self._elements(config, layer) * self.measured.update_seconds,
+            f"{found.source}, in proportion to what was {measured.source}; {why}",
+            waits,
         )
+
+    def _like(self, config: PretrainConfig, layer: LayerSpec) -> PretrainConfig | None:
+        """The run with the layer as it was measured, on as nearly as many ranks as there are rows for; None where
+        more differs than a layout."""
+        shape, parallel = self.measured.shape, config.parallel
+        shared = {(row.tensor, row.context) for row in self.measured.layers if row.kind == layer.kind}
+        if not shared or not shape.keys() >= LAYOUT:
+            return None
+        tensor, context = min(
+            shared,
+            key=lambda each: (abs(log(each[0] / parallel.tensor)) + abs(log(each[1] / parallel.context)), each),
+        )
+        remade = shape["recomputed_parts"]
+        parts = cast(list[RecomputedPart], remade.split() if remade != "none" else [])
+        like = replace(
+            config,
+            parallel=replace(
+                parallel,
+                tensor=tensor,
+                context=context,
+                sequence=shape["sequence_parallel"] == "True",
+                sequence_chunks=int(shape["sequence_chunks"]),
+                context_attention=shape["context_attention"],  # type: ignore[arg-type]
+            ),
+            recompute=replace(
+                config.recompute,
+                method="selective" if parts else "none",
+                parts=parts or config.recompute.parts,
+                logits=shape["recompute_logits"] == "True",
+            ),
+        )
+        return None if self._why_not(like, layer) else like
 
     def _elements(self, config: PretrainConfig, layer: LayerSpec) -> int:
         """Parameters that a rank updates, of a tied weight at the embedding alone where one rank has both uses."""

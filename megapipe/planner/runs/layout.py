@@ -1,9 +1,11 @@
 """How the layers of a model fall into the stages of a pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
 
-from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
@@ -17,6 +19,14 @@ from megapipe.schedules.balance import balance_layers, check_assignment
 
 VOCABULARY_ALIGNMENT = 64
 """Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """An unhashable value beside what it is known by, for caches."""
+
+    key: object
+    value: Any = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class StageLayout:
             config.recompute.logits,
         )
 
-    @property
+    @cached_property
     def units_per_stage(self) -> tuple[int, ...]:
         """Layers in each stage; a unit is a layer."""
         return tuple(len(each) for each in self.ranges)
@@ -72,7 +82,13 @@ class StageLayout:
 
 def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
     """The layers of a GPT, or of a BERT for the configuration of a BERT run."""
-    return bert_layers(config.model) if isinstance(config, BertPretrainConfig) else gpt_layers(config.model)
+    return _layers_of(Keyed(repr(config.model), config.model))
+
+
+@lru_cache(maxsize=16)
+def _layers_of(keyed: Keyed) -> tuple[LayerSpec, ...]:
+    model: ModelConfig = keyed.value
+    return bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
 
 
 def predictions_of(config: PretrainConfig) -> int | None:

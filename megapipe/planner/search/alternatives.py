@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
@@ -33,11 +34,11 @@ def alternatives(
 
 def _kinds(base: PretrainConfig, devices: int) -> Iterator[Kind]:
     def only(dimension: str, zero: ZeroStage = 0) -> Kind:
-        others = [name for name in ("data", "tensor", "pipeline", "context") if name != dimension]
+        others = attrgetter(*(name for name in ("data", "tensor", "pipeline", "context") if name != dimension))
         named = f" with ZeRO {zero}" if zero else ""
         return Kind(
             f"{dimension} parallelism alone{named}",
-            lambda layout: all(getattr(layout.shape, name) == 1 for name in others) and layout.zero == zero,
+            lambda layout: others(layout.shape) == (1, 1, 1) and layout.zero == zero,
             lambda config: _spread(config, dimension, devices, zero),
         )
 
@@ -83,7 +84,7 @@ def _rule_of_megatron(
     then just enough pipeline ranks to fit, replicas with the rest; all as it was then: everything recomputed, nothing
     sharded."""
     node = min(group.devices_per_node for group in hardware.nodes(devices))
-    tensors = {layout.shape.tensor for layout in (each.layout for each in explorer.candidates)}
+    tensors = {layout.shape.tensor for layout in explorer.layouts}
     tensor = max((size for size in tensors if size <= node), default=1)
     name = f"tensor {tensor}, then just enough pipeline, rest data (arXiv 2104.04473, section 3)"
 

@@ -5,21 +5,23 @@ into stages: how many blocks a stage can have at most and at least is enough.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.planner.cost.assumptions import ENGINE
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.search.figures import Held, LayerFigures, LayerWork, State, Traffic, Work
+from megapipe.planner.search.figures import LayerFigures, LayerWork, Traffic, Work
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
+from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.planner.search.stage_limits import StageLimiter
 from megapipe.schedules.generators.registry import find_generator
 
@@ -30,29 +32,74 @@ FILLS = {"1f1b", "gpipe", "interleaved_1f1b", "modular"}
 
 
 class LayoutBounds:
-    """Lower bounds of layouts of one run on one machine; arguments as of `LayerFigures`."""
+    """Lower bounds of layouts of one run on one machine; arguments as of `LayerFigures` and `estimate`."""
 
-    def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
-        self._base, self._assumptions = base, ENGINE.on(hardware)
+    def __init__(
+        self,
+        base: PretrainConfig,
+        hardware: Hardware,
+        devices: int,
+        times: LayerTimes,
+        assumptions: Assumptions = ENGINE,
+    ) -> None:
+        self._base, self._assumptions = base, assumptions.on(hardware)
         self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
-        self._limits = StageLimiter(base)
+        self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
         precision: Precision = base.training.precision  # type: ignore[assignment]
         self._weight_bytes = ELEMENT_BYTES[precision]
         self._least_of = cache(self._find_least_blocks)
+        self._sizes_of = cache(self._find_sizes)
+        self._last_of = cache(lambda pipeline, chunks: float(self._find_least_blocks(pipeline, chunks)[-1].sum()))
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape; no time where already
         the bytes are too many."""
-        figures = self._figures
-        keys = [(shape.tensor, shape.context, shape.micro_size, each.sequence, each.recompute) for each in layouts]
-        states = [figures.state(shape.tensor, each.zero, shape.data * shape.context) for each in layouts]
-        num_bytes = self._num_bytes(shape, layouts, [figures.held(*key) for key in keys], states).tolist()
+        options = tuple((each.sequence, each.zero, each.recompute) for each in layouts)
+        sizes = self._sizes_of(shape.tensor, shape.context, shape.micro_size, shape.data * shape.context, options)
+        num_bytes = self._num_bytes(shape, sizes).tolist()
+        key = shape.tensor, shape.context, shape.micro_size
         seconds = [
-            self._seconds(shape, each, figures.work(*key)) if size <= self._memory_limit else math.inf
-            for each, key, size in zip(layouts, keys, num_bytes, strict=True)
+            self._seconds(shape, each, self._figures.work(*key, each.sequence, each.recompute))
+            if size <= self._memory_limit
+            else math.inf
+            for each, size in zip(layouts, num_bytes, strict=True)
         ]
         return seconds, num_bytes
+
+    def _find_sizes(
+        self,
+        tensor: int,
+        context: int,
+        micro_size: int,
+        replicas: int,
+        options: tuple[tuple[bool, ZeroStage, Recompute], ...],
+    ) -> "_Sizes":
+        """By option: tokens shared by tensor ranks or not, ZeRO stage, recomputation."""
+        figures = self._figures
+        helds = [figures.held(tensor, context, micro_size, sequence, again) for sequence, _, again in options]
+        states = [figures.state(tensor, zero, replicas) for _, zero, _ in options]
+        shared = [
+            (state.elements if state.shards > 1 else 0, zero)
+            for state, (_, zero, _) in zip(states, options, strict=True)
+        ]
+
+        def column(values: Iterable[float]) -> Floats:
+            return np.array(list(values), dtype=np.float64)[:, None]
+
+        return _Sizes(
+            kept=column(each.block for each in helds),
+            stream=column(each.stream for each in helds),
+            kept_embedding=column(each.embedding for each in helds),
+            kept_head=column(each.head for each in helds),
+            working=column(each.working for each in helds),
+            state=column(each.block for each in states),
+            state_embedding=column(each.embedding for each in states),
+            state_head=column(each.head for each in states),
+            tied=column(each.tied for each in states),
+            weights=column(elements * self._weight_bytes if zero >= 3 else 0 for elements, zero in shared),
+            gradients=column(elements * FULL_BYTES if zero >= 2 else 0 for elements, zero in shared),
+        )
 
     def _chunks(self, shape: Shape) -> int:
         return find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
@@ -74,7 +121,7 @@ class LayoutBounds:
         each_block = self._with_traffic(shape, layout, work.block, traffic) if layout.zero >= 2 else work.block.whole
         busiest = max(work.whole / pipeline, blocks * each_block)
         if shape.schedule != "zb_v":
-            own = float(self._least_blocks(shape, chunks)[-1].sum())
+            own = 0.0 if self._by_hand else self._last_of(pipeline, chunks)
             busiest = max(busiest, own * work.block.whole + work.head.whole)
         total = self._count(shape) * busiest
         if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
@@ -103,7 +150,7 @@ class LayoutBounds:
     def _least_blocks(self, shape: Shape, chunks: int) -> Floats:
         """Of every stage, shape [pipeline, chunks] as ranks hold them: stages between the first and the last have at
         least one, and each as many as the others have no room for."""
-        if self._base.parallel.layers_per_stage is not None or shape.schedule == "zb_v":
+        if self._by_hand or shape.schedule == "zb_v":
             return np.zeros((shape.pipeline, chunks))
         return self._least_of(shape.pipeline, chunks)
 
@@ -118,9 +165,7 @@ class LayoutBounds:
         found[-1, -1] = max(0, blocks - (stages - 1) * limits.most)
         return found
 
-    def _num_bytes(
-        self, shape: Shape, layouts: Sequence[Layout], helds: Sequence[Held], states: Sequence[State]
-    ) -> Floats:
+    def _num_bytes(self, shape: Shape, sizes: "_Sizes") -> Floats:
         """Of the fullest rank.
 
         Rank r with n blocks holds at least c_r n bytes and something besides. The first j ranks have at least R of
@@ -129,7 +174,7 @@ class LayoutBounds:
         """
         pipeline, chunks = shape.pipeline, self._chunks(shape)
         if self._base.schedule.file:  # its stages may lie on any rank
-            return np.array([self._base.model.num_layers * state.block / pipeline for state in states])
+            return self._base.model.num_layers * sizes.state[:, 0] / pipeline
         held = held_at_least(self._base.schedule, shape, chunks, self._count(shape))
         least = self._least_blocks(shape, chunks)
         always = held.min(axis=1)
@@ -137,20 +182,18 @@ class LayoutBounds:
         needed = np.maximum(0.0, self._base.model.num_layers - self._room_behind(shape, chunks))
         fewest = int(least.sum(axis=1).min())
 
-        def column(name: str, of: Sequence[Held] | Sequence[State]) -> Floats:
-            return np.array([getattr(each, name) for each in of], dtype=np.float64)[:, None]
-
-        kept, stream = column("block", helds), column("stream", helds)
-        each_block = column("block", states) + always * kept
+        each_block = sizes.state + always * sizes.kept
         # A stage's input lies in the slot that it arrived in, which counts once for all.
-        besides = more * kept + (1.0 - held.sum(axis=1)) * stream
-        besides[:, :1] += column("embedding", states) + held[0, 0] * column("embedding", helds)
+        besides = more * sizes.kept + (1.0 - held.sum(axis=1)) * sizes.stream
+        besides[:, :1] += sizes.state_embedding + held[0, 0] * sizes.kept_embedding
         if shape.schedule != "zb_v":
-            besides[:, -1:] += column("head", states) + held[-1, -1] * column("head", helds)
+            besides[:, -1:] += sizes.state_head + held[-1, -1] * sizes.kept_head
         if pipeline == 1:
-            besides -= column("tied", states)
+            besides -= sizes.tied
         if fewest:
-            besides += column("working", helds) + self._buffers(layouts, states, fewest)
+            zero = self._base.zero
+            besides += sizes.working + min(zero.weight_buffers, fewest) * sizes.weights
+            besides += min(zero.gradient_buffers, fewest) * sizes.gradients
         shares = 1.0 / each_block
         found = (needed + (besides * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
         return np.asarray(found.max(axis=1))
@@ -163,12 +206,22 @@ class LayoutBounds:
             room[-1] += limits.last - limits.most
         return room[::-1].cumsum()[::-1] - room
 
-    def _buffers(self, layouts: Sequence[Layout], states: Sequence[State], fewest: int) -> Floats:
-        """Whole weights and gradients of sharded blocks, of a rank with at least so many blocks."""
-        zero = self._base.zero
-        found = []
-        for layout, state in zip(layouts, states, strict=True):
-            weights = min(zero.weight_buffers, fewest) * self._weight_bytes if layout.zero >= 3 else 0
-            gradients = min(zero.gradient_buffers, fewest) * FULL_BYTES if layout.zero >= 2 else 0
-            found.append(state.elements * (weights + gradients) if state.shards > 1 else 0)
-        return np.array(found, dtype=np.float64)[:, None]
+
+class _Sizes(NamedTuple):
+    """Bytes of a rank, by option of a shape; shape [options, 1] each.
+
+    kept: of a block's activations, as `Held` has them, and so on. state: of a block, as `State` has it, and so on.
+    weights, gradients: of a block's, whole, where ranks share them.
+    """
+
+    kept: Floats
+    stream: Floats
+    kept_embedding: Floats
+    kept_head: Floats
+    working: Floats
+    state: Floats
+    state_embedding: Floats
+    state_head: Floats
+    tied: Floats
+    weights: Floats
+    gradients: Floats

@@ -4,16 +4,17 @@ Branch and bound: layouts come in the order of a lower bound of their time, and 
 bounds is never estimated. With bounds that hold, answers are those of estimating everything.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from megapipe.config.run import PretrainConfig
+import numpy as np
+
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 
-Evaluate = Callable[[PretrainConfig], Estimate]
 Kind = Callable[[Layout], bool]
 
 
@@ -25,12 +26,16 @@ class Bounds(Protocol):
         ...
 
 
-class Candidate(NamedTuple):
-    """A layout and its bounds."""
+class Costs(Protocol):
+    """What layouts cost; the bytes alone are found faster, and most often they decide already."""
 
-    layout: Layout
-    seconds: float
-    num_bytes: float
+    def num_bytes(self, layout: Layout) -> int:
+        """Of the fullest rank."""
+        ...
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """All of it."""
+        ...
 
 
 class Explorer:
@@ -39,69 +44,74 @@ class Explorer:
     Args:
         layouts: valid ones of a run.
         bounds: lower bounds of their costs.
-        evaluate: a configuration -> its cost.
+        costs: of each layout.
         memory_limit: bytes of the smallest device.
 
-    pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout that is estimated
-    later, for another question, counts all the same.
+    layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout
+    that is estimated later, for another question, counts all the same.
     """
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        bounds: Bounds,
-        evaluate: Evaluate,
-        memory_limit: float,
-    ) -> None:
-        self._base, self._evaluate, self._limit = layouts.base, evaluate, memory_limit
-        found: list[Candidate] = []
+    def __init__(self, layouts: Layouts, bounds: Bounds, costs: Costs, memory_limit: float) -> None:
+        self._costs, self._limit = costs, memory_limit
+        self.layouts: list[Layout] = []
+        seconds: list[float] = []
+        num_bytes: list[float] = []
         for shape in layouts.shapes():
             options = list(layouts.of(shape))
             if options:
-                found += map(Candidate, options, *bounds.of(shape, options))
-        self.candidates = sorted(found, key=attrgetter("seconds"))
-        self._known: dict[Layout, Estimate] = {}
+                self.layouts += options
+                for all_of, some in zip((seconds, num_bytes), bounds.of(shape, options), strict=True):
+                    all_of += some
+        self._seconds, self._bytes = seconds, num_bytes
+        by_time, of_bytes = np.argsort(seconds, kind="stable"), np.array(num_bytes)
+        self._by_time: list[int] = by_time[of_bytes[by_time] <= memory_limit].tolist()
+        self._by_bytes: list[int] = by_time[np.argsort(of_bytes[by_time], kind="stable")].tolist()
+        self._known: dict[Layout, int] = {}
 
     @property
     def examined(self) -> int:
-        """Layouts that were estimated."""
+        """Layouts that were estimated, their bytes at the least."""
         return len(self._known)
 
     def pruned(self) -> dict[str, int]:
         """Why layouts were never estimated -> how many."""
         rest = Counter(
-            "memory" if each.num_bytes > self._limit else "time"
-            for each in self.candidates
-            if each.layout not in self._known
+            "memory" if num_bytes > self._limit else "time"
+            for layout, num_bytes in zip(self.layouts, self._bytes, strict=True)
+            if layout not in self._known
         )
         return dict(rest)
 
-    def estimate(self, layout: Layout) -> Estimate:
-        """The cost of a layout, found once."""
+    def _num_bytes(self, layout: Layout) -> int:
+        """Of the fullest rank, found once."""
         if layout not in self._known:
-            self._known[layout] = self._evaluate(layout.applied(self._base))
+            self._known[layout] = self._costs.num_bytes(layout)
         return self._known[layout]
 
     def fastest(self, keep: int = 1, kind: Kind = lambda layout: True) -> list[Estimate]:
         """Up to `keep` layouts of a kind that fit, the least seconds first; of equal ones the least memory."""
         found: list[Estimate] = []
-        for each in self.candidates:
-            if len(found) == keep and each.seconds > found[-1].step_seconds:
+        for at in self._by_time:
+            if len(found) == keep and self._seconds[at] > found[-1].step_seconds:
                 break
-            if each.num_bytes > self._limit or not kind(each.layout):
-                continue
-            estimate = self.estimate(each.layout)
-            if estimate.fits:
-                found = sorted([*found, estimate], key=order)[:keep]
+            layout = self.layouts[at]
+            if kind(layout) and self._num_bytes(layout) <= self._limit:
+                found = sorted([*found, self._costs.estimate(layout)], key=order)[:keep]
         return found
 
     def nearest(self, kind: Kind = lambda layout: True) -> Estimate | None:
         """Of a kind the layout whose fullest rank holds the least; None where there is no layout."""
         best: Estimate | None = None
-        for each in sorted(filter(lambda each: kind(each.layout), self.candidates), key=lambda each: each.num_bytes):
-            if best is not None and each.num_bytes > best.peak_bytes:
+        for at in self._by_bytes:
+            if best is not None and self._bytes[at] > best.peak_bytes:
                 break
-            estimate = self.estimate(each.layout)
+            layout = self.layouts[at]
+            if not kind(layout):
+                continue
+            num_bytes = self._num_bytes(layout)
+            if best is not None and num_bytes > best.peak_bytes:
+                continue
+            estimate = self._costs.estimate(layout)
             if best is None or (estimate.peak_bytes, estimate.step_seconds) < (best.peak_bytes, best.step_seconds):
                 best = estimate
         return best
@@ -111,17 +121,24 @@ class Explorer:
         most `slowest` seconds a step that fit, each has one here that needs at most `tolerance` more of either, a
         share."""
         found: list[Estimate] = []
-        more = 1.0 + tolerance
-        for each in self.candidates:
-            if each.seconds > slowest:
+
+        def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
+            """Whether another layout takes at most so many times as much as one of at least so much: of those that
+            are as fast the slowest one holds the least."""
+            as_fast = bisect_right(found, seconds * more, key=attrgetter("step_seconds"))
+            return as_fast > 0 and found[as_fast - 1].peak_bytes <= num_bytes * more
+
+        for at in self._by_time:
+            seconds = self._seconds[at]
+            if seconds > slowest:
                 break
-            if each.num_bytes > self._limit or any(
-                other.step_seconds <= each.seconds * more and other.peak_bytes <= each.num_bytes * more
-                for other in found
-            ):
+            if covered(seconds, self._bytes[at], 1.0 + tolerance):
                 continue
-            estimate = self.estimate(each.layout)
-            if estimate.fits and estimate.step_seconds <= slowest:
+            num_bytes = self._num_bytes(self.layouts[at])
+            if num_bytes > self._limit or covered(seconds, num_bytes):
+                continue
+            estimate = self._costs.estimate(self.layouts[at])
+            if estimate.step_seconds <= slowest:
                 found = pareto([*found, estimate])
         return found
 

@@ -10,7 +10,7 @@ from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import LayerSpec, tied_names
 from megapipe.costs.units import Unit, UnitCosts
 from megapipe.planner.cost.exchanges import group_seconds, layer_exchange_seconds, shard_groups
-from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.cost.layer_times import LayerTimes, PhaseSeconds
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.placement import Placement
@@ -97,7 +97,7 @@ class LayerFigures:
         self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
         # Blocks differ in their times alone, where only some compute in fp8: the first, a middle and the last.
         training = base.training
-        apart = {0, training.fp8_first_kept, base.model.num_layers - 1}
+        apart = {0} | ({training.fp8_first_kept, base.model.num_layers - 1} if training.fp8 != "none" else set())
         self._blocks = [layer for layer in self._layers if layer.kind == "block" and layer.index in apart]
         self._embedding = next(layer for layer in self._layers if layer.kind == "embedding")
         self._head = next(layer for layer in self._layers if layer.kind == "head")
@@ -108,6 +108,7 @@ class LayerFigures:
         self.work = cache(self._work)
         self.state = cache(self._state)
         self._traffic_of = cache(self._traffic)
+        self._waiting_of = cache(self._waiting)
 
     def traffic(self, shape: Shape, zero: ZeroStage) -> Traffic:
         """Over the replicas of a shape."""
@@ -145,19 +146,14 @@ class LayerFigures:
 
     def _work(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Work:
         config = self._config(tensor, context, micro_size, sequence, recompute)
-        costs = self._costs(config)
-        sizes = {"data": config.parallel.data or 1, "context": context, "tensor": tensor}
-        placement = Placement(self._hardware, sizes)
-        works = [self._of_layer(config, costs, placement, each) for each in self._blocks]
-        block, head = min(works, key=lambda work: work.whole), self._of_layer(config, costs, placement, self._head)
-        edges = self._of_layer(config, costs, placement, self._embedding).whole + head.whole
+        works = [self._of_layer(config, each) for each in self._blocks]
+        block, head = min(works, key=lambda work: work.whole), self._of_layer(config, self._head)
+        edges = self._of_layer(config, self._embedding).whole + head.whole
         blocks = self._base.model.num_layers
         passing = blocks * (block.forward + block.backward) + edges
         return Work(block, head, blocks * block.whole + edges, passing)
 
-    def _of_layer(
-        self, config: PretrainConfig, costs: LayoutCosts, placement: Placement, layer: LayerSpec
-    ) -> LayerWork:
+    def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
         found = self._times.of(config, layer)
         backward = found.backward_input + found.backward_weight
         # With recompute.num_blocks, only some of the blocks run again.
@@ -165,14 +161,30 @@ class LayerFigures:
         again = found.recompute if whole and config.recompute.num_blocks is None else 0.0
         if not whole:
             backward += found.recompute
-        if config.parallel.tensor == 1 or config.parallel.sequence_chunks > 1:
+        parallel = config.parallel
+        if parallel.tensor == 1 or parallel.sequence_chunks > 1:
             return LayerWork(found.forward, backward, again)
-        waiting = layer_exchange_seconds(costs, placement, layer, "tensor")
+        kind = layer.kind, layer.index
+        shared = parallel.tensor, parallel.context, config.batch.micro_size, parallel.sequence
+        waiting = self._waiting_of(*shared)[kind]
         return LayerWork(
             found.forward + waiting.forward,
             backward + waiting.backward_input,
             again + (waiting.forward if again else 0.0),
         )
+
+    def _waiting(
+        self, tensor: int, context: int, micro_size: int, sequence: bool
+    ) -> dict[tuple[str, int], PhaseSeconds]:
+        """For tensor ranks, of every layer that is asked for, by its kind and index."""
+        config = self._config(tensor, context, micro_size, sequence, "none")
+        costs = self._costs(config)
+        sizes = {"data": config.parallel.data or 1, "context": context, "tensor": tensor}
+        placement = Placement(self._hardware, sizes)
+        return {
+            (layer.kind, layer.index): layer_exchange_seconds(costs, placement, layer, "tensor")
+            for layer in (self._embedding, *self._blocks, self._head)
+        }
 
     def _units(self, tensor: int, zero: ZeroStage, replicas: int) -> UnitCosts:
         base = self._base

@@ -40,7 +40,7 @@ def _interleaved(pipeline: int, chunks: int, count: int, group_size: int | None)
     ranks = np.arange(pipeline)[:, None]
     forwards = (chunks - 1) * group + np.minimum(2 * (pipeline - 1 - ranks), 2 * group) + 1
     before = np.arange(chunks)[None] * group
-    first = np.clip(forwards - before, 0, group)
+    first = np.maximum(np.minimum(forwards - before, group), 0)
     # A last group that is smaller leaves its places empty.
-    second = np.clip(forwards - chunks * group - before, 0, min(group, count - group))
+    second = np.maximum(np.minimum(forwards - chunks * group - before, min(group, count - group)), 0)
     return (first + second).astype(np.float64)

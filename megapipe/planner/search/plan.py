@@ -6,20 +6,20 @@ from typing import cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.alternatives import alternatives, out_of_memory
 from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer
 from megapipe.planner.search.findings import Findings, Found, NothingFits
 from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.refinement import Refiner
 from megapipe.planner.search.space import SearchSpace
-from megapipe.schedules import ScheduleError
 
 WIDEST = 8
 """Times as many layouts as are ranked that are looked at where simulation finds the first ones slower."""
@@ -51,6 +51,7 @@ def search_speed(
     space: SearchSpace | None = None,
     times: LayerTimes | None = None,
     effort: Effort | None = None,
+    assumptions: Assumptions = ENGINE,
 ) -> Findings:
     """The layouts of most tokens per second on all devices.
 
@@ -63,19 +64,19 @@ def search_speed(
     """
     started = time.perf_counter()
     space, effort = space or SearchSpace(), effort or Effort()
-    times = slowest_times(base, hardware, devices) if times is None else times
+    times = slowest_times(base, hardware, devices, assumptions) if times is None else times
     layouts = Layouts(base, devices, pinned, space)
     limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
     explorer = Explorer(
         layouts,
-        LayoutBounds(base, hardware, devices, times),
-        lambda config: _estimated(config, hardware, times),
+        LayoutBounds(base, hardware, devices, times, assumptions),
+        Evaluation(base, hardware, times, assumptions),
         limit,
     )
-    if not explorer.candidates:
+    if not explorer.layouts:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
     movable = effort.stages and "parallel.layers_per_stage" not in pinned
-    refiner, keep = Refiner(hardware, times, effort.actions), effort.keep
+    refiner, keep = Refiner(hardware, times, effort.actions, assumptions), effort.keep
     found = explorer.fastest(keep)
     ranked = refiner.refined(found, stages=movable)
     # Where closed forms err, layouts behind those that were kept may be better, or may be the only ones that fit.
@@ -85,7 +86,7 @@ def search_speed(
         ranked = refiner.refined(more[len(found) :], ranked, stages=movable)
         found = more
     if not ranked:
-        # There are candidates, so that one of them is nearest.
+        # There are layouts, so that one of them is nearest.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
     front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
     others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
@@ -99,20 +100,14 @@ def search_speed(
         trials=(),
         examined=explorer.examined,
         pruned=explorer.pruned(),
-        layouts=len(explorer.candidates),
+        layouts=len(explorer.layouts),
         seconds=time.perf_counter() - started,
     )
 
 
-def _estimated(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> Estimate:
-    """Its cost. Raises ConfigError where a schedule file is for another cut of the model, which shows first here."""
-    try:
-        return estimate(config, hardware, times=times)
-    except ScheduleError as error:
-        raise ConfigError(f"schedule.file {config.schedule.file}: {error}") from error
-
-
-def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> LayerTimes:
+def slowest_times(
+    base: PretrainConfig, hardware: Hardware, devices: int, assumptions: Assumptions = ENGINE
+) -> LayerTimes:
     """By the roofline of the device that every step waits for, as `planner.cost.model` takes it by default.
 
     Raises ConfigError where precision is auto, or a device has no peak for it.
@@ -122,7 +117,8 @@ def slowest_times(base: PretrainConfig, hardware: Hardware, devices: int) -> Lay
             "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
         )
     found = [node.device for node in hardware.nodes(devices)]
-    return RooflineTimes(min(found, key=lambda device: device.peak(base.training.precision)))
+    slowest = min(found, key=lambda device: device.peak(base.training.precision))
+    return RooflineTimes(slowest, assumptions.unfused_loss)
 
 
 def price_per_million_tokens(found: Estimate, price_per_hour: float) -> float:

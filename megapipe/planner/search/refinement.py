@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megapipe.config.errors import ConfigError
 from megapipe.costs.memory import FULL_BYTES, Precision, boundary_bytes
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate, predict
@@ -19,12 +20,13 @@ from megapipe.schedules.balance import balance_layers
 
 @dataclass
 class Refiner:
-    """hardware, times: as the estimates use them. actions: computations of a step, over all its pipeline ranks, that
-    simulation may still take all together; each takes tens of microseconds."""
+    """hardware, times, assumptions: as the estimates use them. actions: computations of a step, over all its pipeline
+    ranks, that simulation may still take all together; each takes tens of microseconds."""
 
     hardware: Hardware
     times: LayerTimes
     actions: int
+    assumptions: Assumptions = ENGINE
 
     def refined(self, found: Sequence[Estimate], known: Sequence[Found] = (), *, stages: bool) -> tuple[Found, ...]:
         """The same layouts, improved, together with those that are known, ordered by what is known best of each.
@@ -62,7 +64,8 @@ class Refiner:
         if sizes == [len(each) for each in StageLayout.of(config).ranges]:
             return before
         parallel = replace(config.parallel, layers_per_stage=sizes)
-        after = estimate(replace(config, parallel=parallel), self.hardware, times=self.times)
+        moved = replace(config, parallel=parallel)
+        after = estimate(moved, self.hardware, times=self.times, assumptions=self.assumptions)
         return after if after.fits and after.step_seconds < before.step_seconds else before
 
     def _ordered(self, before: Estimate) -> Found:
@@ -87,13 +90,15 @@ class Refiner:
             order = best_node_order(OrderCost(self.hardware, sizes, message, gradients))
         except ConfigError:  # a mesh that does not cut the nodes evenly has no other order
             return Found(before)
-        after = estimate(config, self.hardware, times=self.times, node_order=order)
+        after = estimate(config, self.hardware, times=self.times, node_order=order, assumptions=self.assumptions)
         return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
 
     def _simulated(self, found: Found) -> Found:
         config = found.estimate.config
-        exact = predict(config, self.hardware, times=self.times, node_order=found.node_order).estimate
-        return replace(found, estimate=exact, simulated=True)
+        exact = predict(
+            config, self.hardware, times=self.times, node_order=found.node_order, assumptions=self.assumptions
+        )
+        return replace(found, estimate=exact.estimate, simulated=True)
 
 
 def _computations(estimate: Estimate) -> int:

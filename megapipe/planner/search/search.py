@@ -1,12 +1,14 @@
 """The search by objective: speed on all devices, or what needs several searches."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.search.family import family, members
@@ -32,13 +34,15 @@ def search(
     models: Sequence[tuple[str, ModelConfig]] = (),
     times: LayerTimes | None = None,
     effort: Effort | None = None,
+    assumptions: Assumptions = ENGINE,
 ) -> Findings:
     """The best layouts of a run by an objective.
 
     base: all that layouts leave as it is. pinned: paths of fields that no layout may change, such as
     `parallel.tensor`. tokens: to train on, for the objective time. models: to choose from under the objective size,
-    by default `family`. times: of layers, by default the slowest device's roofline. effort: of the search whose
-    findings these are; those it is compared with take none beside finding the best.
+    by default `family`. times: of layers, by default the slowest device's roofline. assumptions: as of `estimate`, for
+    all that is compared. effort: of the search whose findings these are; those it is compared with take none beside
+    finding the best.
 
     The objectives cost and time compare numbers of devices up to `devices` (`device_counts`), size compares models;
     the findings are those of the best one, with all of them in `trials`.
@@ -57,16 +61,16 @@ def search(
             "write it into the hardware file"
         )
     started = time.perf_counter()
-    shared = {"space": space, "times": times}
+    speed = partial(search_speed, space=space, times=times, assumptions=assumptions)
     if objective == "speed":
-        return search_speed(base, hardware, devices, pinned, effort=effort, **shared)  # type: ignore[arg-type]
+        return speed(base, hardware, devices, pinned, effort=effort)
     trials: list[Trial] = []
     if objective == "size":
-        chosen, count, trials = _largest(base, hardware, devices, pinned, models, space, times)
+        chosen, count, trials = _largest(base, hardware, devices, pinned, models, speed)
     else:
-        count, trials = _best_count(base, hardware, devices, pinned, objective, tokens or 0.0, space, times)
+        count, trials = _best_count(base, hardware, devices, pinned, objective, tokens or 0.0, speed)
         chosen = base
-    found = search_speed(chosen, hardware, count, pinned, effort=effort, **shared)  # type: ignore[arg-type]
+    found = speed(chosen, hardware, count, pinned, effort=effort)
     return replace(found, objective=objective, trials=tuple(trials), seconds=time.perf_counter() - started)
 
 
@@ -84,8 +88,7 @@ def _best_count(
     pinned: frozenset[str],
     objective: Objective,
     tokens: float,
-    space: SearchSpace | None,
-    times: LayerTimes | None,
+    speed: Callable[..., Findings],
 ) -> tuple[int, list[Trial]]:
     """The number of devices of the least money or time, of equal ones the fewest."""
     trials, values = [], dict[int, float]()
@@ -93,7 +96,7 @@ def _best_count(
     for count in device_counts(devices, hardware):
         name = f"{count} devices"
         try:
-            found = search_speed(base, hardware, count, pinned, space=space, times=times, effort=QUICK).best
+            found = speed(base, hardware, count, pinned, effort=QUICK).best
         except ConfigError as error:
             # What fits or divides fewer devices says nothing of more: the last one's reason is told if none works.
             reason = error
@@ -114,8 +117,7 @@ def _largest(
     devices: int,
     pinned: frozenset[str],
     models: Sequence[tuple[str, ModelConfig]],
-    space: SearchSpace | None,
-    times: LayerTimes | None,
+    speed: Callable[..., Findings],
 ) -> tuple[PretrainConfig, int, list[Trial]]:
     """The run with the largest model that fits. A size that happens not to divide may miss where a larger one fits:
     the search ends behind `MISSES` misses in a row."""
@@ -126,7 +128,7 @@ def _largest(
     for each in members(base, models) if models else family(base):
         config = replace(base, model=each.model)
         try:
-            found = search_speed(config, hardware, devices, pinned, space=space, times=times, effort=QUICK).best
+            found = speed(config, hardware, devices, pinned, effort=QUICK).best
         except ConfigError as error:
             reason = reason or error
             trials.append(Trial(each.name, None, float(each.parameters)))

@@ -176,3 +176,47 @@ def test_measured_links_count_along_the_ring_in_its_order() -> None:
 def test_wrong_placements_are_told(sizes: dict[str, int], order: tuple[int, ...] | None, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Placement(machine(1), sizes, order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries({name: st.sampled_from([1, 2, 3, 4]) for name in ("data", "pipeline", "tensor")}),
+    names=st.lists(st.sampled_from(["data", "pipeline", "tensor"]), min_size=1, max_size=3, unique=True),
+    per_node=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    matrix=st.booleans(),
+)
+def test_groups_on_any_nodes_are_those_of_counting_rank_by_rank(
+    sizes: dict[str, int], names: list[str], per_node: list[int], matrix: bool
+) -> None:
+    """Nodes of several kinds and sizes, cut where ranks happen to end: each group's members node by node, and its
+    slowest border by the shares of what is active on both sides."""
+    kinds = [
+        NodeGroup(f"n{size}", DEVICE, size, Link(1.0, 50.0 + 10 * at, 50.0), Network(10.0 + at, 12.0, 2), num_nodes=2)
+        for at, size in enumerate(per_node)
+    ]
+    kinds.append(NodeGroup("rest", DEVICE, 4, Link(1.0, 100.0, 50.0), Network(10.0, 24.0, 1), num_nodes=64))
+    count = sum(kind.num_nodes or 0 for kind in kinds)
+    links = tuple(tuple(1.0 + (3 * a + 5 * b) % 7 for b in range(count)) for a in range(count)) if matrix else None
+    placement = Placement(Hardware("mixed", tuple(kinds), links), sizes)
+    groups = [Counter(placement.node_of(rank) for rank in ranks) for ranks in placement.partition(*names)]
+    active: Counter[int] = sum((each for each in groups if len(each) > 1), Counter())
+    expected = set()
+    for each in groups:
+        order, nodes = list(each), [placement.nodes[node] for node in each]
+        inside = tuple(
+            worst(getattr(node.inside, name) for node in nodes)
+            for name, worst in (("latency", max), ("bandwidth", min), ("pair_bandwidth", min))
+        )
+        crossing = 0.0
+        if len(order) > 1:
+            crossing = min(
+                each[node] * placement.nodes[node].outside.of_device(active[node], links and links[a][b])
+                for a, b in zip(order, [*order[1:], order[0]], strict=True)
+                for node in (a, b)
+            )
+        expected.add((tuple(each.values()), inside, crossing))
+    found = [
+        (each.members, (each.inside.latency, each.inside.bandwidth, each.inside.pair_bandwidth), each.crossing)
+        for each in placement.groups(*names)
+    ]
+    assert set(found) == expected

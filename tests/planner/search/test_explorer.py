@@ -12,6 +12,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer, order, pareto
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 from megapipe.planner.search.plan import slowest_times
@@ -28,7 +29,6 @@ class MadeUp:
         rng = random.Random(seed)
         self._base = layouts.base
         self.costs = {each: (rng.randint(1, 40) / 4, rng.randint(10, 1000)) for each in layouts}
-        self.by_config = {str(each.applied(layouts.base)): each for each in self.costs}
         self.below = {each: (rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0)) for each in self.costs}
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
@@ -39,9 +39,13 @@ class MadeUp:
         ]
         return [seconds for seconds, _ in pairs], [num_bytes for _, num_bytes in pairs]
 
-    def evaluate(self, config: PretrainConfig) -> Estimate:
-        seconds, num_bytes = self.costs[self.by_config[str(config)]]
+    def num_bytes(self, layout: Layout) -> int:
+        return self.costs[layout][1]
+
+    def estimate(self, layout: Layout) -> Estimate:
+        seconds, num_bytes = self.costs[layout]
         memory = (RankMemory(num_bytes, 0, 0, 0, 0, 0),)
+        config = layout.applied(self._base)
         return Estimate(config, 4, seconds, (Term("compute", seconds, "made up"),), memory, LIMIT, 1.0, 1.0)
 
 
@@ -49,10 +53,10 @@ class MadeUp:
 def test_answers_are_those_of_estimating_everything(seed: int) -> None:
     layouts = Layouts(run(num_layers=2), 4, frozenset(), SearchSpace(max_micro_size=2))
     made_up = MadeUp(layouts, seed)
-    everything = [made_up.evaluate(each.applied(layouts.base)) for each in layouts]
+    everything = [made_up.estimate(each) for each in layouts]
     fitting = sorted((each for each in everything if each.fits), key=order)
 
-    explorer = Explorer(layouts, made_up, made_up.evaluate, LIMIT)
+    explorer = Explorer(layouts, made_up, made_up, LIMIT)
     assert [order(each) for each in explorer.fastest(5)] == [order(each) for each in fitting[:5]]
     assert explorer.examined < len(everything)
 
@@ -76,10 +80,10 @@ def test_answers_are_those_of_estimating_everything(seed: int) -> None:
 def test_a_tolerant_front_has_something_near_every_layout(seed: int) -> None:
     layouts = Layouts(run(num_layers=2), 4, frozenset(), SearchSpace(max_micro_size=2))
     made_up = MadeUp(layouts, seed)
-    front = Explorer(layouts, made_up, made_up.evaluate, LIMIT).front(8.0, 0.1)
+    front = Explorer(layouts, made_up, made_up, LIMIT).front(8.0, 0.1)
     assert front == pareto(front)
     for layout in layouts:
-        each = made_up.evaluate(layout.applied(layouts.base))
+        each = made_up.estimate(layout)
         if each.fits and each.step_seconds <= 8.0:
             assert any(
                 near.step_seconds <= 1.1 * each.step_seconds and near.peak_bytes <= 1.1 * each.peak_bytes
@@ -90,7 +94,7 @@ def test_a_tolerant_front_has_something_near_every_layout(seed: int) -> None:
 def test_a_kind_without_layouts_has_neither_a_fastest_nor_a_nearest() -> None:
     layouts = Layouts(run(num_layers=2), 4, frozenset(), SearchSpace(max_micro_size=2))
     made_up = MadeUp(layouts, 0)
-    explorer = Explorer(layouts, made_up, made_up.evaluate, LIMIT)
+    explorer = Explorer(layouts, made_up, made_up, LIMIT)
     assert explorer.fastest(1, lambda layout: False) == []
     assert explorer.nearest(lambda layout: False) is None
     assert explorer.examined == 0
@@ -116,8 +120,9 @@ def test_the_cost_models_best_is_that_of_estimating_everything(
     hardware = machine(memory=memory, inside=inside, outside=inside / 4, node=2)
     fitting = sorted((replace(each, memory_limit=memory) for each in everything), key=order)
     fitting = [each for each in fitting if each.fits]
-    bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
-    explorer = Explorer(layouts, bounds, lambda config: estimate(config, hardware), memory)
+    times = slowest_times(base, hardware, devices)
+    bounds = LayoutBounds(base, hardware, devices, times)
+    explorer = Explorer(layouts, bounds, Evaluation(base, hardware, times), memory)
     assert [order(each) for each in explorer.fastest(3)] == [order(each) for each in fitting[:3]]
     slowest = 1.5 * fitting[0].step_seconds
     near = [each for each in fitting if each.step_seconds <= slowest]

@@ -1,0 +1,84 @@
+"""What the search shares between layouts changes no number: beside the cost model, a layout at a time."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.assumptions import ENGINE, Assumptions
+from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.measured.times import MeasuredTimes
+from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.evaluation import Evaluation
+from megapipe.planner.search.layouts import Layouts
+from megapipe.planner.search.plan import Effort, search_speed, slowest_times
+from megapipe.planner.search.space import SearchSpace
+from tests.planner.measured import machines
+from tests.planner.search.runs import machine, run, runs
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1", "zb_v", "2bw")
+OTHERS = (
+    ENGINE,
+    Assumptions(slow_down=1.7, gathers_beside_forward=True),
+    Assumptions(scattered_sends=True, waits_for_sends=True, unfused_loss=True),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    base=runs(),
+    devices=st.sampled_from([2, 4, 6, 8, 12]),
+    node=st.sampled_from([2, 3, 4]),
+    assumptions=st.sampled_from(OTHERS),
+    numbers=st.randoms(use_true_random=False),
+)
+def test_layouts_of_one_search_cost_what_each_costs_alone(
+    base: PretrainConfig, devices: int, node: int, assumptions: Assumptions, numbers: object
+) -> None:
+    hardware = machine(memory=1e15, node=node)
+    layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=SCHEDULES, max_context=2)))
+    times = slowest_times(base, hardware, devices, assumptions)
+    together = Evaluation(base, hardware, times, assumptions)
+    bounds = LayoutBounds(base, hardware, devices, times, assumptions)
+    for layout in numbers.sample(layouts, min(12, len(layouts))):  # type: ignore[attr-defined]
+        alone = estimate(layout.applied(base), hardware, assumptions=assumptions)
+        assert together.num_bytes(layout) == alone.peak_bytes
+        assert together.estimate(layout) == alone
+        assert bounds.of(layout.shape, [layout])[0][0] <= alone.step_seconds * (1 + 1e-9)
+
+
+def test_measured_layers_are_shared_as_well() -> None:
+    """Halves of backwards that run apart take other times than whole ones: schedules with them share with none of the
+    others."""
+    base, hardware = machines.run(), machines.machine()
+    times = MeasuredTimes(hardware)
+    together = Evaluation(base, hardware, times)
+    layouts = list(Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f1b", "zb_h1"), max_micro_size=2)))
+    for layout in layouts[::7]:
+        assert together.estimate(layout) == estimate(layout.applied(base), hardware, times=times)
+
+
+@pytest.mark.parametrize("assumptions", OTHERS[1:])
+def test_a_search_holds_the_assumptions_that_it_is_given(assumptions: Assumptions) -> None:
+    base, hardware = run(num_layers=6), machine()
+    space = SearchSpace(max_micro_size=2, max_chunks=2)
+    effort = Effort(keep=3, actions=0, alternatives=False)
+    found = search_speed(base, hardware, 4, space=space, effort=effort, assumptions=assumptions)
+    own = search_speed(base, hardware, 4, space=space, effort=effort)
+    for each in (*found.ranked, *found.pareto):
+        again = estimate(each.config, hardware, assumptions=assumptions)
+        assert each.estimate.step_seconds == pytest.approx(again.step_seconds)
+    assert found.best.estimate.step_seconds != own.best.estimate.step_seconds
+    every = [
+        estimate(layout.applied(base), hardware, assumptions=assumptions)
+        for layout in Layouts(base, 4, frozenset(), space)
+    ]
+    best = min(each.step_seconds for each in every if each.fits)
+    assert found.best.estimate.step_seconds <= best * (1 + 1e-9)
+    effort = replace(effort, actions=10_000)
+    simulated = search_speed(base, hardware, 4, space=space, effort=effort, assumptions=assumptions).best
+    exact = predict(simulated.config, hardware, assumptions=assumptions).estimate
+    assert simulated.simulated
+    assert simulated.estimate.step_seconds == pytest.approx(exact.step_seconds)
