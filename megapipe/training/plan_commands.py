@@ -1,9 +1,15 @@
 """The commands of ``tools/plan.py`` that need torch: `dry-run` builds shapes, `profile` measures."""
 
 import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from megapipe.config.errors import ConfigError
 from megapipe.data.errors import DataError
+from megapipe.parallel.errors import CommunicationError
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
 from megapipe.planner.hardware.description import Hardware
@@ -12,6 +18,7 @@ from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told
 from megapipe.training.calibration import profile
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
+from megapipe.training.signals import STOPS
 
 
 def run_dry_run(request: Request) -> int:
@@ -37,18 +44,29 @@ def run_dry_run(request: Request) -> int:
 
 
 def run_profile(request: Request) -> int:
-    """Measure this machine for the layers of a model, and write the hardware file."""
+    """Measure this machine for the layers of a model, and write the hardware file.
+
+    SIGTERM and Ctrl-C end the processes that measure and leave the file as it was; the status is then 128 and the
+    signal's number, as shells have it, and 1 where a process that measured failed.
+    """
     flags = request.flags
     check_fields(request.config)
     try:
-        hardware = profile(
-            request.config,
-            flags["output"],
-            ranks=flags["ranks"],
-            tensor_sizes=flags["tensor_sizes"],
-            micro_sizes=flags["micro_sizes"],
-            say=_say_nothing if flags["json"] else _say,
-        )
+        with _stopped_by_signals():
+            hardware = profile(
+                request.config,
+                flags["output"],
+                ranks=flags["ranks"],
+                tensor_sizes=flags["tensor_sizes"],
+                micro_sizes=flags["micro_sizes"],
+                say=_say_nothing if flags["json"] else _say,
+            )
+    except _Stopped as stop:
+        print(f"error: stopped by {stop.signal.name}; {flags['output']} was not written", file=sys.stderr)
+        return 128 + stop.signal
+    except CommunicationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except DataError as error:
         raise ConfigError(f"{error}; or leave data.prefix out, to measure on random tokens") from error
     if flags["json"]:
@@ -56,6 +74,29 @@ def run_profile(request: Request) -> int:
     else:
         print(f"written: {flags['output']}; plan with it by --hardware {flags['output']}")
     return 0
+
+
+class _Stopped(BaseException):
+    """A signal came. No Exception, so that nothing on the way takes it for an error of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and Ctrl-C raise `_Stopped`, so that what was begun is tidied up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    previous = {each: signal.signal(each, stop) for each in STOPS}
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:

@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 from megapipe.config.errors import ConfigError
 from megapipe.planner.command.arguments import Request
-from megapipe.planner.command.planning import PREFERRED, count_told, num_parameters
+from megapipe.planner.command.planning import PREFERRED, num_parameters
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import DAY, bytes_told
+from megapipe.planner.report.words import DAY, bytes_told, count_told
 from megapipe.planner.training_time.intensity import (
     Transformer,
     critical_batch_tokens,

@@ -52,8 +52,8 @@ def read_hardware(text: str, origin: str = "hardware") -> Hardware:
     """Hardware from the YAML text of a file called `origin`; ConfigError names all that is wrong."""
     if len(text) > LARGEST_FILE:
         raise ConfigError(
-            f"{origin} has {len(text):,} characters; a hardware file has at most {LARGEST_FILE:,}, in which a link matrix "
-            "of 1,000 nodes has room: leave rows out, or write fewer digits"
+            f"{origin} has {len(text):,} characters; a hardware file has at most {LARGEST_FILE:,}, in which a link "
+            "matrix of 1,000 nodes has room: leave rows out, or write fewer digits"
         )
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -110,9 +110,7 @@ def proposals(found: Findings) -> Iterator[Estimate]:
 
 def alone(config: PretrainConfig) -> PretrainConfig:
     """The same training on one process that keeps everything; 2bw's recursion is its own."""
-    parallel = replace(
-        config.parallel, data=1, tensor=1, pipeline=1, context=1, sequence=False, layers_per_stage=None
-    )
+    parallel = replace(config.parallel, data=1, tensor=1, pipeline=1, context=1, sequence=False, layers_per_stage=None)
     name = "2bw" if config.schedule.name == "2bw" else "1f1b"
     return replace(
         config,
