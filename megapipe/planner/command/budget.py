@@ -24,8 +24,8 @@ def priced(hardware: Hardware, price: float | None) -> Hardware:
         raise ConfigError(f"--price_per_hour is {price:g}; it is of one node, a finite number and at least 0")
     if len(hardware.groups) > 1:
         raise ConfigError(
-            f"--price_per_hour is of one kind of node, and hardware {hardware.name!r} has {len(hardware.groups)}; write "
-            "price_per_hour into each of its groups"
+            f"--price_per_hour is of one kind of node, and hardware {hardware.name!r} has {len(hardware.groups)}; "
+            "write price_per_hour into each of its groups"
         )
     return replace(hardware, groups=(replace(hardware.groups[0], price_per_hour=price),))
 
