@@ -38,7 +38,11 @@ def run_predict(request: Request) -> int:
     answer = prediction.estimate
     facts = checkpoint_facts(request, answer.step_seconds)
     training = training_facts(request, answer, hardware)
-    write_prediction(request, hardware, prediction, [])
+    said = [
+        *([training_told(training)] if training is not None else []),
+        *([checkpoint_told(facts)] if facts is not None else []),
+    ]
+    write_prediction(request, hardware, prediction, [*remarks, *said])
     if request.flags["json"]:
         told = {"checkpoint": facts, "training": training, "remarks": remarks}
         print(json.dumps(answer.as_json() | told, indent=2))
@@ -54,10 +58,8 @@ def run_predict(request: Request) -> int:
     print_terms(answer)
     print()
     print_memory(answer)
-    if training is not None:
-        print(f"\n{training_told(training)}")
-    if facts is not None:
-        print(f"\n{checkpoint_told(facts)}")
+    for line in said:
+        print(f"\n{line}")
     return 0
 
 

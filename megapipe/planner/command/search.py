@@ -57,12 +57,16 @@ def run_search(request: Request) -> int:
     best = findings.best
     facts = checkpoint_facts(request, best.estimate.step_seconds)
     training = training_facts(request, best.estimate, hardware)
+    said = [
+        *([training_told(training)] if training is not None else []),
+        *([checkpoint_told(facts)] if facts is not None else []),
+    ]
     file = OUTPUT_NAME if flags["write_config"] is None else str(flags["write_config"])
     command = launch_command(best.config, hardware, best.estimate.world_size, file)
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
-        write_search(request, hardware, prediction, findings, command)
+        write_search(request, hardware, prediction, findings, command, [*remarks, *said])
     if flags["write_config"] is not None:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
     advice = advised(request, best.config, hardware, devices)
@@ -88,10 +92,8 @@ def run_search(request: Request) -> int:
     if best.node_order is not None:
         print(f"\norder of the nodes, by measured links: {' '.join(map(str, best.node_order))}")
     print_advice(advice)
-    if training is not None:
-        print(f"\n{training_told(training)}")
-    if facts is not None:
-        print(f"\n{checkpoint_told(facts)}")
+    for line in said:
+        print(f"\n{line}")
     _print_start(request, hardware, best, command)
     return 0
 
