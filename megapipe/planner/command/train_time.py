@@ -136,8 +136,8 @@ def _most_devices(hardware: Hardware, asked: int | None) -> int | None:
     there = None if group.num_nodes is None else group.num_nodes * group.devices_per_node
     if asked is not None and there is not None and asked > there:
         raise ConfigError(
-            f"--devices is {asked:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has {there:,}; "
-            "ask for fewer, or raise its num_nodes"
+            f"--devices is {asked:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has "
+            f"{there:,}; ask for fewer, or raise its num_nodes"
         )
     return there if asked is None else asked
 

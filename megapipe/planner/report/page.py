@@ -20,7 +20,8 @@ STYLE: Final = """<style>
 .plan .wide { overflow-x: auto; }
 .plan svg { max-width: 100%; min-width: 620px; height: auto; display: block; }
 .plan p { margin: 4px 0 10px; color: var(--soft); }
-.plan pre { padding: 10px 14px; border-radius: 8px; background: var(--lane); white-space: pre-wrap; overflow-wrap: anywhere; }
+.plan pre { padding: 10px 14px; border-radius: 8px; background: var(--lane); white-space: pre-wrap;
+            overflow-wrap: anywhere; }
 .plan table { border-collapse: collapse; font-size: 13px; }
 .plan th, .plan td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top;
                      border-bottom: 1px solid var(--line); }
