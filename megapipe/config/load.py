@@ -15,6 +15,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.parser_errors import in_words
 from megapipe.config.run import PretrainConfig
 
 INIT_FROM_HELP = (
@@ -55,7 +56,10 @@ _StrictLoader.add_implicit_resolver(
 
 
 def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_StrictLoader)
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except RecursionError:
+        raise yaml.YAMLError("lists or mappings are nested too deeply to be read") from None
 
 
 class _Parser(ArgumentParser):
@@ -76,7 +80,7 @@ class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = _UNKNOWN_KEY.search(message)
         if match is None:
-            raise ConfigError(message.strip()) from ex
+            raise ConfigError(in_words(message)) from ex
         written = match["flag"] or match["key"] or f"{match['group']}.{match['inner']}"
         name = written.split()[0].lstrip("-").split("=")[0]
         known = [action.dest for action in self._actions if action.dest]

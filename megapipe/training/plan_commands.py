@@ -2,15 +2,19 @@
 
 import json
 import os
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
-from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.errors import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
@@ -25,6 +29,7 @@ from megapipe.training.calibration import profile
 from megapipe.training.calibration.machine import check_output
 from megapipe.training.calibration.node_links import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
+from megapipe.training.signals import STOPS
 from megapipe.training.validate import validate
 
 
@@ -53,7 +58,11 @@ def run_dry_run(request: Request) -> int:
 
 
 def run_profile(request: Request) -> int:
-    """Measure this machine for the layers of a model, and write the hardware file."""
+    """Measure this machine for the layers of a model, and write the hardware file.
+
+    SIGTERM and Ctrl-C end the processes that measure and leave the file as it was; the status is then 128 and the
+    signal's number, as shells have it, and 1 where a process that measured failed.
+    """
     flags = request.flags
     config = request.config
     check_fields(config)
@@ -61,15 +70,22 @@ def run_profile(request: Request) -> int:
         # Layers that keep all have their recomputation measured beside them: what auto has to know.
         config = replace(config, recompute=RecomputeConfig(logits=config.recompute.logits))
     try:
-        hardware = profile(
-            config,
-            flags["output"],
-            ranks=flags["ranks"],
-            tensor_sizes=flags["tensor_sizes"],
-            context_sizes=flags["context_sizes"],
-            micro_sizes=flags["micro_sizes"],
-            say=_say_nothing if flags["json"] else _say,
-        )
+        with _stopped_by_signals():
+            hardware = profile(
+                config,
+                flags["output"],
+                ranks=flags["ranks"],
+                tensor_sizes=flags["tensor_sizes"],
+                context_sizes=flags["context_sizes"],
+                micro_sizes=flags["micro_sizes"],
+                say=_say_nothing if flags["json"] else _say,
+            )
+    except _Stopped as stop:
+        print(f"error: stopped by {stop.signal.name}; {flags['output']} was not written", file=sys.stderr)
+        return 128 + stop.signal
+    except CommunicationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except DataError as error:
         raise ConfigError(f"{error}; or leave data.prefix out, to measure on random tokens") from error
     if flags["json"]:
@@ -148,6 +164,29 @@ def _without_auto(
         if remark is not None:
             say(remark)
     return found.config
+
+
+class _Stopped(BaseException):
+    """A signal came. No Exception, so that nothing on the way takes it for an error of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and Ctrl-C raise `_Stopped`, so that what was begun is tidied up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    previous = {each: signal.signal(each, stop) for each in STOPS}
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:

@@ -52,7 +52,7 @@ def test_a_blend_is_written_in_a_file_or_on_the_command_line(tmp_path: Path) -> 
         ("model:\n  num_lyers: 2\n", "'model.num_lyers'; did you mean 'model.num_layers'?"),
         ("modle:\n  num_layers: 2\n", "did you mean 'model"),
         ("model:\n  num_layers: 2\n  num_layers: 3\n", "'num_layers' stands twice"),
-        ("model:\n  num_layers: two\n", "Got value: two"),
+        ("model:\n  num_layers: two\n", "model.num_layers is two, but must be a whole number"),
         ("model:\n  activation: relu\n", "'gelu', 'gelu_tanh', 'swiglu'"),
     ],
 )
@@ -65,11 +65,40 @@ def test_a_wrong_file_names_value_and_rule(tmp_path: Path, text: str, expected: 
 
 
 @pytest.mark.parametrize(
+    ("flag", "text", "expected"),
+    [
+        ("model", "a: [1\n", "is no YAML: while parsing a flow sequence"),
+        ("model", "num_layers: two\n", "group.yaml: model.num_layers is two, but must be a whole number"),
+        ("model", "just text\n", "holds no mapping"),
+        ("config", "just text\n", "holds no mapping"),
+        ("config", "", "holds no mapping"),
+        ("config", f"model: {'[' * 3000}{']' * 3000}\n", "nested too deeply to be read"),
+        ("config", "model: &a {num_layers: *a}\n", "is no YAML: found unconstructable recursive node"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path, flag: str, text: str, expected: str) -> None:
+    path = tmp_path / "group.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse([f"--{flag}", str(path)])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "Parser key" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--model.num_layer", "3"], "did you mean 'model.num_layers'?"),
-        (["--config", "no_such_file.yaml"], "no_such_file.yaml"),
-        (["--batch.global_size", "1e3"], "1000.0"),
+        (["--config", "no_such_file.yaml"], "no_such_file.yaml: there is no such file"),
+        (["--batch.global_size", "1e3"], "batch.global_size is 1000.0, but must be a whole number"),
+        (["--model", "no_such_file.yaml"], "--model no_such_file.yaml: there is no such file"),
+        (["--model", str(ROOT)], "is a folder; name a YAML file"),
+        (["--training.precision", "fp8"], "is fp8, but must be one of 'auto', 'fp32', 'bf16', 'fp16'"),
+        (["--model.num_kv_heads", "x"], "model.num_kv_heads is x, but must be a whole number or null"),
+        (["--parallel.layers_per_stage", "[1,x]"], "must be a list of whole numbers, such as [1, 2] or null"),
+        (["--optimizer.learning_rate", "nan"], "optimizer.learning_rate is nan, but must be a finite number"),
+        (["--optimizer.betas", "[0.9]"], "optimizer.betas is [0.9], but must be a list of 2"),
     ],
 )
 def test_a_wrong_flag_names_value_and_rule(arguments: list[str], expected: str) -> None:

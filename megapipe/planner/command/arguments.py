@@ -76,6 +76,13 @@ def _machine(parser: ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _training(parser: ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=float, help="to train on, such as 300e9: tells steps, days and money of them")
+    parser.add_argument(
+        "--price_per_hour", type=float, help="of one node, in any currency (default: what the hardware file says)"
+    )
+
+
 def _json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
@@ -96,8 +103,11 @@ def _failures(parser: ArgumentParser) -> None:
 
 
 def _search(parser: ArgumentParser) -> None:
-    parser.add_argument("--objective", choices=get_args(Objective), default="speed", help="what is best")
-    parser.add_argument("--tokens", type=float, help="of the whole training; for the objective time")
+    parser.add_argument(
+        "--objective", choices=get_args(Objective), default="speed",
+        help="most tokens/s; least money a token, on as many devices or fewer; soonest through --tokens, on as many "
+        "devices or fewer; the largest model that fits (default speed)",
+    )  # fmt: skip
     parser.add_argument(
         "--schedules", type=str, help="names to try, separated by commas (default 1f1b,interleaved_1f1b)"
     )
@@ -152,12 +162,12 @@ COMMANDS: dict[str, Command] = {
     "search": Command(
         "the best layout of a model on a machine, and why others lose",
         "--model FILE --hardware FILE|PRESET --devices N --batch.global_size B [--parallel.tensor 8 ...]",
-        (_machine, _search, _failures, _json, _pictures),
+        (_machine, _search, _training, _failures, _json, _pictures),
     ),
     "predict": Command(
         "step time and memory of one layout",
         "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
-        (_machine, _failures, _json, _pictures),
+        (_machine, _training, _failures, _json, _pictures),
     ),
     "explain": Command(
         "the same with every term and where it comes from",
@@ -201,8 +211,22 @@ COMMANDS: dict[str, Command] = {
 def parse_request(command: str, arguments: Sequence[str]) -> Request:
     """Read a command line. Raises ConfigError; --help prints and exits."""
     kind = BertPretrainConfig if "--bert" in arguments else PretrainConfig
-    given: Given[PretrainConfig] = parse_given(_parser(command, kind), kind, arguments)
+    try:
+        given: Given[PretrainConfig] = parse_given(_parser(command, kind), kind, arguments)
+    except ConfigError as error:
+        if kind is BertPretrainConfig or not _of_a_bert(command, arguments):
+            raise
+        raise ConfigError([f"{problem}; a BERT's run has it: add --bert" for problem in error.problems]) from None
     return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)
+
+
+def _of_a_bert(command: str, arguments: Sequence[str]) -> bool:
+    """Whether a command line that is no GPT's can be read as a BERT's."""
+    try:
+        parse_given(_parser(command, BertPretrainConfig), BertPretrainConfig, arguments)
+    except ConfigError:
+        return False
+    return True
 
 
 def _parser(command: str, kind: type[PretrainConfig]) -> ArgumentParser:

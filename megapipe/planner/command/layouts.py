@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.arguments import Request
+from megapipe.planner.command.budget import check_tokens, priced, training_facts, training_told
 from megapipe.planner.command.launch import check_folders
 from megapipe.planner.command.planning import (
     check_fields,
@@ -33,12 +34,19 @@ PHASES = (
 def run_predict(request: Request) -> int:
     """One layout's step time and memory."""
     check_folders(request.flags["html"])
+    check_tokens(request.flags["tokens"])
     hardware, prediction, remarks = _prediction(request)
     answer = prediction.estimate
     facts = checkpoint_facts(request, answer.step_seconds)
-    write_prediction(request, hardware, prediction, [])
+    training = training_facts(request, answer, hardware)
+    said = [
+        *([training_told(training)] if training is not None else []),
+        *([checkpoint_told(facts)] if facts is not None else []),
+    ]
+    write_prediction(request, hardware, prediction, [*remarks, *said])
     if request.flags["json"]:
-        print(json.dumps(answer.as_json() | {"checkpoint": facts, "remarks": remarks}, indent=2))
+        told = {"checkpoint": facts, "training": training, "remarks": remarks}
+        print(json.dumps(answer.as_json() | told, indent=2))
         return 0
     print(run_told(answer.config, hardware, answer.world_size))
     print(f"layout: {layout_told(answer.config)}")
@@ -51,8 +59,8 @@ def run_predict(request: Request) -> int:
     print_terms(answer)
     print()
     print_memory(answer)
-    if facts is not None:
-        print(f"\n{checkpoint_told(facts)}")
+    for line in said:
+        print(f"\n{line}")
     return 0
 
 
@@ -153,7 +161,7 @@ def check_run(config: PretrainConfig, devices: int) -> None:
 
 
 def _prediction(request: Request) -> tuple[Hardware, Prediction, list[str]]:
-    hardware = request.hardware()
+    hardware = priced(request.hardware(), request.flags.get("price_per_hour"))
     prediction, remarks = _predict(request, hardware)
     return hardware, prediction, remarks
 

@@ -1,5 +1,6 @@
 """What ``tools/plan.py`` does: reads a command, runs it, tells of a wrong input in one line a problem."""
 
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,21 +31,29 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
 
     others: handlers of the commands that need torch, which this room may not import.
     """
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    name = arguments[0].replace("_", "-")
     try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(overview(), file=sys.stdout if arguments else sys.stderr, flush=True)
+            return 0 if arguments else 2
+        name = arguments[0].replace("_", "-")
         if name not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}{nearest(name, COMMANDS)} (--help lists them)")
         request = parse_request(name, arguments[1:])
-        return {**HANDLERS, **others}[name](request)
+        status = {**HANDLERS, **others}[name](request)
+        # A full disk behind a redirection shows at a flush, and the interpreter's own comes too late to be told.
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         return _refused(error.problems)
     except ScheduleError as error:
         return _refused([str(error)])
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        print("error: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except OSError as error:
+        return _refused([f"{error.filename or 'the output'} cannot be used: {error.strerror or error}"])
 
 
 def overview() -> str:

@@ -12,7 +12,7 @@ from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Efficiency, Hardware
 from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.measured.times import MeasuredTimes
-from megapipe.planner.report.words import duration_told
+from megapipe.planner.report.words import count_told, duration_told
 from megapipe.planner.runs.layout import layers_of
 
 PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
@@ -67,14 +67,6 @@ def num_parameters(config: PretrainConfig) -> int:
     return sum(
         {spec.name: spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values()}.values()
     )
-
-
-def count_told(count: float) -> str:
-    """`20.3B`, `124M`."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
-    return f"{count:,.0f}"
 
 
 def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:

@@ -12,7 +12,7 @@ from megapipe.planner.cost.model import Prediction, estimate
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.breakdown import Row, draw_breakdown
 from megapipe.planner.report.memory import draw_memory
-from megapipe.planner.report.page import Section, command_html, draw_page, table_html
+from megapipe.planner.report.page import Section, command_html, draw_page, lines_html, table_html
 from megapipe.planner.report.pareto import draw_pareto
 from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
 from megapipe.planner.search.findings import Findings
@@ -22,16 +22,21 @@ DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
 """Largest schedule whose still picture can be read."""
 
 
-def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, extra: list[Section]) -> None:
-    """The report of one layout, where a flag asks for it. extra: sections at the end."""
+def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: Sequence[str]) -> None:
+    """The report of one layout, where a flag asks for it. notes: what the command prints beside the figures."""
     rows = [Row("this layout", prediction.estimate)]
-    _write(request, hardware, prediction, {"breakdown": draw_breakdown(rows)}, extra)
+    _write(request, hardware, prediction, {"breakdown": draw_breakdown(rows)}, _notes(notes))
 
 
 def write_search(
-    request: Request, hardware: Hardware, prediction: Prediction, findings: Findings, command: str
+    request: Request,
+    hardware: Hardware,
+    prediction: Prediction,
+    findings: Findings,
+    command: str,
+    notes: Sequence[str],
 ) -> None:
-    """The report of a search. prediction: of the best layout. command: that starts it.
+    """The report of a search. prediction: of the best layout. command: that starts it. notes: as above.
 
     Layouts beside each other are all in closed form, as a search compares them.
     """
@@ -55,6 +60,7 @@ def write_search(
         prediction,
         pictures,
         [
+            *_notes(notes),
             Section("The best layouts", table_html(list(ranked[0]), [list(each.values()) for each in ranked])),
             Section(
                 "Why others lose",
@@ -63,6 +69,10 @@ def write_search(
             Section("To start it, on every node", command_html(command)),
         ],
     )
+
+
+def _notes(lines: Sequence[str]) -> list[Section]:
+    return [Section("Notes", lines_html(lines))] if lines else []
 
 
 def _write(

@@ -12,6 +12,7 @@ from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.planner.command.advice import advised, print_advice
 from megapipe.planner.command.arguments import NO_DATA, Request
+from megapipe.planner.command.budget import check_tokens, priced, training_facts, training_told
 from megapipe.planner.command.launch import check_folders, launch_command, uneven_nodes, write_config
 from megapipe.planner.command.layouts import print_memory, print_terms
 from megapipe.planner.command.planning import (
@@ -40,7 +41,8 @@ def run_search(request: Request) -> int:
     """Print, and where flags ask for it write, what a search finds."""
     flags = request.flags
     check_folders(flags["html"], flags["write_config"])
-    hardware, devices = request.hardware(), _devices(request)
+    check_tokens(flags["tokens"])
+    hardware, devices = priced(request.hardware(), flags["price_per_hour"]), _devices(request)
     if flags["top"] < 1:
         raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
     config, remarks = planned_config(request, hardware)
@@ -68,12 +70,17 @@ def run_search(request: Request) -> int:
         )
     best = findings.best
     facts = checkpoint_facts(request, best.estimate.step_seconds)
+    training = training_facts(request, best.estimate, hardware)
+    said = [
+        *([training_told(training)] if training is not None else []),
+        *([checkpoint_told(facts)] if facts is not None else []),
+    ]
     file = OUTPUT_NAME if flags["write_config"] is None else str(flags["write_config"])
     command = launch_command(best.config, hardware, best.estimate.world_size, file)
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
-        write_search(request, hardware, prediction, findings, command)
+        write_search(request, hardware, prediction, findings, command, [*remarks, *said])
     if flags["write_config"] is not None:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
     advice = advised(request, best.config, hardware, devices)
@@ -82,6 +89,7 @@ def run_search(request: Request) -> int:
             "advice": advice,
             "launch": command,
             "checkpoint": facts,
+            "training": training,
             "remarks": remarks,
             "search": findings.as_json(),
         }
@@ -98,8 +106,8 @@ def run_search(request: Request) -> int:
     if best.node_order is not None:
         print(f"\norder of the nodes, by measured links: {' '.join(map(str, best.node_order))}")
     print_advice(advice)
-    if facts is not None:
-        print(f"\n{checkpoint_told(facts)}")
+    for line in said:
+        print(f"\n{line}")
     _print_start(request, hardware, best, command)
     return 0
 

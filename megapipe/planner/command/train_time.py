@@ -11,10 +11,10 @@ from typing import Any, get_args
 from megapipe.config.errors import ConfigError
 from megapipe.costs.experts import active_parameters
 from megapipe.planner.command.arguments import Request
-from megapipe.planner.command.planning import PREFERRED, count_told, num_parameters
+from megapipe.planner.command.planning import PREFERRED, num_parameters
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import DAY, bytes_told
+from megapipe.planner.report.words import DAY, bytes_told, count_told
 from megapipe.planner.runs.layout import layers_of
 from megapipe.planner.training_time.intensity import (
     Transformer,
@@ -86,8 +86,10 @@ def run_train_time(request: Request) -> int:
     methods: list[Shortest] = []
     cluster = batch = None
     if flags["hardware"] is not None:
-        cluster, batch = _cluster(request.hardware(), request), _batch(request)
-        methods = [_shortest(request, cluster, method, batch, tokens) for method in get_args(Method)]
+        hardware = request.hardware()
+        most = _most_devices(hardware, flags["devices"])
+        cluster, batch = _cluster(hardware, request), _batch(request)
+        methods = [_shortest(request, cluster, method, batch, tokens, most) for method in get_args(Method)]
     elif estimate is None:
         raise ConfigError(
             "nothing to tell: give --achieved_tflops and --devices for the estimate of one run, or --hardware for the "
@@ -139,6 +141,21 @@ def _megatron(request: Request, parameters: float, tokens: float) -> float | Non
     return training_seconds(parameters, tokens, devices, achieved * 1e12)
 
 
+def _most_devices(hardware: Hardware, asked: int | None) -> int | None:
+    """As many as are asked for, or as the first group has, whose nodes the analysis is of; None for any number.
+
+    Raises ConfigError where fewer are there than asked for.
+    """
+    group = hardware.groups[0]
+    there = None if group.num_nodes is None else group.num_nodes * group.devices_per_node
+    if asked is not None and there is not None and asked > there:
+        raise ConfigError(
+            f"--devices is {asked:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has "
+            f"{there:,}; ask for fewer, or raise its num_nodes"
+        )
+    return there if asked is None else asked
+
+
 def _cluster(hardware: Hardware, request: Request) -> Cluster:
     """The first group's nodes as the paper's cluster. Its bandwidths count both directions."""
     group = hardware.groups[0]
@@ -167,7 +184,9 @@ def _batch(request: Request) -> int:
     return max(1, int(critical_batch_tokens(model.parameters) / model.sequence_length))
 
 
-def _shortest(request: Request, cluster: Cluster, method: Method, batch: int, tokens: float) -> Shortest:
+def _shortest(
+    request: Request, cluster: Cluster, method: Method, batch: int, tokens: float, most: int | None
+) -> Shortest:
     model = _transformer(request)
     try:
         layout, _ = shortest(
@@ -176,7 +195,7 @@ def _shortest(request: Request, cluster: Cluster, method: Method, batch: int, to
             method,
             batch,
             tokens,
-            max_devices=request.flags["devices"],
+            max_devices=most,
             least_efficiency=request.flags["least_efficiency"],
         )
     except ValueError as error:

@@ -23,6 +23,8 @@ from megapipe.planner.hardware.sections import MISSING, Section, Values
 
 PRESETS = tuple(sorted(each.stem for each in Path(str(files(__package__) / "presets")).glob("*.yaml")))
 """Names of the files that come with the package."""
+LARGEST_FILE = 16_000_000
+"""Characters: a larger file takes minutes to read."""
 
 
 def load_hardware(name_or_file: str) -> Hardware:
@@ -49,10 +51,17 @@ def load_hardware(name_or_file: str) -> Hardware:
 
 def read_hardware(text: str, origin: str = "hardware") -> Hardware:
     """Hardware from the YAML text of a file called `origin`; ConfigError names all that is wrong."""
+    if len(text) > LARGEST_FILE:
+        raise ConfigError(
+            f"{origin} has {len(text):,} characters; a hardware file has at most {LARGEST_FILE:,}, in which a link "
+            "matrix of 1,000 nodes has room: leave rows out, or write fewer digits"
+        )
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin} is no YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin} nests lists or mappings too deeply to be read") from None
     reader = _Reader(origin)
     hardware = reader.hardware(root)
     if reader.problems or hardware is None:
@@ -117,8 +126,8 @@ class _Reader(Values):
         return Device(
             name=section.take("name", self.text),
             peak_flops=section.take("peak_flops", self.peaks),
-            memory_bytes=section.take("memory_bytes", self.number),
-            memory_bandwidth=section.take("memory_bandwidth", self.number),
+            memory_bytes=section.take("memory_bytes", self.amount),
+            memory_bandwidth=section.take("memory_bandwidth", self.amount),
             efficiency=section.take("efficiency", self.efficiency, Efficiency()),
         )
 
@@ -126,7 +135,7 @@ class _Reader(Values):
         section = Section(self, node, path, DTYPES)
         if isinstance(node, yaml.MappingNode) and not node.value:
             self.tell(node, path, f"is empty: give FLOP/s for one or more of {', '.join(DTYPES)}")
-        return {dtype: section.take(dtype, self.number) for dtype in DTYPES if dtype in section.fields}
+        return {dtype: section.take(dtype, self.amount) for dtype in DTYPES if dtype in section.fields}
 
     def efficiency(self, node: yaml.Node, path: str) -> Efficiency:
         section = Section(self, node, path, ("ceiling", "half_size", "launch", "memory", "links"))
@@ -140,9 +149,10 @@ class _Reader(Values):
 
     def link(self, node: yaml.Node, path: str) -> Link:
         section = Section(self, node, path, ("latency", "bandwidth", "pair_bandwidth", "collectives"))
-        bandwidth = section.take("bandwidth", self.number)
-        pair = section.take("pair_bandwidth", self.number, bandwidth)
-        if MISSING not in (bandwidth, pair) and pair > bandwidth:
+        bandwidth = section.take("bandwidth", self.amount)
+        # Where bandwidth could not be read, its problem is told once, and pair_bandwidth is not missing.
+        pair = section.take("pair_bandwidth", self.amount, None if bandwidth is MISSING else bandwidth)
+        if MISSING not in (bandwidth, pair) and pair is not None and pair > bandwidth:
             self.tell(
                 section.fields["pair_bandwidth"],
                 f"{path}.pair_bandwidth",
@@ -163,6 +173,6 @@ class _Reader(Values):
         section = Section(self, node, path, ("latency", "bandwidth", "adapters"))
         return Network(
             latency=section.take("latency", self.non_negative),
-            bandwidth=section.take("bandwidth", self.number),
+            bandwidth=section.take("bandwidth", self.amount),
             adapters=section.take("adapters", self.count, 1),
         )

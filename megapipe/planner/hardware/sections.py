@@ -27,9 +27,12 @@ class Section:
             return
         known = tuple(known)
         for key, value in node.value:
-            place = f"{path}.{key.value}" if path else str(key.value)
+            if not isinstance(key, yaml.ScalarNode):
+                reader.tell(key, path or "the file", "has a list or mapping for a key: write a name")
+                continue
+            place = f"{path}.{key.value}" if path else key.value
             if key.value not in known:
-                hint = nearest(str(key.value), known)
+                hint = nearest(key.value, known)
                 reader.tell(key, place, f"is an unknown key{hint} (known here: {', '.join(known)})")
             elif key.value in self.fields:
                 reader.tell(key, place, "stands twice in one mapping; keep one of them")
@@ -81,6 +84,11 @@ class Values:
             return self.tell(node, place, f"is {written}, but must be {rule}; correct it")
         return value
 
+    def amount(self, node: yaml.Node, place: str) -> Any:
+        """FLOP/s, bytes or bytes per second: what lies outside of the bounds was written in another unit."""
+        rule = "from 1e3 to 1e24, in FLOP/s, bytes or bytes per second (312e12, not 312)"
+        return self.number(node, place, rule, lambda value: 1e3 <= value <= 1e24)
+
     def non_negative(self, node: yaml.Node, place: str) -> Any:
         return self.number(node, place, "0 or more", lambda value: True)
 
@@ -88,7 +96,8 @@ class Values:
         return self.number(node, place, "above 0 and at most 1", lambda value: 0 < value <= 1)
 
     def count(self, node: yaml.Node, place: str) -> Any:
-        value = self.number(node, place, "a whole number, 1 or more", lambda value: value >= 1 and value == int(value))
+        rule = "a whole number from 1 to 1e9"
+        value = self.number(node, place, rule, lambda value: 1 <= value <= 1e9 and value == int(value))
         return value if value is MISSING else int(value)
 
     def items(self, node: yaml.Node, place: str, read: Callable[[yaml.Node, str], Any]) -> Any:

@@ -11,15 +11,21 @@ from megapipe.schedules.simulation.simulate import Simulation
 MOST_BARS: Final = 40_000
 """Bars that a page draws smoothly; of longer schedules some ranks are shown."""
 
+SHORT: Final = 20
+"""Characters of a cell that no line break cuts, such as `8.11 s`."""
+
 STYLE: Final = """<style>
 .plan { margin: 26px 24px 0; max-width: 1100px; }
 .plan h3 { margin: 0 0 8px; font-size: 15px; }
-.plan svg { max-width: 100%; height: auto; display: block; }
+.plan .wide { overflow-x: auto; }
+.plan svg { max-width: 100%; min-width: 620px; height: auto; display: block; }
 .plan p { margin: 4px 0 10px; color: var(--soft); }
-.plan pre { padding: 10px 14px; border-radius: 8px; background: var(--lane); overflow-x: auto; }
+.plan pre { padding: 10px 14px; border-radius: 8px; background: var(--lane); white-space: pre-wrap;
+            overflow-wrap: anywhere; }
 .plan table { border-collapse: collapse; font-size: 13px; }
 .plan th, .plan td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top;
                      border-bottom: 1px solid var(--line); }
+.plan td.short { white-space: nowrap; }
 .plan th { color: var(--soft); font-weight: 600; }
 body { padding-bottom: 40px; }
 </style>"""
@@ -36,8 +42,18 @@ class Section(NamedTuple):
 def table_html(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of plain words."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    short = ' class="short"' if len(text) <= SHORT else ""
+    return f"<td{short}>{escape(text)}</td>"
+
+
+def lines_html(lines: Sequence[str]) -> str:
+    """Sentences below each other."""
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
 def command_html(command: str) -> str:
@@ -72,7 +88,8 @@ def draw_page(
 
 def _section(section: Section) -> str:
     note = f"<p>{escape(section.note)}</p>" if section.note else ""
-    return f'<section class="plan"><h3>{escape(section.title)}</h3>{note}{section.body}</section>'
+    body = f'<div class="wide">{section.body}</div>'
+    return f'<section class="plan"><h3>{escape(section.title)}</h3>{note}{body}</section>'
 
 
 def _spread(ranks: int, most: int) -> list[int]:

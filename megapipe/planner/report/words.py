@@ -15,6 +15,14 @@ def bytes_told(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def count_told(count: float) -> str:
+    """`20.3B`, `124M`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
+    return f"{count:,.0f}"
+
+
 def seconds_told(seconds: float) -> str:
     """`2.31 s`, `41.0 ms`, `180 us`: three figures."""
     if seconds >= 1000:

@@ -214,9 +214,9 @@ def shortest(
                 if fast and (best is None or key < best[:2]):
                     best = (*key, layout)
     if best is None:
-        need = f"the least that one takes is {least:.4g} bytes" if least < math.inf else "max_devices leaves none"
+        need = f"the least that one takes is {least / 1e9:,.2f} GB" if least < math.inf else "max_devices leaves none"
         raise ValueError(
-            f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes:.4g} bytes a device at "
+            f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} GB a device at "
             f"efficiency {least_efficiency:g}: {need}; give more memory or devices, a smaller model or efficiency"
         )
     return best[2], best[0]

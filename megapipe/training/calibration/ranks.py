@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.launch import connected_mesh, shutdown
 from megapipe.parallel.mesh import Mesh
+from megapipe.training.signals import STOPS
 
 TIMEOUT = 600.0
 """Seconds after which ranks that have not answered are given up."""
@@ -38,7 +41,7 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
             ours, theirs = context.Pipe()
             job = (rank, count, device_type, os.path.join(folder, "store"), theirs, function, args)
             process = context.Process(target=_work, args=job, name=f"rank {rank}", daemon=True)
-            process.start()
+            _start(process)
             theirs.close()
             ranks.append((process, ours))
         try:
@@ -48,6 +51,17 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
                 process.kill()
                 process.join()
                 pipe.close()
+
+
+def _start(process: SpawnProcess) -> None:
+    """Signals that end a program wait until a process has got all that it is given, and never reach it: a terminal
+    sends Ctrl-C to all, and the one that started the ranks ends them."""
+    resource_tracker.ensure_running()  # which start() does too, and lets the signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answers(pipes: list[connection.Connection]) -> list[Any]:

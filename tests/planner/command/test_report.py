@@ -141,6 +141,28 @@ def browser_path():
     return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def test_the_page_of_a_search_fits_a_narrow_window(capsys, tmp_path):
+    """Its tables and pictures scroll by themselves, and the command is there as a whole."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
+    if browser_path() is None:
+        pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
+    path = tmp_path / "report.html"
+    output(capsys, "search", *LAYOUT, "--tokens=3e9", "--html", str(path))
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 420, "height": 900})
+        page.goto(path.as_uri())
+        width = page.evaluate("document.documentElement.scrollWidth")
+        picture = page.evaluate("document.querySelector('.plan svg').getBoundingClientRect().width")
+        command = page.evaluate("(pre => pre.scrollWidth - pre.clientWidth)(document.querySelector('.plan pre'))")
+        notes = page.inner_text("section.plan:has(h3:text-is('Notes'))")
+        browser.close()
+    assert width <= 420
+    assert picture >= 600
+    assert command <= 0
+    assert "3B tokens: " in notes
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_tells_what_is_pointed_at_and_fits_its_window(capsys, tmp_path, scheme):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")

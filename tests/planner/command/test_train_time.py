@@ -71,3 +71,17 @@ def test_formulas_of_dense_models_are_not_used_on_experts(capsys):
     assert "give --parameters 12879925248, those that a token uses" in told
     assert json_of(capsys, *flags, *run, "--parameters=12879925248")["estimate_days"] > 0
     assert refusal(capsys, *flags, "--hardware=h100", "--parameters=12879925248") == [told]
+
+
+def test_no_more_devices_are_taken_than_the_file_has(capsys, tmp_path):
+    text = (ROOT / "megapipe" / "planner" / "hardware" / "presets" / "h100.yaml").read_text()
+    node = "  devices_per_node: 8\n"
+    (tmp_path / "two.yaml").write_text(text.replace(node, f"{node}  num_nodes: 2\n"))
+    file = ROOT / "examples" / "models" / "gpt3_6.7b.yaml"
+    model = ["--model", str(file), "--tokens=3e11", "--hardware", str(tmp_path / "two.yaml")]
+    found = json_of(capsys, "train-time", *model)["shortest"]
+    assert all(each["devices"] <= 16 for each in found if "devices" in each)
+    assert any("devices" in each for each in found)
+    (line,) = refusal(capsys, "train-time", *model, "--devices=17")
+    assert "--devices is 17, but" in line
+    assert "has 16; ask for fewer" in line

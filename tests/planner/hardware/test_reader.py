@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.costs.devices import peak_flops
 from megapipe.planner.hardware.description import Efficiency
-from megapipe.planner.hardware.reader import PRESETS, load_hardware, read_hardware
+from megapipe.planner.hardware.reader import LARGEST_FILE, PRESETS, load_hardware, read_hardware
 
 FILE = """\
 name: two kinds
@@ -76,8 +76,8 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
         ("ceiling: 0.8", "memory: 0", "efficiency.memory is 0, but must be above 0 and at most 1; correct it"),
         ("ceiling: 0.8", "links: 2", "efficiency.links is 2, but must be above 0 and at most 1; correct it"),
         ("half_size: 200", "half_size: -1", "efficiency.half_size is -1, but must be 0 or more"),
-        ("bandwidth: 3e9", "bandwidth: 25 GbE", "outside.bandwidth is '25 GbE', no number: write one above 0"),
-        ("bandwidth: 3e9", "bandwidth: 0", "groups[0].outside.bandwidth is 0, but must be above 0"),
+        ("bandwidth: 3e9", "bandwidth: 25 GbE", "outside.bandwidth is '25 GbE', no number: write one from 1e3"),
+        ("bandwidth: 3e9", "bandwidth: 0", "groups[0].outside.bandwidth is 0, but must be from 1e3"),
         ("bandwidth: 3e9", "bandwidth: .inf", "groups[0].outside.bandwidth is '.inf', no number"),
         ("bandwidth: 3e9", "bandwidth: [3e9]", "bandwidth is 'a list or mapping', no number"),
         ("{fp16: 125e12}", "{fp61: 125e12}", "peak_flops.fp61 is an unknown key; did you mean 'fp16'"),
@@ -104,6 +104,30 @@ def test_all_problems_are_told_at_once() -> None:
     assert [line.split(" ")[1] for line in lines] == [
         "groups[0].outside.bandwidth", "groups[1].device.memory", "groups[1].device.memory_bytes"
     ]  # fmt: skip
+
+
+def test_a_bandwidth_that_cannot_be_read_is_one_problem() -> None:
+    assert len(problems(FILE.replace("bandwidth: 3e9", "bandwidth: -3e9")).splitlines()) == 1
+    wrong = FILE.replace("inside: {latency: 1e-6, bandwidth: 300e9}", "inside: {latency: 1e-6, bandwidth: x}")
+    assert wrong != FILE
+    (line,) = problems(wrong).splitlines()
+    assert ".inside.bandwidth is 'x', no number" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"name: x\ngroups: {'[' * 3000}{']' * 3000}\n", "nests lists or mappings too deeply"),
+        ("[1, 2]: box\n", "the file has a list or mapping for a key"),
+        (f"name: x # {'x' * LARGEST_FILE}\n", "a hardware file has at most"),
+        ("name: x\ngroups: &g\n- *g\n", "groups[0] is no mapping"),
+        (FILE.replace("memory_bytes: 80e9", "memory_bytes: 80"), "memory_bytes is 80, but must be from 1e3 to 1e24"),
+        (FILE.replace("num_nodes: 1", "num_nodes: 1e300", 1), "num_nodes is 1e300, but must be a whole number from 1"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_told_in_a_line(text: str, words: str) -> None:
+    assert text != FILE
+    assert any(words in line and len(line) < 300 for line in problems(text).splitlines())
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "groups: 3\nname: x", "name: x\ngroups: []"])

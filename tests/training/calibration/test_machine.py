@@ -1,8 +1,11 @@
 """Profiling a machine: what it writes, what it asks, and what its fit makes of known lines."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,3 +130,30 @@ def test_the_benchmark_compares_predictions_with_runs(tmp_path: Path) -> None:
     assert facts["median_error"] >= 0.0
     (line,) = [each for each in table.read_text().splitlines() if each.startswith("| data 2 |")]
     assert line.endswith("| roofline |")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_profile_and_leaves_neither_file_nor_process(tmp_path: Path, number: signal.Signals) -> None:
+    flags = [f"--{name}={value}" for name, value in {"output": tmp_path / "machine.yaml", "ranks": 2}.items()]
+    model = ["--config", str(ROOT / "examples" / "gpt_quickstart.yaml"), "--training.precision=fp32"]
+    environment = dict(os.environ, TMPDIR=str(tmp_path))
+    program = subprocess.Popen(
+        [sys.executable, str(ROOT / "tools" / "plan.py"), "profile", *model, *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert program.stdout is not None
+    assert "one cpu rank" in program.stdout.readline()
+    while not list(tmp_path.glob("megapipe-profile-*")):
+        time.sleep(0.05)
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+    while not (ranks := [int(each) for each in children.read_text().split()]):
+        time.sleep(0.05)
+    program.send_signal(number)
+    _, told = program.communicate(timeout=60)
+    assert program.returncode == 128 + number
+    assert told.strip() == f"error: stopped by {number.name}; {tmp_path / 'machine.yaml'} was not written"
+    assert list(tmp_path.iterdir()) == []
+    for rank in ranks:
+        status = Path(f"/proc/{rank}/stat")
+        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,79 @@
+"""What is wrong with a flag or a file, in one line: jsonargparse tells it in several, by classes of Python."""
+
+import re
+from pathlib import Path
+
+_WRONG_TYPE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+Expected an? (?P<type>.+?)\. Got value: (?P<value>.*)', re.S)
+_WRONG_UNION = re.compile(
+    r'Parser key "(?P<key>[^"]+)":\s+Does not validate against any of the Union subtypes\s+'
+    r"Subtypes: \[(?P<types>.+?)\]\n.*Given value: (?P<value>.*)",
+    re.S,
+)
+_UNREAD_GROUP = re.compile(r'Parser key "(?P<key>[^"]+)": Unable to load config "(?P<file>[^"]+)"')
+_UNREADABLE = re.compile(
+    r"Parser key \"(?P<key>[^\"]+)\":\s+Unable to load config '(?P<file>[^']+)'\s+- (?P<why>.*)", re.S
+)
+_NO_FILE = re.compile(r"Parser key \"(?P<key>[^\"]+)\": (?:File does not exist|Path is not a file): '(?P<file>[^']+)'")
+_NO_MAPPING = re.compile(r"Unexpected config:")
+_FROM_FILE = re.compile(r"Unable to load config '(?P<file>[^']+)'")
+_WORDS = {
+    "<class 'int'>": "a whole number",
+    "<class 'float'>": "a finite number",
+    "<class 'bool'>": "true or false",
+    "<class 'str'>": "text",
+    "<class 'dict'>": "a mapping of names to values",
+    "<class 'NoneType'>": "null",
+    "tuple with 2 elements": "a list of 2",
+    "list[int]": "a list of whole numbers, such as [1, 2]",
+    "list[str]": "a list of words, such as [a, b]",
+}
+
+
+def in_words(message: str) -> str:
+    """A message of jsonargparse in one line; what is not known here stays as it is, white space apart.
+
+    The value, the rule and where it was written: `parallel.tensor is 'x', but must be a whole number`.
+    """
+    return " ".join(_told(message).split())
+
+
+def _told(message: str) -> str:
+    wrong = _WRONG_TYPE.search(message) or _WRONG_UNION.search(message)
+    if wrong is not None:
+        types = wrong["type"] if "type" in wrong.groupdict() else wrong["types"]
+        file = _FROM_FILE.search(message)
+        where = f"{file['file']}: " if file is not None else ""
+        value = wrong["value"].strip()
+        return f"{where}{_name(wrong['key'])} is {value or repr(value)}, but must be {_rule(types)}"
+    unread = _NO_FILE.search(message) or _UNREAD_GROUP.search(message)
+    if unread is not None:
+        return f"--{unread['key']} {unread['file']}: {_why_unread(Path(unread['file']))}"
+    if _NO_MAPPING.search(message) is not None:
+        return "a file of --config holds no mapping: write `key: value` lines"
+    group = _UNREADABLE.search(message)
+    if group is not None:
+        return f"--{group['key']} {group['file']} is no YAML: {group['why']}"
+    return message.replace("Problems parsing config:", "a file of --config is no YAML:").strip()
+
+
+def _name(key: str) -> str:
+    """Of a field as it is; of a program's own flag with its hyphens."""
+    return key if "." in key else f"--{key}"
+
+
+def _rule(types: str) -> str:
+    """`<class 'int'>, <class 'NoneType'>` in words."""
+    literal = re.search(r"Literal\[(.+)\]", types)
+    if literal is not None:
+        others = [words for name, words in _WORDS.items() if name in types]
+        return " or ".join([f"one of {literal[1]}", *others])
+    found = [_WORDS.get(each.strip(), each.strip()) for each in re.split(r",(?![^\[]*\])", types)]
+    return " or ".join(found)
+
+
+def _why_unread(file: Path) -> str:
+    if file.is_dir():
+        return "is a folder; name a YAML file"
+    if not file.exists():
+        return "there is no such file; name a YAML file that exists"
+    return "holds no mapping, or cannot be read: write `key: value` lines"

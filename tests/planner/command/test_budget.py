@@ -1,0 +1,77 @@
+"""Steps, days and money of a budget of tokens, by hand, and what a wrong budget or price says."""
+
+import math
+
+import pytest
+
+from tests.planner.command.plan import LAYOUT, json_of, output, refusal
+
+TOKENS = 7.5e9
+MACHINE = """
+name: two kinds
+groups:
+- name: old
+  num_nodes: 1
+  device: {name: slow, peak_flops: {bf16: 125e12}, memory_bytes: 80e9, memory_bandwidth: 900e9}
+  devices_per_node: 8
+  inside: {latency: 1e-6, bandwidth: 150e9}
+  outside: {latency: 1e-5, bandwidth: 3e9}
+- name: new
+  num_nodes: 1
+  device: {name: fast, peak_flops: {bf16: 312e12}, memory_bytes: 80e9, memory_bandwidth: 2e12}
+  devices_per_node: 8
+  inside: {latency: 1e-6, bandwidth: 300e9}
+  outside: {latency: 1e-5, bandwidth: 200e9, adapters: 8}
+"""
+
+
+def test_steps_days_and_money_follow_from_the_step(capsys):
+    found = json_of(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
+    steps = math.ceil(TOKENS / (32 * 1024))  # batch.global_size and data.sequence_length's default
+    days = steps * found["step_time_s"] / 86400
+    training = found["training"]
+    assert training["steps"] == steps
+    assert training["days"] == pytest.approx(days)
+    assert training["cost"] == pytest.approx(days * 24 * 2 * 33)  # 16 devices are two nodes
+    told = output(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
+    assert f"7.5B tokens: {steps:,} steps (--training.steps {steps})" in told
+    assert f"for {training['cost']:,.0f} by the nodes' prices" in told
+
+
+def test_without_prices_there_is_no_cost_and_without_tokens_nothing(capsys):
+    assert json_of(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}")["training"]["cost"] is None
+    assert "prices" not in output(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}")
+    assert json_of(capsys, "predict", *LAYOUT)["training"] is None
+
+
+def test_a_search_tells_them_of_its_best_and_ranks_by_the_price_of_the_flag(capsys):
+    pins = ["--parallel.pipeline=2", "--parallel.tensor=2", "--batch.micro_size=1", "--schedule.name=1f1b"]
+    flags = [*LAYOUT, *pins, f"--tokens={TOKENS}", "--price-per-hour=33", "--top=1"]
+    found = json_of(capsys, "search", *flags)
+    training = found["training"]
+    assert training["days"] == pytest.approx(training["steps"] * found["step_time_s"] / 86400)
+    million = found["search"]["best"]["price_per_million_tokens"]
+    assert training["cost"] == pytest.approx(million * TOKENS / 1e6, rel=1e-3)
+    cheapest = json_of(capsys, "search", *flags, "--objective=cost")
+    assert cheapest["search"]["best"]["price_per_million_tokens"] <= million
+
+
+@pytest.mark.parametrize("command", ["search", "predict"])
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--tokens=0", "--tokens is 0; it must be a finite number above 0"),
+        ("--tokens=-5e9", "--tokens is -5e+09"),
+        ("--price-per-hour=-1", "--price_per_hour is -1; it is of one node"),
+    ],
+)
+def test_a_wrong_budget_is_told(capsys, command, flag, words):
+    (line,) = refusal(capsys, command, *LAYOUT, flag)
+    assert words in line
+
+
+def test_nodes_of_two_kinds_have_their_prices_in_the_file(capsys, tmp_path):
+    (tmp_path / "machine.yaml").write_text(MACHINE)
+    flags = [each for each in LAYOUT if "hardware" not in each] + ["--hardware", str(tmp_path / "machine.yaml")]
+    (line,) = refusal(capsys, "predict", *flags, "--price-per-hour=33")
+    assert "write price_per_hour into each of its groups" in line

@@ -1,0 +1,187 @@
+"""What a search proposes is started: every proposal trains as one process does, in the bytes that were predicted.
+
+The best layouts, the front of speed against memory and the alternatives that fit are run for two real steps on gloo
+ranks, for 1 to 4 CPU devices, several small GPTs and a BERT, and spaces with each schedule, ZeRO stage, recomputation,
+sequence and context parallelism.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.cost.model import predict
+from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.runs.prediction import predict_rank
+from megapipe.planner.search.findings import Findings
+from megapipe.planner.search.plan import Effort, search_speed
+from megapipe.planner.search.space import SearchSpace
+from megapipe.training.validate import validate
+from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
+from tests.support.layout_runs import LayoutRun, run_layout
+from tests.support.meshes import run_mesh, run_threads
+
+GPT = replace(GPT2_SHAPE, num_layers=4)
+LLAMA = replace(LLAMA_SHAPE, num_layers=3)
+BERT = replace(POST_NORM, num_layers=3)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One search. model: a GPT's, or None for the BERT. pinned: fields of `groups` that stay."""
+
+    devices: int
+    model: ModelConfig | None
+    space: SearchSpace
+    memory: float = 1e9
+    groups: tuple[tuple[str, str, Any], ...] = ()
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        return frozenset(f"{group}.{name}" for group, name, _ in self.groups)
+
+
+SMALL = SearchSpace(max_micro_size=2, max_chunks=2)
+ASKED = {
+    "one device": Asked(1, GPT, SMALL),
+    "two devices": Asked(2, GPT, SMALL),
+    "three devices": Asked(3, replace(GPT, num_layers=5), SMALL),
+    "four devices": Asked(4, GPT, SMALL),
+    "four devices, little memory": Asked(4, GPT, SMALL, memory=4.6e5),
+    "llama, four devices": Asked(4, LLAMA, SMALL),
+    "bert, two devices": Asked(2, None, SMALL),
+    "bert, four devices": Asked(4, None, SMALL),
+    "zero-bubble": Asked(
+        4, GPT, replace(SMALL, schedules=("zb_h1", "zb_v"), max_tensor=2), groups=(("parallel", "pipeline", 2),)
+    ),
+    "modular": Asked(4, GPT, replace(SMALL, schedules=("modular", "gpipe")), groups=(("parallel", "pipeline", 2),)),
+    "2bw": Asked(2, LLAMA, replace(SMALL, schedules=("2bw",)), groups=(("parallel", "pipeline", 2),)),
+    "long samples": Asked(4, LLAMA, replace(SMALL, max_context=2), groups=(("parallel", "context", 2),)),
+    "sharded": Asked(4, GPT, SMALL, groups=(("zero", "stage", 3),)),
+    "made again": Asked(2, LLAMA, SMALL, groups=(("recompute", "method", "full"), ("parallel", "tensor", 2))),
+}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "bert").mkdir()
+    return write_shard(folder), write_corpus(folder / "bert")
+
+
+def machine(devices: int, memory: float) -> Hardware:
+    """A node of CPU cores with links so fast that layouts with traffic are proposed as well."""
+    cpu = load_hardware("cpu")
+    group = cpu.groups[0]
+    fast = replace(group.inside, bandwidth=1e11, pair_bandwidth=1e11, latency=1e-8)
+    device = replace(group.device, memory_bytes=memory)
+    return replace(cpu, groups=(replace(group, device=device, devices_per_node=devices, inside=fast),))
+
+
+def base_of(asked: Asked, prefix: str, bert: Any) -> PretrainConfig:
+    """The run without a layout. AdamW's large epsilon keeps rounding from moving a weight as far as a gradient."""
+    config = make_bert_config(bert, BERT) if asked.model is None else make_config(prefix, asked.model)
+    config.optimizer = replace(config.optimizer, epsilon=1e-3)
+    if asked.devices == 3:
+        config.batch = replace(config.batch, global_size=6)
+    for group, name, value in asked.groups:
+        setattr(config, group, replace(getattr(config, group), **{name: value}))
+    return config
+
+
+def proposals(found: Findings) -> Iterator[Estimate]:
+    """Each layout once: ranked ones, the front, alternatives that fit."""
+    seen = set()
+    others = [each.estimate for each in found.alternatives if each.estimate is not None and each.estimate.fits]
+    for each in [*(ranked.estimate for ranked in found.ranked), *(front.estimate for front in found.pareto), *others]:
+        name = json.dumps(each.as_json()["layout"])
+        if name not in seen:
+            seen.add(name)
+            yield each
+
+
+def alone(config: PretrainConfig) -> PretrainConfig:
+    """The same training on one process that keeps everything; 2bw's recursion is its own."""
+    parallel = replace(config.parallel, data=1, tensor=1, pipeline=1, context=1, sequence=False, layers_per_stage=None)
+    name = "2bw" if config.schedule.name == "2bw" else "1f1b"
+    return replace(
+        config,
+        parallel=parallel,
+        zero=replace(config.zero, stage=0),
+        recompute=replace(config.recompute, method="none"),
+        schedule=replace(config.schedule, name=name, chunks=None),
+        batch=replace(config.batch, micro_size=1),
+    )
+
+
+def losses_alone(config: PretrainConfig) -> list[float]:
+    """Of two steps on one process."""
+    (only,) = run_threads({}, run_layout, alone(config))
+    return [result.loss for result in only.run.results]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_every_proposal_trains_as_one_process_in_the_bytes_that_were_predicted(
+    corpora: tuple[str, Any], asked: Asked
+) -> None:
+    hardware = machine(asked.devices, asked.memory)
+    found = search_speed(
+        base_of(asked, *corpora), hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3)
+    )
+    checked = list(proposals(found))
+    assert checked
+    expected = {each.config.schedule.name: each.config for each in checked}
+    losses = {name: losses_alone(config) for name, config in expected.items()}
+    for each in checked:
+        check_start(each, hardware, losses[each.config.schedule.name])
+
+
+def check_start(proposed: Estimate, hardware: Hardware, expected: list[float]) -> None:
+    """Two steps on real ranks: the losses of one process, and bytes within what was told."""
+    config, told = proposed.config, json.dumps(proposed.as_json()["layout"])
+    validate(config, proposed.world_size)
+    sizes = {name: getattr(config.parallel, name) for name in ("data", "pipeline", "context", "tensor")}
+    ranks: list[LayoutRun] = run_mesh(sizes, run_layout, config, timeout=120.0)
+    for rank in ranks:
+        assert [result.loss for result in rank.run.results] == pytest.approx(expected, rel=1e-5), told
+    simulated = predict(config, hardware).estimate
+    for number, rank in enumerate(ranks):
+        predicted = predict_rank(config, rank.schedule, number, predictions=rank.predictions)
+        live = rank.lasting - rank.host + rank.together
+        assert live == pytest.approx(predicted.device_bytes() - predicted.messages, rel=0.1), told
+        coordinate = number // (sizes["context"] * sizes["tensor"]) % sizes["pipeline"]
+        for estimate in (proposed, simulated):
+            memory = estimate.memory[coordinate]
+            assert live <= 1.1 * (memory.total - memory.messages), told
+
+
+def test_a_proposal_of_each_kind_is_among_those_that_are_started(tmp_path: Path) -> None:
+    """What the slow test would not notice: a search that proposes less than its name says."""
+    (tmp_path / "bert").mkdir()
+    files = write_shard(tmp_path), write_corpus(tmp_path / "bert")
+    seen: dict[str, set[Any]] = {}
+    for asked in ASKED.values():
+        hardware, base = machine(asked.devices, asked.memory), base_of(asked, *files)
+        found = search_speed(
+            base, hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3, actions=0)
+        )
+        for each in proposals(found):
+            for name, value in each.as_json()["layout"].items():
+                seen.setdefault(name, set()).add(value)
+    assert seen["data"] >= {1, 2, 4}
+    assert seen["tensor"] >= {1, 2, 4}
+    assert seen["pipeline"] >= {1, 2, 3, 4}
+    assert seen["zero"] == {0, 1, 2, 3}
+    assert seen["recompute"] == {"none", "selective", "full"}
+    assert seen["sequence"] == {False, True}
+    assert seen["context"] == {1, 2}
+    assert seen["schedule"] >= {"1f1b", "interleaved_1f1b", "zb_h1", "2bw"}
