@@ -97,7 +97,6 @@ def profile(
         shared[count] = on_ranks(count, device_type, measure_shared, alone.config, cells_of, steps)[0]
     text = written(assembled(alone, together, ranks, shared), _remark(ranks))
     write_whole(out, text.encode())
-    say(f"wrote {out}")
     return read_hardware(text, str(out))
 
 

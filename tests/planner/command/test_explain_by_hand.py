@@ -83,13 +83,18 @@ def test_tensor_ranks_send_8_bsh_a_layer(told) -> None:
 
 
 def test_the_bubble_is_p_minus_1_micro_batches(told) -> None:
-    """What runs again does so before the gradient arrives, within the time that is waited anyway."""
-    _, found = told
+    """What runs again does so before the gradient arrives, within the time that is waited anyway. Where weights are
+    sharded the filling waits for them too: the closed form then agrees with the simulation of the schedule."""
+    layout, found = told
     stages = found["stages"]
     phases = ("forward", "backward_input", "backward_weight", "tensor")
     slowest = max(sum(stage[name] for name in phases) for stage in stages)
     bubble = sum(term["seconds"] for term in found["closed_form"]["terms"] if term["name"] == "bubble")
-    assert bubble == pytest.approx((PIPELINE - 1) * slowest, rel=0.06)
+    if layout["zero"] < 3:
+        assert bubble == pytest.approx((PIPELINE - 1) * slowest, rel=0.06)
+    else:
+        assert bubble > (PIPELINE - 1) * slowest
+        assert found["closed_form"]["step_time_s"] == pytest.approx(found["step_time_s"], rel=0.1)
 
 
 def test_state_is_18_bytes_a_parameter_shared_out_by_zero(told) -> None:
