@@ -50,7 +50,7 @@ def layer_cost(
     crosses = any(group.crosses for group in run.placement.groups("tensor", "context"))
     waits = None if crosses else compute.waits
     if waits is not None:
-        tensor, context = _as_measured(tensor, context, waits)
+        tensor, context = _as_measured(tensor, context, waits, run.config.parallel.tensor > 1)
     unit = Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in run.tied))
     reduction, gather = replica_seconds(run, unit)
     if assumptions.tensor_by_tensor and run.costs.of_units.shards > 1:
@@ -86,11 +86,14 @@ def _replica_groups(run: RunLayout) -> tuple[GroupLinks, GroupLinks]:
 
 
 def _as_measured(
-    tensor: PhaseSeconds, context: PhaseSeconds, waits: PhaseSeconds
+    tensor: PhaseSeconds, context: PhaseSeconds, waits: PhaseSeconds, has_tensor: bool
 ) -> tuple[PhaseSeconds, PhaseSeconds]:
-    """Measured waiting, told apart by what the model finds each dimension to have of it."""
+    """Measured waiting, told apart by what the model finds each dimension to have of it.
+
+    Layers without messages wait as well: their ranks come from one that has some.
+    """
     both, of_tensor = sum(tensor) + sum(context), sum(tensor)
-    share = of_tensor / both if both else 1.0
+    share = of_tensor / both if both else float(has_tensor)
     return waits.scaled(share), waits.scaled(1.0 - share)
 
 

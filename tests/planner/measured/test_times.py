@@ -228,6 +228,16 @@ def test_ranks_on_two_nodes_do_not_wait_as_measured_on_one() -> None:
     assert estimate(config, hardware).seconds_of("tensor") != estimate(config, on_one).seconds_of("tensor")
 
 
+def test_what_ranks_wait_is_told_as_the_dimension_s_that_they_share_layers_along() -> None:
+    """The embedding's tokens are shared without a message; its ranks wait all the same."""
+    rows = tuple(replace(row, tensor=1, context=2) for row in measurements(machine()).layers if row.tensor == 2)
+    waits = tuple(replace(row, tensor=1, context=2) for row in WAITS)
+    hardware = machine(layers=rows, waits=waits, contention=AT_EASE)
+    found = estimate(run(parallel={"context": 2}), hardware)
+    assert found.seconds_of("tensor") == 0.0
+    assert found.seconds_of("context") == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
+
+
 def test_what_ranks_wait_is_told_apart_by_tensor_and_context() -> None:
     measured = measurements(machine())
     rows = tuple(replace(row, context=2) for row in measured.layers if row.tensor == 2)
