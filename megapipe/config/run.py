@@ -5,6 +5,7 @@ from typing import Literal
 
 from megapipe.config.between_steps import CheckpointConfig, EvaluationConfig, ProfileConfig, TrackingConfig
 from megapipe.config.data import DataConfig
+from megapipe.config.feature_rules import expert_problems, fp8_problems
 from megapipe.config.loss_scale import LossScaleConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.offload import OffloadConfig
@@ -177,7 +178,7 @@ class PretrainConfig:
                 f"loss_scale is set, and training.precision is {self.training.precision}; only fp16 needs one: set "
                 "training.precision fp16, or leave loss_scale out"
             )
-        found += self._fp8_problems() + self._expert_problems()
+        found += fp8_problems(self) + expert_problems(self)
         if not self.training.master_weights and self.training.precision != "bf16":
             found.append(
                 f"training.master_weights is false, and training.precision is {self.training.precision}; weights "
@@ -252,56 +253,5 @@ class PretrainConfig:
             found.append(
                 "spikes are watched for, and nothing is saved: there is no checkpoint to go back to; set "
                 "checkpoint.every, or leave spikes out"
-            )
-        return found
-
-    def _fp8_problems(self) -> list[str]:
-        training, blocks = self.training, self.model.num_layers
-        kept = training.fp8_first_kept, training.fp8_last_kept
-        if training.fp8 == "none":
-            if any(kept):
-                return [
-                    f"training.fp8_first_kept is {kept[0]} and training.fp8_last_kept {kept[1]}, but training.fp8 is "
-                    "none; set it to tensorwise or rowwise, or leave them out"
-                ]
-            return []
-        found = []
-        if training.precision == "fp16":
-            found.append(
-                f"training.fp8 {training.fp8} scales every operand by itself and needs no fp16 with its loss scale; "
-                "set training.precision bf16"
-            )
-        if min(kept) < 0 or sum(kept) >= blocks:
-            found.append(
-                f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must be at least 0 and leave "
-                f"some of the {blocks} blocks of model.num_layers for fp8; lower them, or set training.fp8 none"
-            )
-        return found
-
-    def _expert_problems(self) -> list[str]:
-        if self.model.num_experts is None:
-            return []
-        with_experts = f"does not go with model.num_experts {self.model.num_experts}"
-        found = []
-        if self.training.fp8 != "none":
-            found.append(
-                f"training.fp8 {self.training.fp8} {with_experts}, whose products have no fp8 form; set training.fp8 "
-                "none"
-            )
-        if self.training.compile:
-            found.append(
-                f"training.compile {with_experts}: how many tokens an expert gets differs from step to step, and "
-                "blocks are compiled for fixed sizes; leave it out"
-            )
-        if self.optimizer.name == "muon":
-            found.append(
-                f"optimizer.name muon {with_experts}, whose matrices lie stacked in one parameter; set optimizer.name "
-                "adamw or sgd"
-            )
-        if self.model.balances_experts and not self.training.master_weights:
-            found.append(
-                f"training.master_weights false {with_experts}: biases move by model.expert_balance_rate "
-                f"{self.model.expert_balance_rate}, which bf16 would round away; set training.master_weights true, or "
-                "model.expert_balance_rate 0"
             )
         return found
