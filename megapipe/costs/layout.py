@@ -62,7 +62,7 @@ class LayoutCosts:
         """Ranks that hold the same weights."""
         return self.data * self.context
 
-    @property
+    @cached_property
     def of_units(self) -> UnitCosts:
         """What is kept and sent for the parameters of units."""
         return UnitCosts(self.config, self.replicas, self.alignment, self.shard)
@@ -93,7 +93,7 @@ class LayoutCosts:
         """Names of tied weights."""
         return tied_names(self.layers)
 
-    @property
+    @cached_property
     def stream(self) -> int:
         """Bytes of a micro-batch's residual stream on one rank: the message between two stages."""
         shards = self.config.parallel.sequence_shards

@@ -38,11 +38,20 @@ SLOW: list[Case] = [
     {"model": "llama", "context": "2 ring"},
     {"model": "bert", "tied": "untied", "context": "2 all-to-all"},
 ]
+SHOWN = 6
+"""Of so many cases of the covering array one is slow, the others are exhaustive."""
+
+
+def marked(case: Case, mark: pytest.MarkDecorator) -> object:
+    return pytest.param(case if adds_in_one_order(case) else {**case, "precision": "fp32"}, marks=mark)
+
+
 EVERY_CASE = [
     *({**BASE, **case} for case in CHOSEN),
+    *(marked({**BASE, **case}, pytest.mark.slow) for case in SLOW),
     *(
-        pytest.param(case if adds_in_one_order(case) else {**case, "precision": "fp32"}, marks=pytest.mark.slow)
-        for case in [*({**BASE, **case} for case in SLOW), *CASES]
+        marked(case, pytest.mark.exhaustive if number % SHOWN else pytest.mark.slow)
+        for number, case in enumerate(CASES)
     ),
 ]
 EVEN = [CHOSEN[1], *SLOW[2:4]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from megapipe.planner.cost.pipeline_time import Pipeline, waiting_of
 from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import StageCosts
-from megapipe.planner.cost.traffic_counts import traffic_counts
+from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
 from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules.generators.registry import find_generator
 
@@ -50,6 +51,10 @@ class _Step:
         self.flushes = max(self.policy.versions_by_rank) == 1 and self.policy.updates_per_step == 1
         self.count = run.num_microbatches
         self.units = np.bincount(costs.ranks, costs.layers)
+
+    @cached_property
+    def traffic(self) -> TrafficCounts:
+        return traffic_counts(self.run)
 
     def terms(self) -> Iterator[Term]:
         """A sharded weight's and gradient's traffic of every micro-batch runs beside its compute."""
@@ -112,7 +117,7 @@ class _Step:
 
     def _steady_traffic(self) -> tuple[Floats, Floats]:
         """By stage, what replicas exchange with every micro-batch: gathers ahead of either pass, sums of gradients."""
-        counts = traffic_counts(self.run)
+        counts = self.traffic
         sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
         return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
 
@@ -154,7 +159,7 @@ class _Step:
         units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
         # Sums of every micro-batch run beside its backward: the last unit's alone is left.
         last = traffic / units
-        traffic = np.where(self._by_chunk(traffic_counts(self.run).sums) > 0, last, traffic)
+        traffic = np.where(self._by_chunk(self.traffic.sums) > 0, last, traffic)
         passes = self.count if self.run.config.schedule.name == "modular" else min(self.run.pipeline, self.count)
         left = hidden = np.zeros(self.run.pipeline)
         for chunk in reversed(range(self.run.chunks)):

@@ -31,9 +31,8 @@ class TrafficCounts(NamedTuple):
 def traffic_counts(run: RunLayout) -> TrafficCounts:
     """Of a run; nothing where state is not sharded that far."""
     zero, stages = run.config.zero, len(run.ranks)
-    nothing = TrafficCounts(np.zeros(stages), np.zeros(stages))
     if zero.stage < 2 or run.costs.of_units.shards == 1:
-        return nothing
+        return TrafficCounts(np.zeros(stages), np.zeros(stages))
     ranks = min(RANKS, run.pipeline)
     count = min(run.num_microbatches, ROUNDS * ranks)
     own: dict[int, list[int]] = {rank: [] for rank in range(run.pipeline)}
@@ -45,15 +44,15 @@ def traffic_counts(run: RunLayout) -> TrafficCounts:
     buffers = zero.weight_buffers if zero.stage >= 3 else 0
     shown = tuple(units[rank] for rank in chosen)
     found = _counted(run.config.schedule.name, options, ranks, count, shown, buffers, zero.gradient_buffers)
-    gathers, sums = np.zeros(stages), np.zeros(stages)
+    gathers, sums = [0.0] * stages, [0.0] * stages
     for rank, mine in own.items():
         like = chosen.index(rank) if rank in chosen else 1
+        # What stays in its buffer is gathered and summed once a step, and is none of every micro-batch's.
+        gathered, summed = sum(units[rank]) > zero.weight_buffers, sum(units[rank]) > zero.gradient_buffers
         for chunk, stage in enumerate(mine):
-            gathers[stage], sums[stage] = found[like][chunk]
-            # What stays in its buffer is gathered and summed once a step, and is none of every micro-batch's.
-            gathers[stage] *= sum(units[rank]) > zero.weight_buffers
-            sums[stage] *= sum(units[rank]) > zero.gradient_buffers
-    return TrafficCounts(gathers, np.where(sums > 1.0 / count, sums, 0.0))
+            of_gathers, of_sums = found[like][chunk]
+            gathers[stage], sums[stage] = of_gathers * gathered, of_sums * summed
+    return TrafficCounts(np.array(gathers), np.where(np.array(sums) > 1.0 / count, sums, 0.0))
 
 
 def _shown_ranks(units: list[tuple[int, ...]], ranks: int) -> list[int]:

@@ -70,6 +70,10 @@ ASKED = {
 }
 
 
+SLOW = ("four devices, little memory", "zero-bubble", "2bw")
+"""The others are exhaustive."""
+
+
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     folder = tmp_path_factory.mktemp("corpora")
@@ -128,8 +132,14 @@ def losses_alone(config: PretrainConfig) -> list[float]:
     return [result.loss for result in only.run.results]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(asked, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
+        for name, asked in ASKED.items()
+    ],
+    ids=ASKED,
+)
 def test_every_proposal_trains_as_one_process_in_the_bytes_that_were_predicted(
     corpora: tuple[str, Any], asked: Asked
 ) -> None:
