@@ -16,12 +16,11 @@ Transport = Literal["gloo", "shared_memory", "nccl"]
 
 
 @dataclass(frozen=True)
-class MeasuredLayer:
-    """One micro-batch through a layer on one rank, nothing else running, communication left out.
+class LayerRow:
+    """Seconds of one micro-batch in a layer on one rank.
 
     tensor, context: ranks that the layer is shared by. micro_size: samples. backward: whole; backward_input and
-    backward_weight: its halves where they run apart, together slower than the whole. recompute: the forward again, 0
-    for layers that never do.
+    backward_weight: its halves where they run apart.
     """
 
     kind: LayerKind
@@ -32,24 +31,24 @@ class MeasuredLayer:
     backward: float
     backward_input: float
     backward_weight: float
+
+
+@dataclass(frozen=True)
+class MeasuredLayer(LayerRow):
+    """The rank's own work, nothing else running, communication left out; both halves are slower than the whole.
+
+    recompute: the forward again, 0 for layers that never do.
+    """
+
     recompute: float
 
 
 @dataclass(frozen=True)
-class MeasuredWait:
-    """What ranks that share a layer wait in it for one another, beside their own work: one micro-batch, seconds.
+class MeasuredWait(LayerRow):
+    """What ranks that share the layer wait in it for one another, beside their own work.
 
-    Messages, and that ranks come to each other early and late by turns. Fields as those of `MeasuredLayer`.
+    Messages, and that ranks come to each other early and late by turns.
     """
-
-    kind: LayerKind
-    tensor: int
-    context: int
-    micro_size: int
-    forward: float
-    backward: float
-    backward_input: float
-    backward_weight: float
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ waits for whoever is last. So the steps of `layers` run once more, on as many ra
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
@@ -49,7 +49,7 @@ def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], fac
         return float(max(0.0, getattr(row, name) / factor - getattr(by_place[_place(row)], name)))
 
     return [
-        MeasuredWait(*_place(row), *(beyond(row, name) for name in MeasuredWait.__annotations__ if name not in _PLACE))
+        MeasuredWait(*_place(row), *(beyond(row, each.name) for each in fields(MeasuredWait)[len(_PLACE) :]))
         for row in together
     ]
 
