@@ -8,9 +8,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.report.words import DAY, count_told, duration_told
-
-HOUR = 3600.0
+from megapipe.planner.report.words import DAY, HOUR, count_told, duration_told
 
 
 def priced(hardware: Hardware, price: float | None) -> Hardware:

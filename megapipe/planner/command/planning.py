@@ -12,12 +12,11 @@ from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Efficiency, Hardware
 from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.measured.times import MeasuredTimes
-from megapipe.planner.report.words import count_told, duration_told
+from megapipe.planner.report.words import HOUR, count_told, duration_told
 from megapipe.planner.runs.layout import layers_of
 
 PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
 """Precisions, the fastest first that trains without care."""
-HOUR = 3600.0
 
 
 def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig, list[str]]:

@@ -4,6 +4,7 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 
+HOUR = 3600.0
 DAY = 86400.0
 
 
