@@ -19,7 +19,9 @@ settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` say why they do not run where there is none."""
+    """The longest begin first, so that no worker is left alone with them; tests marked `gpu` say why they do not run
+    where there is none."""
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
     if torch.cuda.is_available():
         return
     for item in items:

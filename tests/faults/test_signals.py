@@ -42,7 +42,7 @@ def test_signals_in_evaluations_and_saves_cost_nothing(tmp_path: Path, corpus: s
         if step is not None:
             assert saved_steps(disturbed / RUN)[-1] == step, "no further step was made"
     last = saved_steps(disturbed / RUN)[-1]
-    assert 10 < last < 14, "the save of step 10 was under way, and training went on beside it"
+    assert 10 <= last < 14, "the save of step 10 was under way; the step behind it had begun, or not yet"
     for folder in (disturbed, whole):
         output = ended(folder, None, *arguments, beside)
         assert "finished after step 14/14" in output, output
