@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
+from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Segment
@@ -23,6 +24,7 @@ from megapipe.training.sources import open_loader, open_samples
 from megapipe.training.validate import validate
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.runs import run as run_with_checkpoints
+from tests.layers.bound import bind
 from tests.planner.command.plan import ROOT
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
@@ -132,8 +134,17 @@ def test_what_experts_do_not_go_with_is_refused(
 
 
 def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:
+    """A share that is normalised over one expert is 1, whatever its score: the router would get no gradient."""
     model = replace(MODEL, experts_per_token=1, normalize_expert_shares=False)
     validate(make_config("shard", model), 1)
+    block = bind(gpt_layers(model)[1], model)
+    x = torch.randn((2, 12, model.hidden_size), generator=torch.Generator().manual_seed(1))
+    for normalize, learns in ((False, True), (True, False)):
+        block.module.mlp.router.normalize = normalize
+        block.module.mlp(x, None).square().sum().backward()
+        gradient = block.gradients().pop("blocks.0.mlp.router.weight").abs().max().item()
+        assert (gradient > 1e-6) is learns
+        block = bind(gpt_layers(model)[1], model)
 
 
 def test_a_dry_run_takes_tokens_to_be_evenly_shared(capsys: pytest.CaptureFixture[str]) -> None:
