@@ -30,6 +30,7 @@ SIZE = 224
 OUTSIDE = b"\xff" * 8
 
 _STEPS_KEPT = 50
+_GRACE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,7 +64,8 @@ class Pace:
         if memory[STEP] != self._seen[STEP]:
             inside = memory[STEP] != OUTSIDE and self._seen[STEP] not in (OUTSIDE, b"")
             if inside and self._step_began is not None:
-                self._durations.append(now - self._step_began)
+                steps = _number(memory) - _number(self._seen)  # several between two looks, where steps are quick
+                self._durations.append((now - self._step_began) / max(1, steps))
             self._step_began = now
         # A watcher that was stopped itself, with the whole job say, has seen nothing meanwhile.
         if memory != self._seen or now - self._looked > self._floor / 2:
@@ -83,9 +85,12 @@ class Pace:
 
 def place(memory: bytes) -> str:
     """What the rank is about, in words."""
-    step = memory[STEP]
     words = memory[PLACE].rstrip(b"\0").decode(errors="replace")
-    return words if step == OUTSIDE else f"step {int.from_bytes(step, 'little')}: {words}"
+    return words if memory[STEP] == OUTSIDE else f"step {_number(memory)}: {words}"
+
+
+def _number(memory: bytes) -> int:
+    return int.from_bytes(memory[STEP], "little")
 
 
 def watch(settings: Settings, memory: Callable[[], bytes]) -> None:
@@ -117,7 +122,7 @@ def end(settings: Settings, memory: bytes, silence: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    time.sleep(1.0)  # for the other ranks' watchers: the first rank to end takes the others with it
+    time.sleep(_GRACE_SECONDS)  # for the other ranks' watchers: the first rank to end takes the others with it
     _send(settings.pid, settings.end_signal)
     for _ in range(20):
         if _state(settings.pid) in ("gone", "dead"):

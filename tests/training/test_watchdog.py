@@ -67,6 +67,15 @@ def test_fast_steps_are_judged_by_the_floor_and_a_stopped_watcher_by_nothing() -
     assert pace.silence(seen(heartbeat), 1000.0) == 0.0, "it looked the other way for that long, stopped with the job"
 
 
+def test_steps_that_are_quicker_than_the_looks_count_each() -> None:
+    """Else ranks whose looks fall otherwise would judge the same steps by different limits."""
+    heartbeat, pace = Heartbeat(), Pace(floor=0.1, factor=4.0, pause=100.0)
+    for look in range(6):
+        heartbeat.step(10 * look, "")
+        pace.silence(seen(heartbeat), 1.0 * look)
+    assert pace.limit == pytest.approx(4.0 * 0.1)
+
+
 def hang(rank: int, directory: Path, how: str) -> None:
     """Two quick steps, and then a third one that never ends."""
     config = WatchdogConfig(floor_seconds=SECONDS, factor=1.0, pause_seconds=20.0)
