@@ -4,6 +4,7 @@ Which experts tokens choose, the data decide. Counted are rows shared out evenly
 tokens x k / t on each. A rank whose experts are chosen more often keeps more and computes longer by the same ratio.
 """
 
+import math
 from collections.abc import Sequence
 
 from megapipe.config.model import ModelConfig
@@ -43,6 +44,17 @@ def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
 def rows_of_rank(model: ModelConfig, tokens: int, tensor_size: int) -> int:
     """Rows that the experts of one rank work on, evenly shared out. tokens: of a micro-batch on all tensor ranks."""
     return tokens * model.experts_per_token // tensor_size
+
+
+def load_variations(model: ModelConfig, squared_loads: Sequence[float], tokens: int) -> list[float]:
+    """Of each block, the standard deviation of how many tokens its experts got over their mean: 0 where all got as
+    many, and the one that got most has at most 1 + variation x sqrt(experts - 1) times the mean.
+
+    squared_loads: of each block the sum over its experts of squared loads, a load being what an expert got beyond the
+    mean, times the number of experts. tokens: that the experts shared out.
+    """
+    pairs = tokens * model.experts_per_token
+    return [math.sqrt(squares / (model.num_experts or 1)) / pairs for squares in squared_loads]
 
 
 def expert_bytes(model: ModelConfig, tokens: int, size: int, *, tensor_size: int, shards: int, again: bool) -> int:

@@ -78,6 +78,7 @@ class Reductions:
         *,
         hidden: bool = False,
         squared_norm: SquaredNorm = squared_norm,
+        balanced_names: Sequence[str] = (),
         loss_terms: int = 1,
         whole_gradients: int = 0,
         reduce_dtype: torch.dtype | None = None,
@@ -88,8 +89,9 @@ class Reductions:
         parameter_names: the whole model's. clip: gradient norm -> coefficient.
         hidden: a step's sums are awaited on a thread beside its actions, for schedules that go on with the next step
         meanwhile; other collectives of this rank may then start before or after, so they need a group of their own.
-        squared_norm: of one parameter's gradient. loss_terms: numbers that the last stage's loss consists of, each a
-        sum with a count of its own.
+        squared_norm: of one parameter's gradient. balanced_names: of those parameters whose gradient is the load of
+        experts and none of the loss's: it is told, and is no part of the norm.
+        loss_terms: numbers that the last stage's loss consists of, each a sum with a count of its own.
         whole_gradients: how many units' whole gradients may have memory at once, where they are kept in shards.
         reduce_dtype: in which gradients travel where units' state is shared out; None: that of their accumulators.
 
@@ -101,6 +103,7 @@ class Reductions:
             )
         self._counted_states = counted_states
         self._positions = name_positions(parameter_names)
+        self._balanced = torch.tensor([self._positions[name] for name in balanced_names], device=device)
         self._communicators = communicators
         self._clip = clip
         self._optimizer = optimizer
@@ -242,7 +245,11 @@ class Reductions:
         """Sum `scalars` over all ranks and read off what everybody needs."""
         self._all_ranks.all_reduce(scalars)
         squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :].tolist()
+        loads: tuple[float, ...] = ()
+        if len(self._balanced):
+            loads = tuple(squares[self._balanced].tolist())
+            squares[self._balanced] = 0.0
         scale = step.input.loss_scale
         norm = squares.sum().sqrt() / scale
         means = tuple(loss / (count or 1.0) for loss, count in zip(losses, step.term_counts(), strict=True))
-        return Scalars(means, float(norm), (self._clip(norm) / scale).to(torch.float32))
+        return Scalars(means, float(norm), (self._clip(norm) / scale).to(torch.float32), loads)

@@ -57,6 +57,8 @@ class StepResult:
     gradient_norm: before clipping; that of the last update in a step of several.
     skipped: the loss or the gradients were not finite, weights stayed. stop, save: some rank asked to stop, to save.
     outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
+    squared_loads: of each block whose experts are balanced, in order, the sum over its experts of their squared loads
+        (`layers.router`), of the last update.
     """
 
     step: int
@@ -68,18 +70,21 @@ class StepResult:
     outputs: tuple[tuple[Tensor, ...], ...] = ()
     loss_terms: tuple[float, ...] = ()
     save: bool = False
+    squared_loads: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Scalars:
     """A step's sums over all ranks. loss_terms: means, one for each term of the loss.
 
-    coefficient: what clipping and the loss scale multiply gradients by, float32, on the device.
+    coefficient: what clipping and the loss scale multiply gradients by, float32, on the device. squared_loads: as in
+    StepResult.
     """
 
     loss_terms: tuple[float, ...]
     gradient_norm: float
     coefficient: Tensor
+    squared_loads: tuple[float, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -167,4 +172,5 @@ def finished(state: StepState) -> StepResult:
         stop=stop,
         loss_terms=scalars.loss_terms,
         save=save,
+        squared_loads=scalars.squared_loads,
     )

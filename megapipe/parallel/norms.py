@@ -33,8 +33,7 @@ def squared_norms(
 ) -> dict[str, Tensor]:
     """Each counted parameter's squared gradient norm by its name: float64 scalars, for those with elements here.
 
-    Where replicas share the state out, that of the elements in this rank's shard. What balances experts is not
-    counted: its gradient is none of the loss's.
+    Where replicas share the state out, that of the elements in this rank's shard.
 
     update: whose gradients, where several are alive. squared_norm: of one parameter's owned elements.
     """
@@ -42,7 +41,7 @@ def squared_norms(
     for state in states:
         gradient = state.reduced_gradient(update)
         for segment in state.table.counted():
-            if state.held(segment) and not segment.spec.balance_rate:
+            if state.held(segment):
                 found[segment.spec.name] = squared_norm(state.in_shard(gradient, segment))
     return found
 
@@ -59,7 +58,7 @@ def uncounted_flaw(states: Iterable[UnitState], update: int = 0) -> dict[str, Te
         gradient = state.reduced_gradient(update)
         counted = {segment.spec.name for segment in state.table.counted()}
         for segment in state.table:
-            if segment.spec.name not in counted and state.held(segment):
+            if segment.spec.name not in counted and state.held(segment) and not segment.spec.balance_rate:
                 found[segment.spec.name] = state.in_shard(gradient, segment)
     if not found:
         return {}

@@ -98,11 +98,13 @@ class ProgressBar(Listener):
 
 
 def vital_signs(record: StepRecord) -> str:
-    """Loss, gradient norm and learning rate of a step."""
+    """Loss, gradient norm and learning rate of a step, and the load variation of the block where it is worst."""
+    loads = record.expert_load_variations
     return (
         f"loss {record.loss:.4f}{_terms(record.terms)} | gradient norm {record.gradient_norm:.3f} | "
         f"learning rate {record.learning_rate:.2e}"
         f"{'' if record.loss_scale is None else f' | loss scale {record.loss_scale:g}'}"
+        f"{f' | expert loads vary by {max(loads):.0%}' if loads else ''}"
     )
 
 

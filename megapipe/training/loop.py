@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
+from megapipe.costs.experts import load_variations
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
@@ -291,4 +292,7 @@ class TrainingLoop:
             mfu=self._meter.mfu(tokens, seconds),
             terms=self._replica.family.named(result.loss_terms),
             loss_scale=fed.loss_scale,
+            expert_load_variations=load_variations(
+                self._config.model, result.squared_loads, tokens // self._engine.schedule.header.updates_per_step
+            ),
         )

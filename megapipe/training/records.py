@@ -35,6 +35,9 @@ class StepRecord:
     """Of a loss that has several, by name: mlm (masked tokens), sop (sentence order), nsp (next sentence)."""
     loss_scale: float | None = None
     """What an fp16 run multiplied the step's loss by."""
+    expert_load_variations: list[float] = field(default_factory=list)
+    """Of every block whose experts are balanced, in order: standard deviation of how many tokens its experts got over
+    their mean (Shazeer et al., 2017, arXiv 1701.06538, section 4); of the last update in a step of several."""
 
 
 @dataclass(frozen=True, kw_only=True)

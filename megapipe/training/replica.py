@@ -142,18 +142,19 @@ class Replica:
         return lambda instruction: heartbeat.told(instruction, places.words(instruction))
 
     def _reductions(self, schedule: Schedule) -> Reductions:
-        names = [spec.name for layer in self._layers for spec in layer.parameters.values()]
+        specs = [spec for layer in self._layers for spec in layer.parameters.values()]
         limit = self._config.optimizer.clip_norm
         groups = communicators(self._mesh, schedule, self.stages)
         return Reductions(
             counted_states(self.stages, groups),
-            names,
+            [spec.name for spec in specs],
             groups,
             partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
             self.optimizer,
             self._mesh.device,
             hidden=not schedule.flushes,
             squared_norm=self._squared_norm,
+            balanced_names=[spec.name for spec in specs if spec.balance_rate],
             loss_terms=len(self.family.loss_terms),
             whole_gradients=schedule.header.whole_gradients,
             reduce_dtype=torch.bfloat16 if self._config.zero.reduce_dtype == "bf16" else None,

@@ -2,7 +2,7 @@
 
 import netrc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,15 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "speed/mfu": record.mfu,
         **{f"train/{name}_loss": loss for name, loss in record.terms.items()},
         **({} if record.loss_scale is None else {"train/loss_scale": record.loss_scale}),
+        **_expert_scalars(record.expert_load_variations),
     }
+
+
+def _expert_scalars(variations: Sequence[float]) -> dict[str, float]:
+    if not variations:
+        return {}
+    mean = sum(variations) / len(variations)
+    return {"experts/mean_load_variation": mean, "experts/worst_load_variation": max(variations)}
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:

@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from megapipe.training.display import PlainLines, ProgressBar
+from megapipe.training.display import PlainLines, ProgressBar, vital_signs
 from tests.training.records import evaluation_record, step_record
 
 
@@ -31,6 +31,12 @@ def test_rates_weigh_steps_by_their_time() -> None:
     display.step(step_record(4, seconds=0.5, mfu=0.6))
     assert "MFU 30.0%" in lines[2]  # 1.5 s at 20% and 0.5 s at 60%
     assert "| 32 tokens/s |" in lines[2]
+
+
+def test_uneven_loads_of_experts_are_told_of_the_worst_block() -> None:
+    line = vital_signs(step_record(1, loss_scale=8.0, expert_load_variations=[0.25, 1.5, 0.5]))
+    assert line.endswith("| loss scale 8 | expert loads vary by 150%")
+    assert "vary" not in vital_signs(step_record(1))
 
 
 def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:

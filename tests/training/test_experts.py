@@ -11,8 +11,10 @@ from torch import Tensor
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
+from megapipe.costs.experts import load_variations
 from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
+from megapipe.layers.router import Router
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
@@ -75,6 +77,51 @@ def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
     (evened,) = run_mesh({}, violations, corpus, 0.05, backend="threads")
     assert evened[0] == left_alone[0]
     assert sum(evened[-10:]) < 0.5 * sum(left_alone[-10:])
+
+
+def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tuple[list[list[float]], list[float]]:
+    """Of two steps what a rank is told of each block, and of the last one what its own routers' choices say."""
+    config = make_config(corpus, replace(MODEL, num_kv_heads=4, init_std=0.3), **groups)
+    replica = Replica(config, mesh, family_of(config).layers)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    units = (unit for stage in replica.stages.values() for copies in stage.units for unit in copies)
+    routers = [module for unit in units for module in unit.modules() if isinstance(module, Router)]
+    counts: dict[Router, Tensor] = {}
+
+    def count(router: Router, _inputs: object, found: tuple[Tensor, Tensor]) -> None:
+        counts[router] += torch.bincount(found[1].flatten(), minlength=4)
+
+    for router in routers:
+        router.register_forward_hook(count)
+    told = []
+    for step in range(2):
+        counts.update({router: torch.zeros(4) for router in routers})
+        batch = loader.load(step * config.batch.global_size)
+        scale = 128.0 if replica.loss_scaler is not None else 1.0
+        given = StepInput(step, batch.contexts, batch.token_counts, 1e-3, loss_scale=scale)
+        (result,) = (*replica.engine.feed(given), *replica.engine.drain())
+        tokens = config.batch.global_size * config.data.sequence_length
+        told.append(load_variations(config.model, result.squared_loads, tokens))
+    return told, [float(each.std(correction=0) / each.mean()) for each in counts.values()]
+
+
+def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -> None:
+    ((expected, counted),) = run_mesh({}, variations, corpus, {}, backend="threads")
+    assert expected[1] == pytest.approx(counted, rel=1e-6)
+    assert len(counted) == 2
+    assert min(counted) > 0.1
+    layouts: list[tuple[dict[str, int], dict[str, dict[str, Any]]]] = [
+        ({"tensor": 2}, {"parallel": {"tensor": 2, "sequence": True}}),
+        ({"pipeline": 2}, {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}}),
+        ({"data": 2}, {"parallel": {"data": 2}, "zero": {"stage": 2}}),
+        ({"tensor": 4}, {"parallel": {"tensor": 4}, "recompute": {"method": "full"}}),
+    ]
+    for sizes, groups in layouts:
+        for told, _ in run_mesh(sizes, variations, corpus, groups, backend="threads"):
+            for found, wanted in zip(told, expected, strict=True):
+                assert found == pytest.approx(wanted, rel=1e-5), sizes
+    ((scaled, counted),) = run_mesh({}, variations, corpus, {"training": {"precision": "fp16"}}, backend="threads")
+    assert scaled[1] == pytest.approx(counted, rel=1e-6), "a loss scale is no part of a load"
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}], ids=str)

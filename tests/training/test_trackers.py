@@ -10,6 +10,8 @@ from megapipe.config.run import PretrainConfig
 from megapipe.training.trackers import TensorBoard, WeightsAndBiases, open_trackers, step_scalars, wandb_mode
 from tests.training.records import evaluation_record, step_record
 
+LOADS = {"expert_load_variations": [0.25, 0.75]}
+
 
 def configuration(directory: Path) -> PretrainConfig:
     config = PretrainConfig()
@@ -22,15 +24,17 @@ def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
     for steps in ((1, 2), (3,)):  # the second one is a resumed run
         tracker = TensorBoard(tmp_path)
         for step in steps:
-            tracker.step(step_record(step))
+            tracker.step(step_record(step, **LOADS))
         tracker.evaluation(evaluation_record(steps[-1]))
         tracker.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    for name, value in step_scalars(step_record(3)).items():
+    for name, value in step_scalars(step_record(3, **LOADS)).items():
         assert [event.step for event in events.Scalars(name)] == [1, 2, 3]
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
     assert [event.step for event in events.Scalars("validation/loss")] == [2, 3]
+    assert events.Scalars("experts/mean_load_variation")[0].value == 0.5
+    assert events.Scalars("experts/worst_load_variation")[0].value == 0.75
 
 
 def test_no_tracker_unless_asked_for(tmp_path: Path) -> None:
