@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-# No deadline: an example's first run imports and compiles, and the cores are shared with other ranks. The same examples
-# every time: a change is judged by what it changes. `pytest --hypothesis-profile=thorough` looks for new ones.
+# No deadline: an example's first run imports and compiles, and the cores are shared with other ranks.
+# The same examples every time: a change is judged by what it changes. `pytest --hypothesis-profile=thorough` looks for
+# new ones.
 settings.register_profile(
     "default",
     max_examples=50,

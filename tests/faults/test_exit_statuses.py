@@ -21,7 +21,9 @@ def test_a_loss_that_stays_high_ends_with_its_own_status(tmp_path: Path, corpus:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=20", "--checkpoint.every=4"]
     arguments += ["--spikes.deviations=10", "--spikes.window=4", "--spikes.patience=1", "--spikes.skip_batches=1"]
     arguments += ["--optimizer.learning_rate=0.005", "--optimizer.warmup_steps=2"]
-    output = told_by(tmp_path, Fault("batches", rank=None, step=24), *arguments)  # those of step 7 and of all behind it
+    output = told_by(
+        tmp_path, Fault("batches", rank=None, step=24), *arguments
+    )  # those of step 7 and of all behind it
     assert ExitCode.SPIKES in statuses(output), output
     assert output.count("error: the loss jumped up again") == 1
     assert "after 1 returns to the checkpoint after step 4" in output

@@ -50,7 +50,7 @@ def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Path) -> None:
-    """Rank 1's watcher is held up until the other one has told: whichever is first ends the job a few seconds later."""
+    """Rank 1's watcher is held up until the other one has told: the first of them ends the job a few seconds later."""
     watchdog = ["--watchdog.floor_seconds=5", "--watchdog.factor=20"]
     with endless_job(tmp_path, "--parallel.pipeline=2", *watchdog) as (process, workers):
         (watcher,) = children_of(workers[1])
