@@ -31,6 +31,8 @@ VARIABLE = "MEGAPIPE_FAULT"
 MARK = "the fault is here"
 """Printed where the fault strikes, for tests that do something then."""
 
+LATE_SECONDS = 6.0
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -110,6 +112,12 @@ def in_compile(fault: Fault) -> None:
     wrap(compile_fx, "compile_fx", once(fault))
 
 
+def late_start(fault: Fault) -> None:
+    """Long before anything else."""
+    print(MARK, flush=True)
+    time.sleep(LATE_SECONDS)
+
+
 def beside_training(fault: Fault) -> None:
     """As a save is written beside the step that comes behind it, which waits for the fault."""
     saves, fed, struck = threading.Event(), threading.Event(), threading.Event()
@@ -131,6 +139,7 @@ def beside_training(fault: Fault) -> None:
 
 
 PLACES: dict[str, Callable[[Fault], None]] = {
+    "start": late_start,
     "process groups": lambda fault: wrap(dist, "init_process_group", once(fault)),
     "model": lambda fault: wrap(pretrain, "Replica", once(fault)),
     "compile": in_compile,

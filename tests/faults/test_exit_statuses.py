@@ -30,6 +30,14 @@ def test_a_loss_that_stays_high_ends_with_its_own_status(tmp_path: Path, corpus:
     assert saved_steps(tmp_path / RUN) == [4]
 
 
+def test_a_wrong_input_is_told_once_though_the_first_rank_comes_late(tmp_path: Path) -> None:
+    """The other one has found it long before, and waits: its exit would end the one that is to tell."""
+    output = told_by(tmp_path, Fault("start", rank=0), "--data.prefix=nowhere", "--parallel.data=2")
+    (told,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "nowhere" in told
+    assert ExitCode.WRONG_INPUT in statuses(output), output
+
+
 def test_replicas_that_differ_end_with_their_own_status(tmp_path: Path, corpus: str) -> None:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=8", "--checkpoint.every=2"]
     arguments += ["--reliability.compare_every=2"]
