@@ -1,6 +1,7 @@
 """What a run that failed says, and the status it exits with."""
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -26,14 +27,19 @@ _ALIKE: dict[type[Exception], ExitCode] = {
 """Errors that every rank raises at the same step."""
 
 
+PATIENCE_SECONDS = 20.0
+"""What a host's first rank is given to make, and tell of, the mistake that another one has made."""
+
+
 def status_of(error: Exception) -> ExitCode | None:
     """Tell of an error on stderr, and return the exit status; None for a defect, whose traceback is to be seen."""
     if isinstance(error, ConfigError | DataError | LaunchError | CheckpointError):
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The ranks of a host make the same mistake: one tells of it, before torchrun ends it for another's exit.
-            time.sleep(3)
-        else:
-            _tell(error)
+            # The ranks of a host make the same mistake: the first one tells of it, and torchrun ends the others for
+            # its exit. They must not be quicker, and it may be late; but where it goes on, they tell themselves.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(PATIENCE_SECONDS)
+        _tell(error)
         return ExitCode.WRONG_INPUT
     alike = next((code for kind, code in _ALIKE.items() if isinstance(error, kind)), None)
     if alike is not None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from megapipe.data.errors import DataError
 from megapipe.data.preprocess import command as program
 from megapipe.data.preprocess.workers import interrupts_put_off, map_in_order
 from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
+from tests.support.patience import wait_until
 
 
 def test_what_a_killed_run_left_is_not_trusted(tmp_path: Path) -> None:
@@ -26,6 +26,18 @@ def test_what_a_killed_run_left_is_not_trusted(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def held_tool(folder: Path) -> list[str]:
+    """The tool, but that it stands still behind the first part that it has joined: it never comes to its end."""
+    program = folder / "held.py"
+    program.write_text(
+        "import runpy, time\n"
+        "from megapipe.data.preprocess import command\n"
+        "command.Progress.show = lambda *_: time.sleep(1000)\n"
+        f"if __name__ == '__main__': runpy.run_path({TOOL[1]!r}, run_name='__main__')\n"
+    )
+    return [sys.executable, str(program)]
+
+
 def test_an_interrupted_run_stops_its_workers_and_can_be_repeated(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 200)
     arguments = [
@@ -36,7 +48,12 @@ def test_an_interrupted_run_stops_its_workers_and_can_be_repeated(tmp_path: Path
         "--output-prefix",
         str(tmp_path / "out"),
     ]
-    process = subprocess.Popen([*TOOL, *arguments, "--workers", "2"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*held_tool(tmp_path), *arguments, "--workers", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     wait_until(lambda: list(tmp_path.glob("out.parts/0*")) != [])
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
@@ -44,6 +61,7 @@ def test_an_interrupted_run_stops_its_workers_and_can_be_repeated(tmp_path: Path
     assert not list(tmp_path.glob("*.idx"))
     assert preprocess(*arguments) == 0
     assert texts_of(tmp_path / "out_text_document") == ["x" * 100_000] * 200
+    (tmp_path / "held.py").unlink()
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -51,8 +69,9 @@ def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
     """A terminal sends it to every process of the command; a worker then imports, and would print where."""
     write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 800)
     options = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "2"]
-    command = [*TOOL, *options, "--output-prefix", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [*held_tool(tmp_path), *options, "--output-prefix", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     wait_until(lambda: num_children(process.pid) >= 2)  # the first one keeps track of the others
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
@@ -139,9 +158,8 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
     worker = int((tmp_path / "pid").read_text())
     os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(10)
+    parent.wait()
     wait_until(lambda: not alive(worker))
-    assert not alive(worker)
 
 
 def alive(process: int) -> bool:
@@ -151,12 +169,3 @@ def alive(process: int) -> bool:
         return status.read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("waited for 30 s")

@@ -6,6 +6,7 @@ MEGAPIPE_FAULT holds the JSON of a `Fault`; without it this is pretrain_gpt.py.
 import importlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megapipe.checkpoint import background
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
+from megapipe.engine.step import StepInput
 from megapipe.parallel.groups.distributed import DistributedGroup
 from megapipe.training import pretrain
 from megapipe.training.batches import BatchLoader
@@ -28,6 +30,8 @@ from megapipe.training.replica import Replica
 VARIABLE = "MEGAPIPE_FAULT"
 MARK = "the fault is here"
 """Printed where the fault strikes, for tests that do something then."""
+
+LATE_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,40 @@ def in_compile(fault: Fault) -> None:
     wrap(compile_fx, "compile_fx", once(fault))
 
 
+def late_start(fault: Fault) -> None:
+    """Long before anything else."""
+    print(MARK, flush=True)
+    time.sleep(LATE_SECONDS)
+
+
+def beside_training(fault: Fault) -> None:
+    """As a save is written beside the step that comes behind it, which waits for the fault."""
+    saves, fed, struck = threading.Event(), threading.Event(), threading.Event()
+
+    def feed(engine: Engine, given: StepInput) -> None:
+        if saves.is_set() and not struck.is_set():
+            fed.set()
+            struck.wait()
+
+    def write(*_: Any, **__: Any) -> None:
+        if not struck.is_set():
+            fed.wait()
+            fault.strike()
+            struck.set()
+
+    wrap(background.BackgroundSaver, "start", lambda *_, **__: saves.set())
+    wrap(background, "write_share", write)
+    wrap(Engine, "feed", feed)
+
+
 PLACES: dict[str, Callable[[Fault], None]] = {
+    "start": late_start,
     "process groups": lambda fault: wrap(dist, "init_process_group", once(fault)),
     "model": lambda fault: wrap(pretrain, "Replica", once(fault)),
     "compile": in_compile,
     "evaluation": lambda fault: wrap(Evaluation, "run", once(fault)),
     "save": lambda fault: wrap(importlib.import_module("megapipe.checkpoint.save"), "write_share", once(fault)),
-    "save beside training": lambda fault: wrap(background, "write_share", once(fault)),
+    "save beside training": beside_training,
     "step": lambda fault: wrap(Engine, "feed", lambda _, given: fault.strike() if given.step == fault.step else None),
     "collective": in_collective,
     "weights": flipped_bit,

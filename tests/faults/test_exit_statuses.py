@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.training.exit_codes import ExitCode
 from tests.faults.faulty_pretrain import Fault
-from tests.faults.jobs import RUN, ended, needs_proc, saved_steps, statuses
+from tests.faults.jobs import RUN, needs_proc, saved_steps, statuses, told_by
 from tests.support.gpt_runs import write_shard
 
 pytestmark = [pytest.mark.slow, needs_proc]
@@ -21,17 +21,27 @@ def test_a_loss_that_stays_high_ends_with_its_own_status(tmp_path: Path, corpus:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=20", "--checkpoint.every=4"]
     arguments += ["--spikes.deviations=10", "--spikes.window=4", "--spikes.patience=1", "--spikes.skip_batches=1"]
     arguments += ["--optimizer.learning_rate=0.005", "--optimizer.warmup_steps=2"]
-    output = ended(tmp_path, Fault("batches", rank=None, step=24), *arguments)  # those of step 7 and of all behind it
+    output = told_by(
+        tmp_path, Fault("batches", rank=None, step=24), *arguments
+    )  # those of step 7 and of all behind it
     assert ExitCode.SPIKES in statuses(output), output
     assert output.count("error: the loss jumped up again") == 1
     assert "after 1 returns to the checkpoint after step 4" in output
     assert saved_steps(tmp_path / RUN) == [4]
 
 
+def test_a_wrong_input_is_told_once_though_the_first_rank_comes_late(tmp_path: Path) -> None:
+    """The other one has found it long before, and waits: its exit would end the one that is to tell."""
+    output = told_by(tmp_path, Fault("start", rank=0), "--data.prefix=nowhere", "--parallel.data=2")
+    (told,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "nowhere" in told
+    assert ExitCode.WRONG_INPUT in statuses(output), output
+
+
 def test_replicas_that_differ_end_with_their_own_status(tmp_path: Path, corpus: str) -> None:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=8", "--checkpoint.every=2"]
     arguments += ["--reliability.compare_every=2"]
-    output = ended(tmp_path, Fault("weights", step=4), *arguments)
+    output = told_by(tmp_path, Fault("weights", step=4), *arguments)
     assert ExitCode.REPLICAS_DIFFER in statuses(output), output
     assert output.count("error: after step 4 ranks differ in what has to be equal: weights of ") == 1
     assert "on rank 1 against rank 0" in output
@@ -40,8 +50,8 @@ def test_replicas_that_differ_end_with_their_own_status(tmp_path: Path, corpus: 
 
 def test_a_rank_asleep_in_a_collective_is_named_by_its_watchdog(tmp_path: Path, corpus: str) -> None:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=1000"]
-    arguments += ["--watchdog.floor_seconds=4", "--watchdog.factor=20"]
-    output = ended(tmp_path, Fault("collective", step=20), *arguments)
+    arguments += ["--watchdog.floor_seconds=5", "--watchdog.factor=20"]
+    output = told_by(tmp_path, Fault("collective", step=20), *arguments)
     assert ExitCode.STALLED in statuses(output), output
     told = [line for line in output.splitlines() if line.startswith("watchdog: rank 1 ")]
     assert told, output

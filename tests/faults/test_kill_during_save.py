@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import pytest
 
 from megapipe.checkpoint import newest_valid
 from megapipe.training import resume
-from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc
+from tests.faults.jobs import LIMIT_SECONDS, RUN, children, needs_proc, saved_steps
 from tests.faults.kill_loop import DeadlyDisk, survives
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import start
+from tests.support.patience import wait_until
 
 
 def save_on(disk: DeadlyDisk) -> None:
@@ -50,13 +52,15 @@ def test_a_killed_job_is_started_again_and_goes_on(tmp_path: Path) -> None:
                 if line.startswith("step "):
                     break
             assert (f"after step {steps[-1]} " in first) == (life > 0)
+            wait_until(lambda: saved_steps(tmp_path / RUN)[-1:] > steps[-1:])  # saves end beside training
             time.sleep(chosen.uniform(0.0, 0.5))
         finally:
             # torchrun gives its workers sessions of their own.
             for pid in (process.pid, *children(process.pid).values()):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # workers end with it
+                    os.kill(pid, signal.SIGKILL)
             process.communicate(timeout=LIMIT_SECONDS)
-        newest = newest_valid(tmp_path / "runs/default/checkpoints")
+        newest = newest_valid(tmp_path / RUN / "checkpoints")
         assert newest is not None
         steps.append(int(newest.name.removeprefix("step-")))
         assert steps[-1] > steps[-2]

@@ -15,6 +15,7 @@ from megapipe.training.exit_codes import ExitCode
 from tests.faults.jobs import LIMIT_SECONDS, assert_same_run, children, children_of, needs_proc, wait_for_the_end
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import command, environment, launch, start
+from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.slow, needs_proc]
 
@@ -49,9 +50,14 @@ def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Path) -> None:
-    watchdog = ["--watchdog.floor_seconds=3", "--watchdog.factor=20"]
+    """Rank 1's watcher is held up until the other one has told: the first of them ends the job a few seconds later."""
+    watchdog = ["--watchdog.floor_seconds=5", "--watchdog.factor=20"]
     with endless_job(tmp_path, "--parallel.pipeline=2", *watchdog) as (process, workers):
-        os.kill(workers[1], signal.SIGSTOP)
+        (watcher,) = children_of(workers[1])
+        for stopped in (watcher, workers[1]):
+            os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: "watchdog: rank 0 " in (tmp_path / "errors").read_text())
+        os.kill(watcher, signal.SIGCONT)
         assert process.wait(timeout=LIMIT_SECONDS) != 0
         wait_for_the_end([*workers.values()])
     errors = (tmp_path / "errors").read_text()

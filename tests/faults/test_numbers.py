@@ -200,7 +200,7 @@ def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int) -> list[
         module = replica.stages[0].units[-1][0]
         assert isinstance(module, torch.nn.Module)
         module.register_forward_hook(lambda *_: time.sleep(0.05))
-    for step in range(8):
+    for step in range(14):
         batch = loader.load(step * config.batch.global_size)
         watch.before(step, replica.engine, busy=False)
         replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
@@ -209,7 +209,8 @@ def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int) -> list[
 
 @pytest.mark.slow
 def test_a_slow_rank_is_named(corpus: str) -> None:
-    """Half a second of sleep in each step beside a few milliseconds of work."""
+    """Half a second of sleep in each step beside a few milliseconds of work, measured seven times: a pause of the
+    machine in one of them leaves three in a row."""
     config = make_config(
         corpus,
         GPT2_SHAPE,
@@ -217,5 +218,5 @@ def test_a_slow_rank_is_named(corpus: str) -> None:
         reliability={"stragglers_every": 2, "straggler_reports": 3, "straggler_factor": 2.0},
     )
     for said in run_threads({"data": 3}, run_with_a_slow_rank, config, 1):
-        assert len(said) == 1
-        assert said[0].startswith("warning: rank 1 is slow: busy for ")
+        assert said
+        assert all(line.startswith("warning: rank 1 is slow: busy for ") for line in said)

@@ -27,7 +27,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # Imports alone: an operation in the server would start threads that a fork does not carry over.
 _CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "tests.support.ranks", "tests.support.meshes"])
 
+_START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
+_JOINED = b""
+"""What a rank sends first, once all have started; then comes its answer, which is never empty."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,7 +51,7 @@ def run_ranks(
     level of its module; arguments and results are pickled, so no tensor is shared between ranks.
 
     Args:
-        timeout: seconds after which ranks that have not answered are killed and named.
+        timeout: seconds behind the start of all after which ranks that have not answered are killed and named.
         may_die: ranks whose death is the point of the test; their result is None, the others run on.
 
     Raises:
@@ -59,7 +62,7 @@ def run_ranks(
         store = os.path.join(folder, "store")
         ranks = [_start(rank, world_size, store, timeout, payload) for rank in range(world_size)]
         try:
-            return _collect(ranks, time.monotonic() + timeout, timeout, frozenset(may_die))
+            return _collect(ranks, timeout, frozenset(may_die))
         finally:
             for process, pipe in ranks:
                 process.kill()
@@ -88,6 +91,7 @@ def _rank_main(
         torch.set_num_threads(1)
         function, args = pickle.loads(payload)
         _join(rank, world_size, store, timeout)
+        pipe.send_bytes(_JOINED)
         answer = pickle.dumps((True, function(rank, *args)))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
@@ -109,12 +113,10 @@ def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
 
 
 def _collect(
-    ranks: list[tuple[ForkServerProcess, connection.Connection]],
-    deadline: float,
-    timeout: float,
-    may_die: frozenset[int],
+    ranks: list[tuple[ForkServerProcess, connection.Connection]], timeout: float, may_die: frozenset[int]
 ) -> list[Any]:
     """Results in rank order. After a first failure the other ranks get a short grace to tell theirs."""
+    deadline, joined = time.monotonic() + _START_SECONDS + timeout, 0
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
@@ -126,7 +128,13 @@ def _collect(
             assert isinstance(pipe, connection.Connection)
             rank = waiting.pop(pipe)
             try:
-                succeeded, value = pickle.loads(pipe.recv_bytes())
+                answer = pipe.recv_bytes()
+                if answer == _JOINED:
+                    waiting[pipe] = rank
+                    joined += 1
+                    deadline = time.monotonic() + timeout if joined == len(ranks) else deadline
+                    continue
+                succeeded, value = pickle.loads(answer)
             except (EOFError, ConnectionResetError):
                 process = ranks[rank][0]
                 process.join()

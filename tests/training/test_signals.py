@@ -22,7 +22,8 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", signals.STOPS)
-def test_first_signal_and_its_echo_only_ask(number: signal.Signals) -> None:
+def test_first_signal_and_its_echo_only_ask(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "ECHO_SECONDS", 1000.0)  # however long this process is held up between the two
     with SignalRequests() as requests:
         assert not requests.stop
         signal.raise_signal(number)
@@ -80,18 +81,21 @@ def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None
     ("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 0)]
 )
 def test_before_training_a_process_that_runs_no_python_answers_at_once(number: signal.Signals, status: int) -> None:
-    """It waits in C: a handler of Python's would run only behind that, and print a traceback."""
+    """It waits in C until its input ends: a handler of Python's would run only behind that, and print a traceback."""
     program = (
         "import ctypes, signal\n"
         "from megapipe.training.signals import before_training\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a shell's background jobs do not have
         "before_training()\n"
         "print('waits', flush=True)\n"
-        "for _ in range(2):\n"
-        "    ctypes.PyDLL(None).sleep(1)\n"
+        "ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "waits\n"

@@ -61,8 +61,12 @@ def test_one_by_one_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
 
     steps: list[float] = []
     told: list[tuple[int, int]] = []
-    makers = {"first": lambda: lambda: steps.append(time.sleep(0.3) or 0.0), "second": lambda: lambda: None}
-    deadline = time.monotonic() + 0.2
+    deadline = time.monotonic() + 2.0
+
+    def until_the_time_is_up() -> None:
+        steps.append(time.sleep(max(0.0, deadline - time.monotonic()) + 0.01) or 0.0)
+
+    makers = {"first": lambda: until_the_time_is_up, "second": lambda: lambda: None}
     seconds, failures = one_by_one(
         makers, torch.device("cpu"), 50, deadline, lambda found, lost: told.append((len(found), len(lost)))
     )

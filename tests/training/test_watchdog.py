@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megapipe.config.reliability import WatchdogConfig
 from megapipe.engine.program import Instruction
 from megapipe.schedules.actions import Action, Kind
+from megapipe.training import watchdog_process
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.watchdog import Heartbeat, Watchdog
-from megapipe.training.watchdog_process import SIZE, Pace, place
+from megapipe.training.watchdog_process import SIZE, Pace, Settings, place, watch
 from tests.support.ranks import RankError, run_ranks
 
 SECONDS = 0.3
@@ -112,10 +113,34 @@ def test_a_rank_that_cannot_run_python_is_dumped_and_ended(
     assert any(word in stacks.read_text() for stacks in (tmp_path / "stacks").iterdir())
 
 
-def test_a_rank_that_goes_on_is_left_alone_and_leaves_nothing(tmp_path: Path) -> None:
-    config = WatchdogConfig(floor_seconds=SECONDS, factor=1.0)
-    with Watchdog(config, 0, tmp_path) as heartbeat:
-        for step in range(10):
-            heartbeat.step(step, "FORWARD")
-            time.sleep(SECONDS / 6)
+def test_a_rank_that_ends_leaves_nothing(tmp_path: Path) -> None:
+    with Watchdog(WatchdogConfig(floor_seconds=60.0), 0, tmp_path) as heartbeat:
+        heartbeat.step(0, "FORWARD")
+        assert [path.name for path in tmp_path.iterdir()] == ["stacks"]
     assert list(tmp_path.iterdir()) == []
+
+
+class PlannedTime:
+    """A clock of seconds, in the place of `time`: rank 0 begins a step every other second, for an hour."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat, self.now = heartbeat, 0
+
+    def monotonic(self) -> float:
+        return float(self.now)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds == 1.0, "between two looks"
+        self.now += 1
+        if self.now % 2 == 0 and self.now < 3600:
+            self.heartbeat.step(self.now // 2, "FORWARD")
+
+
+def test_a_rank_is_left_alone_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = Heartbeat()
+    ended: list[tuple[str, float]] = []
+    monkeypatch.setattr(watchdog_process, "time", PlannedTime(heartbeat))
+    monkeypatch.setattr(watchdog_process, "end", lambda _, memory, silence: ended.append((place(memory), silence)))
+    ours = Settings(0, os.getppid(), 10.0, 4.0, 20.0, "", signal.SIGUSR2, ExitCode.STALLED)
+    watch(ours, lambda: seen(heartbeat))
+    assert ended == [("step 1799: FORWARD", 11.0)]

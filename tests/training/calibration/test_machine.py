@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,9 @@ from megapipe.training.calibration import profile
 from megapipe.training.calibration.collectives import Call, fitted
 from megapipe.training.calibration.device import measured_bandwidth, measured_products, memory_bytes
 from megapipe.training.calibration.ranks import on_ranks
+from tests.faults.jobs import children_of, wait_for_the_end
 from tests.support.launch import ROOT
+from tests.support.patience import wait_until
 from tests.training.calibration.test_layers import CONFIG
 
 CPU = torch.device("cpu")
@@ -152,16 +153,12 @@ def test_a_signal_ends_a_profile_and_leaves_neither_file_nor_process(tmp_path: P
     )  # fmt: skip
     assert program.stdout is not None
     assert "one cpu rank" in program.stdout.readline()
-    while not list(tmp_path.glob("megapipe-profile-*")):
-        time.sleep(0.05)
-    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
-    while not (ranks := [int(each) for each in children.read_text().split()]):
-        time.sleep(0.05)
+    wait_until(lambda: list(tmp_path.glob("megapipe-profile-*")))
+    wait_until(lambda: children_of(program.pid))
+    ranks = children_of(program.pid)
     program.send_signal(number)
     _, told = program.communicate(timeout=60)
     assert program.returncode == 128 + number
     assert told.strip() == f"error: stopped by {number.name}; {tmp_path / 'machine.yaml'} was not written"
     assert list(tmp_path.iterdir()) == []
-    for rank in ranks:
-        status = Path(f"/proc/{rank}/stat")
-        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_for_the_end(ranks)

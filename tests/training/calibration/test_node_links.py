@@ -53,14 +53,14 @@ def from_a_slow_node(mesh: Mesh, sizes: tuple[int, ...], slow: int, seconds: flo
 
 @pytest.mark.slow
 def test_a_slow_node_is_seen_in_what_it_sends() -> None:
-    """Three nodes sit out a round each. Node 1 comes 20 ms late to each of its messages of a MiB."""
-    found = on_ranks(3, "cpu", from_a_slow_node, (1, 1, 1), 1, 0.02)
+    """Three nodes sit out a round each. Node 1 comes 100 ms late to each of its messages of a MiB."""
+    found = on_ranks(3, "cpu", from_a_slow_node, (1, 1, 1), 1, 0.1)
     assert found[0] == found[1] == found[2]
     (links,) = set(found)
     assert (links.hosts, links.devices) == (("node0", "node1", "node2"), (1, 1, 1))
     assert [links.bandwidth[node][node] for node in range(3)] == [0.0] * 3
-    # Four messages and half an answer's way less: 80 ms without 10.
-    assert 0.0 < min(links.bandwidth[1][0], links.bandwidth[1][2]) <= max(links.bandwidth[1]) < 2**20 / 0.015
+    # Four messages and half an answer's way less: 400 ms without 50.
+    assert 0.0 < min(links.bandwidth[1][0], links.bandwidth[1][2]) <= max(links.bandwidth[1]) < 2**20 / 0.075
     others = [rate for i, row in enumerate(links.bandwidth) for j, rate in enumerate(row) if i != j and i != 1]
     assert min(others) > max(links.bandwidth[1])
     assert links.latency > 0.0
