@@ -1,6 +1,5 @@
 """Least squares for a handful of bounded parameters whose errors have no derivative at hand."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,8 +53,8 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
 def spreads(
     errors: Callable[[Floats], Floats], parameters: Sequence[Parameter], point: Floats, error: float
 ) -> tuple[float, ...]:
-    """One standard deviation of each parameter at the best point, where that of an error is `error`: by the inverse of
-    the slopes' products, as in a linear problem.
+    """One standard deviation of each parameter at the best point, where that of an error is `error`: roots of the
+    diagonal of the inverse of the slopes' products, as in a linear problem.
 
     Infinite for parameters that no error depends on, and for all where some matter only together.
     """
@@ -64,8 +63,10 @@ def spreads(
     slopes = _slopes(errors, point, errors(point), steps, high) / steps
     found = np.full(len(point), np.inf)
     told = np.flatnonzero(slopes.any(axis=0))
-    with contextlib.suppress(np.linalg.LinAlgError):
-        found[told] = error * np.sqrt(np.diag(np.linalg.inv(slopes[:, told].T @ slopes[:, told])))
+    if 0 < len(told) <= len(slopes):
+        _, sizes, axes = np.linalg.svd(slopes[:, told], full_matrices=False)
+        if sizes[-1] > _TOGETHER * sizes[0]:
+            found[told] = error * np.sqrt(((axes / sizes[:, None]) ** 2).sum(axis=0))
     return tuple(map(float, found))
 
 
@@ -104,3 +105,5 @@ _ROUNDS, _TRIALS = 40, 6
 _MORE, _LESS = 5.0, 0.3
 _ENOUGH = 1e-8
 """Of the search; the last is a gain in squared logarithms that ends it."""
+_TOGETHER = 1e-9
+"""Share of the greatest singular value below which the smallest is rounding."""

@@ -19,7 +19,7 @@ from megapipe.planner.fitting.products import A100_FP16, H100_BF16, ceiling_of, 
 from megapipe.planner.hardware.reader import load_hardware
 
 WIDTH = 0.3
-"""One standard deviation of a share's logarithm, for all shares and machines: as far as the rates of `MEMORY` scatter."""
+"""One standard deviation of a share's logarithm, for all shares and machines: as the rates of `MEMORY` scatter."""
 ROW_ERROR = 0.03
 """One standard deviation of a row's error that no share explains: as large as published rows' errors come out."""
 

@@ -60,15 +60,15 @@ def report_lines(result: FitResult, unit: str) -> Iterator[str]:
 
 def parameter_lines(result: FitResult) -> Iterator[str]:
     """Each parameter before and after, with one standard deviation in percent."""
-    yield f"{'share':<10}{'before':>14}{'fitted':>14}  +-: one standard deviation, a row's being {ROW_ERROR:.0%}"
+    yield f"{'share':<10}{'before':>16}{'fitted':>17}  +-: one standard deviation, a row's being {ROW_ERROR:.0%}"
     for each, spread in zip(PARAMETERS, result.spreads, strict=True):
         share = getattr(result.efficiency, each.name)
-        after = f"{share:.3f} +-{spread / share:4.0%}" if isfinite(spread) else f"{share:.3f}, untold"
+        after = f"{share:.3f} +-{spread / share:4.0%}" if isfinite(spread) else f"{share:.3f}, not told"
         before, origin = "unknown", ""
         if result.prior is not None:
             belief = result.prior.beliefs[each.name]
             before, origin = f"{belief.mean:.3f} +-{result.prior.width:4.0%}", f"  before: {belief.origin}"
-        yield f"{each.name:<10}{before:>14}{after:>14}{origin}"
+        yield f"{each.name:<10}{before:>16}{after:>17}{origin}"
 
 
 def _row_line(row: RowResult) -> str:

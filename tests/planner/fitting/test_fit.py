@@ -152,7 +152,7 @@ def test_a_share_that_rows_do_not_tell_is_named() -> None:
     found = fit(alone, load_hardware("a100-80"), leave_one_out=False)
     assert np.isinf(found.spreads[2])
     assert found.as_json()["standard_deviations"]["links"] is None
-    assert ", untold" in list(report_lines(found, "steps/s"))[4]
+    assert ", not told" in list(report_lines(found, "steps/s"))[4]
     prior = prior_of("a100-80")
     known = fit(alone, load_hardware("a100-80"), prior=prior, leave_one_out=False)
     assert known.efficiency.links == pytest.approx(prior.beliefs["links"].mean, rel=1e-2)

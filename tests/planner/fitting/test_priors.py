@@ -78,5 +78,10 @@ def test_a_parameter_that_no_error_depends_on_is_not_told() -> None:
     assert found[2] == np.inf
 
 
+def test_fewer_errors_than_parameters_tell_none_of_them() -> None:
+    assert spreads(lambda point: point[:1] * point[1:2], FREE[:2], np.array([0.5, 0.5]), 0.1) == (np.inf, np.inf)
+
+
 def test_parameters_that_matter_only_together_are_not_told() -> None:
-    assert spreads(lambda point: point[:1] + point[1:2], FREE[:2], np.array([0.5, 0.5]), 0.1) == (np.inf, np.inf)
+    slopes = np.array([[1.0, 1.0], [2.0, 2.0], [0.3, 0.3]])
+    assert spreads(lambda point: slopes @ point, FREE[:2], np.array([0.5, 0.5]), 0.1) == (np.inf, np.inf)
