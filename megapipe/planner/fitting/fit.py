@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, Protocol
 
 import numpy as np
 
 from megapipe.config.errors import ConfigError
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.fitting.least_squares import Floats, Parameter, fit_parameters
+from megapipe.planner.fitting.least_squares import Floats, Parameter, fit_parameters, spreads
+from megapipe.planner.fitting.priors import ROW_ERROR, Prior
 from megapipe.planner.hardware.description import Efficiency, Hardware
 
 PARAMETERS = (
@@ -76,12 +78,18 @@ class RowResult:
 
 @dataclass(frozen=True)
 class FitResult:
-    """Parameters and how rows come out with them. fitted: rows that they were fitted to; told: others."""
+    """Parameters and how rows come out with them.
+
+    spreads: one standard deviation of each of `PARAMETERS`, a row's being `ROW_ERROR`; infinite where rows do not tell
+    it. fitted: rows that they were fitted to; told: others. prior: what was known before; None where nothing was.
+    """
 
     hardware: Hardware
     efficiency: Efficiency
+    spreads: tuple[float, ...]
     fitted: tuple[RowResult, ...]
     told: tuple[RowResult, ...]
+    prior: Prior | None = None
 
     @property
     def mean_error(self) -> float:
@@ -93,13 +101,26 @@ class FitResult:
         """Of the fitted rows, without sign."""
         return max(abs(row.error) for row in self.fitted)
 
+    @property
+    def left_out_errors(self) -> tuple[float, ...]:
+        """Of the fitted rows, each told by the others alone, without sign; empty where none was left out."""
+        return tuple(abs(row.left_out) for row in self.fitted if row.left_out is not None)
+
     def as_json(self) -> dict[str, Any]:
         """Everything, machine-readable."""
+        left_out = self.left_out_errors
         return {
             "hardware": self.hardware.name,
             "parameters": {each.name: getattr(self.efficiency, each.name) for each in PARAMETERS},
+            "standard_deviations": {
+                each.name: spread if isfinite(spread) else None
+                for each, spread in zip(PARAMETERS, self.spreads, strict=True)
+            },
+            "prior": None if self.prior is None else self.prior.as_json(),
             "mean_error": self.mean_error,
             "worst_error": self.worst_error,
+            "leave_one_out_mean_error": float(np.mean(left_out)) if left_out else None,
+            "leave_one_out_worst_error": max(left_out) if left_out else None,
             "rows": [row.as_json() for row in self.fitted],
             "rows_not_fitted": [row.as_json() for row in self.told],
         }
@@ -114,11 +135,19 @@ def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
     return replace(hardware, groups=tuple(groups))
 
 
-def fit(rows: Sequence[Row], hardware: Hardware, told: Sequence[Row] = (), *, leave_one_out: bool = True) -> FitResult:
+def fit(
+    rows: Sequence[Row],
+    hardware: Hardware,
+    told: Sequence[Row] = (),
+    *,
+    prior: Prior | None = None,
+    leave_one_out: bool = True,
+) -> FitResult:
     """The efficiency under which predictions come nearest to the rows, by least squares of log speed.
 
-    Its half_size and launch stay what they are. leave_one_out: fit once more without
-    each row, to see how well the others foretell it.
+    Its half_size and launch stay what they are. prior: what is known of the shares besides; their distance from it
+    counts with the rows' errors. leave_one_out: fit once more without each row, to see how well the others foretell
+    it.
 
     Raises:
         ConfigError: fewer rows than parameters, or with leave_one_out not one more; nothing of a row fits.
@@ -129,16 +158,24 @@ def fit(rows: Sequence[Row], hardware: Hardware, told: Sequence[Row] = (), *, le
             f"{len(rows)} rows given: {len(PARAMETERS)} parameters ({', '.join(each.name for each in PARAMETERS)}) "
             f"need {needed} or more; measure more layouts"
         )
-    machine = _machine(hardware, fit_parameters(_errors_of(rows, hardware), PARAMETERS))
+    errors = _errors_of(rows, hardware, prior)
+    point = fit_parameters(errors, PARAMETERS)
+    machine = _machine(hardware, point)
     left_out: list[float | None] = [None] * len(rows)
     if leave_one_out:
         for index, row in enumerate(rows):
             others = [*rows[:index], *rows[index + 1 :]]
-            without = fit_parameters(_errors_of(others, hardware), PARAMETERS)
+            without = fit_parameters(_errors_of(others, hardware, prior), PARAMETERS)
             left_out[index] = judge(row, _machine(hardware, without)).error
     fitted = (judge(row, machine, left) for row, left in zip(rows, left_out, strict=True))
-    best = machine.groups[0].device.efficiency
-    return FitResult(machine, best, tuple(fitted), tuple(judge(row, machine) for row in told))
+    return FitResult(
+        machine,
+        machine.groups[0].device.efficiency,
+        spreads(errors, PARAMETERS, point, ROW_ERROR),
+        tuple(fitted),
+        tuple(judge(row, machine) for row in told),
+        prior,
+    )
 
 
 def judge(row: Row, hardware: Hardware, left_out: float | None = None) -> RowResult:
@@ -152,10 +189,13 @@ def _machine(hardware: Hardware, point: Floats) -> Hardware:
     return with_shares(hardware, {each.name: float(value) for each, value in zip(PARAMETERS, point, strict=True)})
 
 
-def _errors_of(rows: Sequence[Row], hardware: Hardware) -> Callable[[Floats], Floats]:
+def _errors_of(rows: Sequence[Row], hardware: Hardware, prior: Prior | None) -> Callable[[Floats], Floats]:
+    """Of a point: the rows' log errors, and behind them its distances from the prior."""
+
     def errors(point: Floats) -> Floats:
         machine = _machine(hardware, point)
         speeds = (row.speeds(row.predict(machine)) for row in rows)
-        return np.array([np.log(predicted / measured) for predicted, measured in speeds])
+        found = np.array([np.log(predicted / measured) for predicted, measured in speeds])
+        return found if prior is None else np.concatenate([found, prior.errors(point)])
 
     return errors

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from megapipe.planner.fitting.fit import PARAMETERS, judge
+from megapipe.planner.fitting.fit import PARAMETERS, FitResult, judge
+from megapipe.planner.fitting.priors import LINKS, MEMORY, Rate, prior_of
 from megapipe.planner.fitting.published import TABLES, PublishedRun
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import load_hardware
@@ -27,6 +28,30 @@ def rows_lines(name: str) -> Iterator[str]:
         yield _row(run, hardware, "not fitted")[0]
     yield ""
     yield f"Fitted rows: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}."
+
+
+def left_out_line(result: FitResult) -> str:
+    """The errors of rows that the others told."""
+    rows = ", ".join(f"{row.name} {row.left_out or 0.0:+.1%}" for row in result.fitted)
+    errors = result.left_out_errors
+    return f"Left out: {rows}; mean {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}."
+
+
+def prior_lines() -> Iterator[str]:
+    """The published rates that shares start from, and their means."""
+    yield "| share | preset | published rate of | reached | source |"
+    yield "|---|---|---|---|---|"
+    for name in MEMORY:
+        beliefs = prior_of(name).beliefs
+        products = beliefs["ceiling"]
+        yield f"| `ceiling` | `{name}` | an endless product | **{products.mean:.3f}** | {products.origin} |"
+        for share, rates in (("memory", MEMORY[name]), ("links", LINKS[name])):
+            yield from (_rate(share, name, rate) for rate in rates)
+            yield f"| `{share}` | `{name}` | geometric mean | **{beliefs[share].mean:.3f}** | |"
+
+
+def _rate(share: str, name: str, rate: Rate) -> str:
+    return f"| `{share}` | `{name}` | {rate.what} | {rate.share:.3f} | {rate.source} |"
 
 
 def _row(run: PublishedRun, hardware: Hardware, remark: str) -> tuple[str, float]:

@@ -31,7 +31,7 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
     point = np.array([each.start for each in parameters])
     found, damping = errors(point), _FIRST_DAMPING
     for _ in range(_ROUNDS):
-        slopes = np.stack([_slope(errors, point, found, axis, steps, high) for axis in range(len(point))], axis=1)
+        slopes = _slopes(errors, point, found, steps, high)
         better = None
         for _ in range(_TRIALS):
             moved = np.clip(point + _step(slopes, found, damping, point <= low, point >= high) * steps, low, high)
@@ -48,6 +48,31 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
         if gain < _ENOUGH:
             break
     return point
+
+
+def spreads(
+    errors: Callable[[Floats], Floats], parameters: Sequence[Parameter], point: Floats, error: float
+) -> tuple[float, ...]:
+    """One standard deviation of each parameter at the best point, where that of an error is `error`: roots of the
+    diagonal of the inverse of the slopes' products, as in a linear problem.
+
+    Infinite for parameters that no error depends on, and for all where some matter only together.
+    """
+    steps = np.array([each.step for each in parameters])
+    high = np.array([each.high for each in parameters])
+    slopes = _slopes(errors, point, errors(point), steps, high) / steps
+    found = np.full(len(point), np.inf)
+    told = np.flatnonzero(slopes.any(axis=0))
+    if 0 < len(told) <= len(slopes):
+        _, sizes, axes = np.linalg.svd(slopes[:, told], full_matrices=False)
+        if sizes[-1] > _TOGETHER * sizes[0]:
+            found[told] = error * np.sqrt(((axes / sizes[:, None]) ** 2).sum(axis=0))
+    return tuple(map(float, found))
+
+
+def _slopes(errors: Callable[[Floats], Floats], point: Floats, found: Floats, steps: Floats, high: Floats) -> Floats:
+    """Changes of the errors over one step along each axis: [errors, parameters]."""
+    return np.stack([_slope(errors, point, found, axis, steps, high) for axis in range(len(point))], axis=1)
 
 
 def _step(slopes: Floats, found: Floats, damping: float, lowest: Bools, highest: Bools) -> Floats:
@@ -80,3 +105,5 @@ _ROUNDS, _TRIALS = 40, 6
 _MORE, _LESS = 5.0, 0.3
 _ENOUGH = 1e-8
 """Of the search; the last is a gain in squared logarithms that ends it."""
+_TOGETHER = 1e-9
+"""Share of the greatest singular value below which the smallest is rounding."""

@@ -33,15 +33,26 @@ def law_of(device: Device, dtype: str, rates: Mapping[int, float]) -> Efficiency
 
 
 def half_size_of(rates: Mapping[int, float], launch: float) -> float:
-    """half_size by products of three sizes or so, their launch being known. rates: TFLOP/s by size.
+    """half_size by products of three sizes or so, their launch being known. rates: TFLOP/s by size."""
+    slope, endless = _third_roots(rates, launch)
+    return slope / endless
 
-    By the law the third root of seconds over FLOPs is a line in 1 / size, whose slope is `half_size` times its value
-    for an endless product; the line is that of least squares.
+
+def ceiling_of(device: Device, dtype: str, rates: Mapping[int, float], launch: float) -> float:
+    """ceiling by the same products: the share of the peak that an endless one would reach."""
+    _, endless = _third_roots(rates, launch)
+    return endless**-3 / device.peak(dtype)
+
+
+def _third_roots(rates: Mapping[int, float], launch: float) -> tuple[float, float]:
+    """Slope and start of the line of least squares through the third roots of seconds over FLOPs against 1 / size.
+
+    By the law the start is that of an endless product, and the slope `half_size` times it.
     """
     sizes = np.array(list(rates), dtype=np.float64)
     seconds = np.array([_seconds(size, rate) for size, rate in rates.items()]) - launch
-    slope, endless = np.polyfit(1.0 / sizes, (seconds / (2.0 * sizes**3)) ** (1.0 / 3.0), 1)
-    return float(slope / endless)
+    slope, start = np.polyfit(1.0 / sizes, (seconds / (2.0 * sizes**3)) ** (1.0 / 3.0), 1)
+    return float(slope), float(start)
 
 
 def _seconds(size: int, rate: float) -> float:

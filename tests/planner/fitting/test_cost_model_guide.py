@@ -9,7 +9,7 @@ import pytest
 
 import megapipe
 from megapipe.planner.fitting.findings import findings_lines
-from megapipe.planner.fitting.guide import rows_lines
+from megapipe.planner.fitting.guide import prior_lines, rows_lines
 from megapipe.planner.fitting.published import TABLES
 
 GUIDE = (Path(megapipe.__file__).parent.parent / "docs" / "cost_model.md").read_text(encoding="utf-8")
@@ -27,6 +27,10 @@ def test_the_guides_example_prints_what_it_shows() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_rows_of_the_guide_are_what_the_presets_tell(name: str) -> None:
     assert "\n".join(rows_lines(name)) in GUIDE
+
+
+def test_published_rates_of_the_guide_are_those_that_shares_start_from() -> None:
+    assert "\n".join(prior_lines()) in GUIDE
 
 
 def test_the_guides_findings_are_the_models() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from megapipe.config.errors import ConfigError
@@ -9,11 +10,15 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import PARAMETERS, FitResult, fit, judge, with_shares
+from megapipe.planner.fitting.guide import left_out_line
+from megapipe.planner.fitting.least_squares import Floats, fit_parameters
+from megapipe.planner.fitting.priors import WIDTH, Belief, Prior, prior_of
 from megapipe.planner.fitting.published import TABLES, PublishedRun
 from megapipe.planner.fitting.report import fit_json, fit_report, fit_table, report_lines
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import load_hardware
 from tests.planner.cost.runs import SMALL, config_of
+from tests.planner.fitting.test_cost_model_guide import GUIDE
 
 TRUTH = {"ceiling": 0.62, "memory": 0.45, "links": 0.8}
 
@@ -113,13 +118,45 @@ def test_the_report_names_parameters_rows_and_errors() -> None:
     found = fit(made_up()[:4], load_hardware("a100-80"), made_up()[4:5], leave_one_out=False)
     lines = list(report_lines(found, "steps/s"))
     assert lines[0].startswith("3 free parameters of A100-80: ceiling 0.")
-    assert "left out" in lines[1]
-    assert lines[6] == f"mean error {found.mean_error:.1%}, worst {found.worst_error:.1%}"
-    assert lines[7] == "not fitted, foretold:"
-    assert len(lines) == 9
+    assert [line.split()[:2] for line in lines[2:5]] == [[each.name, "unknown"] for each in PARAMETERS]
+    assert "left out" in lines[5]
+    assert lines[10] == f"mean error {found.mean_error:.1%}, worst {found.worst_error:.1%}"
+    assert lines[11] == "not fitted, foretold:"
+    assert len(lines) == 13
     told = found.as_json()
-    assert told["parameters"].keys() == {"ceiling", "memory", "links"}
+    assert told["parameters"].keys() == told["standard_deviations"].keys() == {"ceiling", "memory", "links"}
     assert [row["leave_one_out_error"] for row in told["rows"]] == [None] * 4
+    assert told["prior"] is told["leave_one_out_mean_error"] is told["leave_one_out_worst_error"] is None
+
+
+def test_the_report_names_what_was_known_before_and_rows_left_out() -> None:
+    prior = prior_of("a100-80")
+    found = fit(made_up()[:4], load_hardware("a100-80"), prior=prior)
+    lines = list(report_lines(found, "steps/s"))
+    for line, (name, belief) in zip(lines[2:5], prior.beliefs.items(), strict=True):
+        assert line.split()[:3] == [name, f"{belief.mean:.3f}", "+-"]
+        assert line.endswith(belief.origin)
+    left_out = [abs(row.left_out or 0.0) for row in found.fitted]
+    assert lines[-1] == f"left out: mean error {sum(left_out) / 4:.1%}, worst {max(left_out):.1%}"
+    told = found.as_json()
+    assert told["leave_one_out_worst_error"] == max(left_out)
+    assert told["prior"]["shares"]["memory"]["mean"] == prior.beliefs["memory"].mean
+
+
+def test_a_share_that_rows_do_not_tell_is_named() -> None:
+    """One device has no links: whatever stands there was not fitted. What is known of it before stays."""
+    truth = with_shares(load_hardware("a100-80"), TRUTH)
+    alone = [
+        MadeUp(f"batch {size}", config_of(SMALL, batch={"global_size": size}), truth) for size in (1, 2, 4, 8, 16)
+    ]
+    found = fit(alone, load_hardware("a100-80"), leave_one_out=False)
+    assert np.isinf(found.spreads[2])
+    assert found.as_json()["standard_deviations"]["links"] is None
+    assert ", not told" in list(report_lines(found, "steps/s"))[4]
+    prior = prior_of("a100-80")
+    known = fit(alone, load_hardware("a100-80"), prior=prior, leave_one_out=False)
+    assert known.efficiency.links == pytest.approx(prior.beliefs["links"].mean, rel=1e-2)
+    assert known.spreads[2] / known.efficiency.links == pytest.approx(prior.width, rel=0.1)
 
 
 def test_unknown_rows_are_told() -> None:
@@ -131,11 +168,48 @@ def test_unknown_rows_are_told() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) -> None:
-    """Memory's share is learnt from the smallest model, alone without tensor ranks: left out it is farthest off."""
+    """The goal, of rows told by the others alone: on average within 4%, each within 8%."""
     found: FitResult = fit_table(name)
     preset = load_hardware(TABLES[name].hardware).groups[0].device.efficiency
     for parameter in PARAMETERS:
         assert getattr(found.efficiency, parameter.name) == pytest.approx(getattr(preset, parameter.name), abs=0.01)
-    left_out = {row.name: abs(row.left_out or 0.0) for row in found.fitted}
-    assert left_out.pop("1.7B") < 0.12
-    assert max(left_out.values()) < 0.07
+    assert len(found.left_out_errors) == 5
+    assert sum(found.left_out_errors) / 5 <= 0.04
+    assert max(found.left_out_errors) <= 0.08
+    assert left_out_line(found) in GUIDE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_another_prior_tells_the_rows_left_out_too(name: str) -> None:
+    """Half as wide, and with all kernels as fast as a plain copy: nothing of the real one is tuned to the rows."""
+    table = TABLES[name]
+    beliefs = {**prior_of(table.hardware).beliefs, "memory": Belief(0.9, "a copy")}
+    found = fit(table.runs(), load_hardware(table.hardware), prior=Prior(beliefs, WIDTH / 2))
+    assert found.worst_error <= 0.08
+    assert found.mean_error <= 0.04
+    assert max(found.left_out_errors) <= 0.08
+    assert sum(found.left_out_errors) / 5 <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "squares"), [("sc21", (0.0080, 0.0022, 0.0007)), ("h100", (0.0040, 0.0029, 0.0024))])
+def test_without_the_smallest_model_rows_alone_put_memory_on_its_bound(name: str, squares: tuple[float, ...]) -> None:
+    """Why there is a prior: the other rows fit the better the more of its bandwidth memory reaches."""
+    rows, _, hardware = runs_of(name)
+    others = [parameter for parameter in PARAMETERS if parameter.name != "memory"]
+
+    def machine(memory: float, point: Floats) -> Hardware:
+        shares = dict(zip([each.name for each in others], map(float, point), strict=True))
+        return with_shares(hardware, {**shares, "memory": memory})
+
+    def best(memory: float) -> tuple[float, Hardware]:
+        def errors(point: Floats) -> Floats:
+            return np.log1p([judge(row, machine(memory, point)).error for row in rows[1:]])
+
+        point = fit_parameters(errors, others)
+        return float(np.sum(errors(point) ** 2)), machine(memory, point)
+
+    found = [best(memory) for memory in (0.5, 0.75, 1.0)]
+    assert [left for left, _ in found] == pytest.approx(squares, abs=1e-4)
+    assert judge(rows[0], found[-1][1]).error == pytest.approx(0.10, abs=0.005)

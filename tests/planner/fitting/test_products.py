@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.planner.fitting.products import A100_FP16, H100_BF16, half_size_of, law_of
+from megapipe.planner.fitting.products import A100_FP16, H100_BF16, ceiling_of, half_size_of, law_of
 from megapipe.planner.hardware.description import Device
 from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.hardware.roofline import matrix_product_time
@@ -40,8 +40,12 @@ def test_the_law_tells_the_products_it_was_fitted_to() -> None:
 
 
 @given(half=st.floats(1.0, 500.0), launch=st.floats(0.0, 2e-5), peak=st.floats(50.0, 900.0))
-def test_the_half_size_that_products_were_made_with_is_found(half: float, launch: float, peak: float) -> None:
+def test_the_half_size_and_ceiling_that_products_were_made_with_are_found(
+    half: float, launch: float, peak: float
+) -> None:
     rates = {
         size: 2e-12 * size**3 / (2.0 * (size + half) ** 3 / (peak * 1e12) + launch) for size in (2048, 4096, 8192)
     }
     assert half_size_of(rates, launch) == pytest.approx(half, rel=1e-6)
+    machine = Device("a", {"bf16": 989e12}, 80e9, 3e12)
+    assert ceiling_of(machine, "bf16", rates, launch) == pytest.approx(peak / 989, rel=1e-6)

@@ -1,0 +1,87 @@
+"""What is known of shares before rows are seen: beside closed forms of ridge regression, and beside its sources."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.planner.fitting.fit import PARAMETERS
+from megapipe.planner.fitting.least_squares import Floats, Parameter, fit_parameters, spreads
+from megapipe.planner.fitting.priors import LINKS, MEMORY, ROW_ERROR, WIDTH, Belief, Prior, prior_of
+from megapipe.planner.fitting.published import TABLES
+
+NAMES = ("a", "b", "c")
+FREE = [Parameter(name, 1e-3, 1e3, 0.5, 1e-3) for name in NAMES]
+
+
+def problem(seed: int, rows: int, scale: float) -> tuple[Floats, Floats, Prior]:
+    """Slopes of rows' errors in logarithms, the errors at 1, and a prior."""
+    random = np.random.default_rng(seed)
+    means = dict(zip(NAMES, random.uniform(0.4, 0.9, 3), strict=True))
+    prior = Prior({name: Belief(float(mean), "drawn") for name, mean in means.items()})
+    return scale * random.standard_normal((rows, 3)), scale * random.standard_normal(rows) / 10, prior
+
+
+def errors_of(slopes: Floats, start: Floats, prior: Prior) -> Callable[[Floats], Floats]:
+    return lambda point: np.concatenate([slopes @ np.log(point) + start, prior.errors(point)])
+
+
+def ridge(slopes: Floats, start: Floats, prior: Prior) -> tuple[Floats, Floats]:
+    """Mean and standard deviation of the logarithms after the rows, by the normal distribution's closed form."""
+    means = np.log([belief.mean for belief in prior.beliefs.values()])
+    precision = slopes.T @ slopes / ROW_ERROR**2 + np.eye(3) / prior.width**2
+    moment = -slopes.T @ start / ROW_ERROR**2 + means / prior.width**2
+    return np.linalg.solve(precision, moment), np.sqrt(np.diag(np.linalg.inv(precision)))
+
+
+@given(seed=st.integers(0, 10_000), rows=st.integers(0, 6), scale=st.floats(0.01, 1.0))
+@settings(max_examples=30, deadline=None)
+def test_rows_move_shares_as_far_as_the_closed_form_says(seed: int, rows: int, scale: float) -> None:
+    """Also with fewer rows than shares, which without a prior have no answer."""
+    slopes, start, prior = problem(seed, rows, scale)
+    errors = errors_of(slopes, start, prior)
+    mean, deviation = ridge(slopes, start, prior)
+    found = fit_parameters(errors, FREE)
+    assert np.log(found) == pytest.approx(mean, abs=0.02)
+    told = np.array(spreads(errors, FREE, np.exp(mean), ROW_ERROR)) / np.exp(mean)
+    assert told == pytest.approx(deviation, rel=0.02)
+
+
+def test_without_rows_the_prior_stays() -> None:
+    prior = prior_of("a100-80")
+    found = fit_parameters(prior.errors, PARAMETERS)
+    assert found == pytest.approx([belief.mean for belief in prior.beliefs.values()], rel=1e-3)
+    assert np.array(spreads(prior.errors, PARAMETERS, found, ROW_ERROR)) / found == pytest.approx(WIDTH, rel=0.05)
+
+
+@pytest.mark.parametrize("name", [table.hardware for table in TABLES.values()])
+def test_every_share_has_a_mean_between_its_sources(name: str) -> None:
+    prior = prior_of(name)
+    assert list(prior.beliefs) == [each.name for each in PARAMETERS]
+    for rates, share in ((MEMORY[name], "memory"), (LINKS[name], "links")):
+        shares = [rate.share for rate in rates]
+        assert 0 < min(shares) < prior.beliefs[share].mean < max(shares) < 1
+        assert all(rate.source and rate.what for rate in rates)
+    assert 0.8 < prior.beliefs["ceiling"].mean < 1
+
+
+def test_the_width_is_how_far_published_kernels_scatter() -> None:
+    shares = [rate.share for rates in MEMORY.values() for rate in rates]
+    assert np.std(np.log(shares), ddof=1) == pytest.approx(WIDTH, abs=0.05)
+
+
+def test_a_parameter_that_no_error_depends_on_is_not_told() -> None:
+    found = spreads(lambda point: 2.0 * point[:2], FREE, np.array([0.5, 0.5, 0.5]), 0.1)
+    assert found[:2] == pytest.approx((0.05, 0.05))
+    assert found[2] == np.inf
+
+
+def test_fewer_errors_than_parameters_tell_none_of_them() -> None:
+    assert spreads(lambda point: point[:1] * point[1:2], FREE[:2], np.array([0.5, 0.5]), 0.1) == (np.inf, np.inf)
+
+
+def test_parameters_that_matter_only_together_are_not_told() -> None:
+    slopes = np.array([[1.0, 1.0], [2.0, 2.0], [0.3, 0.3]])
+    assert spreads(lambda point: slopes @ point, FREE[:2], np.array([0.5, 0.5]), 0.1) == (np.inf, np.inf)
