@@ -15,7 +15,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from megapipe.config.errors import ConfigError, nearest
-from megapipe.config.parser_errors import in_words
+from megapipe.config.parser_errors import UNNAMED_FILE, in_words
 from megapipe.config.run import PretrainConfig
 
 INIT_FROM_HELP = (
@@ -77,12 +77,26 @@ class _Parser(ArgumentParser):
         )
         return str(super().dump(kept, *args, **kwargs))
 
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """As of ArgumentParser; what is wrong names the file, as a command line may have several."""
+        try:
+            found: Namespace = super().parse_path(cfg_path, *args, **kwargs)
+            return found
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--config {cfg_path} is no text in UTF-8: {error}; name a YAML file") from error
+        except ConfigError as error:
+            named = [problem.replace(UNNAMED_FILE, f"--config {cfg_path}", 1) for problem in error.problems]
+            raise ConfigError(named) from error
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = _UNKNOWN_KEY.search(message)
         if match is None:
             raise ConfigError(in_words(message)) from ex
         written = match["flag"] or match["key"] or f"{match['group']}.{match['inner']}"
-        name = written.split()[0].lstrip("-").split("=")[0]
+        word = written.split()[0]
+        if match["flag"] and not word.startswith("-"):
+            raise ConfigError(f"{word!r} is not expected here: flags begin with --, as in --config FILE") from ex
+        name = word.lstrip("-").split("=")[0]
         known = [action.dest for action in self._actions if action.dest]
         raise ConfigError(f"unknown configuration key {name!r}{nearest(name, known)} (--help lists every key)") from ex
 
@@ -139,7 +153,10 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     Raises ConfigError as `parse_as`.
     """
     words = underscored(arguments)
-    namespace: Namespace = parser.parse_args(words)
+    try:
+        namespace: Namespace = parser.parse_args(words)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"a file of this command line is no text in UTF-8: {error}; name YAML files") from error
     values = parser.instantiate(namespace)
     groups = {each.name for each in fields(kind)}
     own = {name: values[name] for name in vars(namespace) if name not in groups}

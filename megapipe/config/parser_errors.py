@@ -16,11 +16,14 @@ _UNREADABLE = re.compile(
 _NO_FILE = re.compile(r"Parser key \"(?P<key>[^\"]+)\": (?:File does not exist|Path is not a file): '(?P<file>[^']+)'")
 _NO_MAPPING = re.compile(r"Unexpected config:")
 _FROM_FILE = re.compile(r"Unable to load config '(?P<file>[^']+)'")
+UNNAMED_FILE = "a file of --config"
+"""Stands in a message for the file, which who asked for it knows."""
 _WORDS = {
     "<class 'int'>": "a whole number",
     "<class 'float'>": "a finite number",
     "<class 'bool'>": "true or false",
     "<class 'str'>": "text",
+    "<class 'list'>": "a list of whole numbers, such as [1, 2]",
     "<class 'dict'>": "a mapping of names to values",
     "<class 'NoneType'>": "null",
     "tuple with 2 elements": "a list of 2",
@@ -49,11 +52,11 @@ def _told(message: str) -> str:
     if unread is not None:
         return f"--{unread['key']} {unread['file']}: {_why_unread(Path(unread['file']))}"
     if _NO_MAPPING.search(message) is not None:
-        return "a file of --config holds no mapping: write `key: value` lines"
+        return f"{UNNAMED_FILE} holds no mapping: write `key: value` lines"
     group = _UNREADABLE.search(message)
     if group is not None:
         return f"--{group['key']} {group['file']} is no YAML: {group['why']}"
-    return message.replace("Problems parsing config:", "a file of --config is no YAML:").strip()
+    return message.replace("Problems parsing config:", f"{UNNAMED_FILE} is no YAML:").strip()
 
 
 def _name(key: str) -> str:

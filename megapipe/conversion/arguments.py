@@ -2,7 +2,7 @@
 
 import argparse
 
-from megapipe.config.command_line import positive, tool_parser
+from megapipe.config.command_line import finite, positive, tool_parser
 from megapipe.conversion.formats import FORMATS
 from megapipe.conversion.target import SHARD_BYTES
 
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_reading(diff)
     diff.add_argument("--weights-only", action="store_true", help="leave moments and earlier weights alone")
     diff.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="X", help="differences of at most X are none (0)"
+        "--tolerance", type=finite, default=0.0, metavar="X", help="differences of at most X are none (0)"
     )
 
     average = commands.add_parser("average", help="the mean of several checkpoints' weights, summed in float64")

@@ -15,12 +15,13 @@ from megapipe.conversion.source import SourceOptions
 from megapipe.conversion.target import TargetOptions
 
 if TYPE_CHECKING:
+    from megapipe.conversion.contents import Contents
     from megapipe.conversion.source import Source
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0; 1 for unusable input, damage found, or checkpoints that differ; 2 for a wrong
-    command line; 130 for Ctrl-C."""
+    """Runs the command. Exit status: 0; 1 where `verify` finds damage or `diff` differences; 2 for a wrong command
+    line or unusable input; 130 for Ctrl-C."""
     arguments = build_parser().parse_args(with_hyphens(argv))
     return_large_blocks()
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -62,8 +63,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     source, target = _open(arguments.source, arguments), FORMATS[arguments.to]
     contents = contents_for(source.contents, target, arguments.precision, arguments.weights_only)
-    if arguments.tokenizer is not None:
-        contents = replace(contents, tokenizer=arguments.tokenizer)
+    contents = _with_tokenizer(contents, arguments.tokenizer)
     made = target.open_target(Path(arguments.target), contents, _options(arguments))
     notes = transfer(source, contents, made)
     left_out = [kind for kind in source.contents.kinds if kind not in contents.kinds]
@@ -73,6 +73,16 @@ def _convert(arguments: argparse.Namespace) -> int:
     for note in notes:
         print(note)
     return 0
+
+
+def _with_tokenizer(contents: "Contents", name: str | None) -> "Contents":
+    """With the tokenizer that a flag names. DataError for one that cannot be opened, before anything is written."""
+    from megapipe.data.tokenizers import open_tokenizer
+
+    if name is None:
+        return contents
+    open_tokenizer(name)
+    return replace(contents, tokenizer=name)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -127,8 +137,7 @@ def _average(arguments: argparse.Namespace) -> int:
     sources = [_open(path, arguments) for path in arguments.sources]
     target = FORMATS[arguments.to]
     contents = contents_for(sources[-1].contents, target, arguments.precision, weights_only=True)
-    if arguments.tokenizer is not None:
-        contents = replace(contents, tokenizer=arguments.tokenizer)
+    contents = _with_tokenizer(contents, arguments.tokenizer)
     notes = average(
         sources, contents, lambda: target.open_target(Path(arguments.output), contents, _options(arguments))
     )

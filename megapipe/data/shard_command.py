@@ -1,10 +1,11 @@
 """The command line of tools/data.py."""
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from megapipe.config.command_line import exit_status
+from megapipe.config.command_line import OneLineParser, exit_status, natural
 from megapipe.data.errors import DataError
 
 EXAMPLES = """\
@@ -29,7 +30,8 @@ NO_OTHERS: Mapping[str, Subcommand] = {}
 
 
 def main(argv: Sequence[str], others: Mapping[str, Subcommand] = NO_OTHERS) -> int:
-    """Runs the command. Exit status: 0, 1 for unusable shards, 2 for a wrong command line, 130 for Ctrl-C."""
+    """Runs the command. Exit status: 0, 1 where `verify` finds damage or nothing, 2 for a wrong command line or
+    shards that cannot be used, 130 for Ctrl-C."""
     if argv and argv[0] in others:
         return others[argv[0]].main(argv[1:])
     arguments = build_parser(others).parse_args(list(argv))
@@ -37,7 +39,7 @@ def main(argv: Sequence[str], others: Mapping[str, Subcommand] = NO_OTHERS) -> i
 
 
 def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="data.py",
         description="Looks into, checks, joins and splits .bin/.idx shards, and measures how runs read them.",
         epilog=EXAMPLES,
@@ -47,7 +49,7 @@ def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.Argum
 
     inspect = commands.add_parser("inspect", help="counts, lengths of documents, decoded samples")
     inspect.add_argument("prefix", help="path of the shard without .bin or .idx")
-    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to decode (3)")
+    inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to decode (3)")
     inspect.add_argument("--tokenizer", metavar="NAME", help="to decode with, if not the manifest's")
     inspect.add_argument("--histogram", metavar="FILE", help="draw the lengths of documents: .png, .svg or .pdf")
 
@@ -80,8 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "inspect":
         shard_tools.inspect(arguments.prefix, arguments.samples, arguments.tokenizer, arguments.histogram)
     elif arguments.command == "verify":
-        for prefix in arguments.prefix:
-            print(f"{prefix}: {shard_tools.verify(prefix)}")
+        return _verify(arguments.prefix)
     elif arguments.command == "merge":
         merged = shard_tools.merge(arguments.prefix, arguments.output_prefix, arguments.float_tokens)
         print(f"{arguments.output_prefix}: {merged}")
@@ -89,3 +90,17 @@ def _run(arguments: argparse.Namespace) -> int:
         for line in shard_tools.split(arguments.prefix, arguments.shares, arguments.output_prefix):
             print(line)
     return 0
+
+
+def _verify(prefixes: Sequence[str]) -> int:
+    """Tells of every shard; exit status 1 where one is damaged or not there."""
+    from megapipe.data import shard_tools
+
+    status = 0
+    for prefix in prefixes:
+        try:
+            print(f"{prefix}: {shard_tools.verify(prefix)}", flush=True)
+        except DataError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 1
+    return status

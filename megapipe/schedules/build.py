@@ -12,6 +12,9 @@ from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections
 
+MOST_FORWARDS = 2_000_000
+"""Of all stages in a step: a schedule of more takes minutes and gigabytes to lower and to simulate."""
+
 
 def build(
     name: str,
@@ -111,6 +114,12 @@ def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **optio
     for what, value in (("pipeline ranks", num_ranks), ("micro-batches", num_microbatches)):
         if value < 1:
             raise ScheduleError(f"{name} needs at least 1 of {what}, got {value}")
+    forwards = num_ranks * generator.number_of_chunks(options) * num_microbatches
+    if forwards > MOST_FORWARDS:
+        raise ScheduleError(
+            f"{name} of {num_microbatches:,} micro-batches has {forwards:,} forwards a step; schedules are written "
+            f"down action by action, with at most {MOST_FORWARDS:,}: take larger micro-batches, or fewer of them"
+        )
     if "group_size" in options and options["group_size"] < 1:
         raise ScheduleError(f"{name} needs a group of at least 1 micro-batch, got {options['group_size']}")
     if generator.check is not None:

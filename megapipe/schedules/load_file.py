@@ -22,7 +22,8 @@ def read_file(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"cannot read {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"cannot read {path}: {why}; name a text file of a schedule") from None
     return loads(text, str(path))
 
 

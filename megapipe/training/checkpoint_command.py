@@ -8,7 +8,7 @@ from megapipe.data.errors import DataError
 
 
 def status_of(run: Callable[[], None]) -> int:
-    """Run a tool. Exit status: 0, 1 for unusable input, 130 for Ctrl-C."""
+    """Run a tool. Exit status: 0, 2 for unusable input, 130 for Ctrl-C."""
     # Importing torch takes a second, which --help and a misspelt flag need not wait for.
     from megapipe.checkpoint.errors import CheckpointError
     from megapipe.parallel.errors import LaunchError
@@ -19,7 +19,7 @@ def status_of(run: Callable[[], None]) -> int:
     except (CheckpointError, ConfigError, DataError, LaunchError, PromptError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -16,7 +16,7 @@ position. Keys and values of earlier tokens are kept, so that every new token co
 EXAMPLES = """\
 examples:
   tools/generate.py --checkpoint runs/quickstart --prompt "def main(" --prompt "import " --temperature 0.8 --top-p 0.95
-  tools/generate.py --checkpoint runs/quickstart/step-00000400 --prompt-file prompt.txt --temperature 0
+  tools/generate.py --checkpoint runs/quickstart/checkpoints/step-00000400 --prompt-file prompt.txt --temperature 0
 """
 
 

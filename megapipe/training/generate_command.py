@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0, 1 for unusable input, 2 for a wrong command line, 130 for Ctrl-C."""
+    """Runs the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(with_hyphens(argv))
     return status_of(lambda: _run(arguments))
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from megapipe.config.command_line import OneLineParser
 from megapipe.config.errors import ConfigError
 from megapipe.data.errors import DataError
 
@@ -30,7 +31,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0, 1 for unusable shards, 2 for a wrong command line or configuration, 130."""
+    """Runs the command. Exit status: 0, 2 for a wrong command line, configuration or shard, 130 for Ctrl-C."""
     arguments, fields = build_parser().parse_known_args(list(argv))
     try:
         return _run(arguments, fields)
@@ -55,28 +56,24 @@ def _run(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
         if arguments.json is not None:
             with open(arguments.json, "w", encoding="utf-8") as file:
                 file.write(json.dumps(report.to_json(), indent=2) + "\n")
-    except (ConfigError, LaunchError) as error:
+    except (ConfigError, DataError, LaunchError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except OSError as error:
         print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return 2
     for line in report.lines():
         print(line)
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="data.py stalls",
         usage="data.py stalls --config FILE [options] [--group.field VALUE ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="as for pretrain_gpt.py or pretrain_bert.py")
@@ -122,7 +119,7 @@ def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
         if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+            raise argparse.ArgumentTypeError(f"is {value}, but must be at least {least}")
         return value
 
     return number
@@ -131,5 +128,5 @@ def _at_least(least: int) -> Callable[[str], int]:
 def _rate(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens above 0")
+        raise argparse.ArgumentTypeError(f"is {text}, but must be a number of tokens above 0")
     return value

@@ -86,9 +86,25 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path, flag: st
     assert "Parser key" not in str(caught.value)
 
 
+def test_of_two_files_the_wrong_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text("model: {num_layers: 2}\n")
+    (tmp_path / "twice.yaml").write_text("model: {num_layers: 2}\nmodel: {num_layers: 3}\n")
+    files = ["--config", str(tmp_path / "good.yaml"), "--config", str(tmp_path / "twice.yaml")]
+    with pytest.raises(ConfigError, match=r"^--config \S*twice.yaml is no YAML: key 'model' stands twice"):
+        parse(files)
+
+
+@pytest.mark.parametrize("flag", ["config", "model"])
+def test_a_file_of_other_bytes_is_told(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"model: \x80\xff\n")
+    with pytest.raises(ConfigError, match=r"is no text in UTF-8: .*byte 0x80 in position 7"):
+        parse([f"--{flag}", str(tmp_path / "run.yaml")])
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["run.yaml"], "'run.yaml' is not expected here: flags begin with --, as in --config FILE"),
         (["--model.num_layer", "3"], "did you mean 'model.num_layers'?"),
         (["--config", "no_such_file.yaml"], "no_such_file.yaml: there is no such file"),
         (["--batch.global_size", "1e3"], "batch.global_size is 1000.0, but must be a whole number"),

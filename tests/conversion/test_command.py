@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_not_converted(checkpoint: Path, tmp_path: Path)
     content = bytearray(file.read_bytes())
     content[-3] ^= 16
     file.write_bytes(content)
-    assert main(["convert", str(checkpoint), "--to", "megapipe", str(tmp_path / "out")]) == 1
+    assert main(["convert", str(checkpoint), "--to", "megapipe", str(tmp_path / "out")]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -191,9 +191,21 @@ def test_average_of_different_models_is_refused(
 ) -> None:
     model = replace(MODEL, max_positions=8)
     other = write(tmp_path / "other", tensors(0, model), model)
-    assert main(["average", str(checkpoint), str(other), "--output", str(tmp_path / "mean")]) == 1
+    assert main(["average", str(checkpoint), str(other), "--output", str(tmp_path / "mean")]) == 2
     assert "embedding.position.weight has shape (16, 32) there and (8, 32)" in capsys.readouterr().err
     assert not (tmp_path / "mean").exists()
+
+
+def test_a_tokenizer_that_is_named_and_not_there_is_told_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for command in (["convert", str(checkpoint), str(out)], ["average", str(checkpoint), "--output", str(out)]):
+        assert main([*command, "--to", "hf", "--tokenizer", str(tmp_path / "absent.json")]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"error: no tokenizer '{tmp_path / 'absent.json'}'")
+        assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +220,7 @@ def test_what_is_no_checkpoint(
     argv: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(argv) == 1
+    assert main(argv) == 2
     assert told in capsys.readouterr().err
 
 

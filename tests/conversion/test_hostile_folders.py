@@ -154,7 +154,7 @@ def test_refused_by_name_with_nothing_written(
     damage, told = FIXTURES[name]
     damage(folder)
     before = sorted(tmp_path.rglob("*"))
-    assert converted(folder) == 1
+    assert converted(folder) == 2
     error = capsys.readouterr().err
     assert re.search(told, error), error
     assert sorted(tmp_path.rglob("*")) == before
@@ -167,7 +167,7 @@ def test_the_same_folder_unharmed_is_converted(folder: Path) -> None:
 def test_too_many_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     index_to(folder, SINGLE)
     monkeypatch.setattr(untrusted, "MAX_TENSORS", 20)
-    assert converted(folder) == 1
+    assert converted(folder) == 2
     assert "tensors; at most 20 are read" in capsys.readouterr().err
 
 
@@ -200,7 +200,7 @@ def test_a_tokenizer_file_that_leads_out_is_not_copied(folder: Path, capsys: pyt
     secret.write_text("{}")
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
     (folder / "special_tokens_map.json").symlink_to(secret)
-    assert main(["convert", str(folder), "--to", "hf", str(folder.parents[1] / "out")]) == 1
+    assert main(["convert", str(folder), "--to", "hf", str(folder.parents[1] / "out")]) == 2
     assert "a link that leads out" in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def test_a_megapipe_checkpoint_of_a_billion_layers(tmp_path: Path, capsys: pytes
     target = MegapipeTarget(tmp_path / "in", Contents(ModelConfig(num_layers=10**9), (tensor,)))
     target.add(tensor, torch.ones(2))
     target.finish()
-    assert main(["convert", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]) == 1
+    assert main(["convert", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]) == 2
     assert "a model of 1000000000 layers but holds 1 tensors" in capsys.readouterr().err
 
 
@@ -218,7 +218,7 @@ def test_a_megapipe_checkpoint_whose_file_is_a_link_out(tmp_path: Path, capsys: 
     folder = write(tmp_path / "in/step", tensors(0))
     (folder / "part-00000.safetensors").rename(tmp_path / "elsewhere")
     (folder / "part-00000.safetensors").symlink_to(tmp_path / "elsewhere")
-    assert main(["convert", str(folder), "--to", "hf", str(tmp_path / "out")]) == 1
+    assert main(["convert", str(folder), "--to", "hf", str(tmp_path / "out")]) == 2
     assert "a link that leads out of its folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -235,11 +235,11 @@ def test_names_of_tensors_never_become_names_of_files(tmp_path: Path) -> None:
 def test_nothing_is_written_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder.parents[1] / "out"
     out.mkdir()
-    assert converted(folder) == 1
+    assert converted(folder) == 2
     assert f"{out} exists already" in capsys.readouterr().err
     assert not list(out.iterdir())
     out.rmdir()
     (out.parent / ".out.partial").mkdir()
-    assert converted(folder) == 1
+    assert converted(folder) == 2
     assert "another conversion is writing" in capsys.readouterr().err
     assert (out.parent / ".out.partial").is_dir()

@@ -130,7 +130,7 @@ def test_a_broken_line_is_named_and_can_be_skipped(
     good = b'{"text": "fine"}\n'
     (tmp_path / "in.jsonl").write_bytes(good + b"\n" + good + BROKEN[reason] + b"\n" + good)
     arguments = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 1
+    assert preprocess(*arguments) == 2
     message = capsys.readouterr().err
     assert f"{tmp_path}/in.jsonl, line 4: " in message
     assert reason in message
@@ -177,7 +177,7 @@ def test_unusable_input_is_refused(
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "packed.jsonl.xz").write_bytes(b"\x1f\x8b")
-    assert preprocess(*arguments, "--output-prefix", "out/shard") == 1
+    assert preprocess(*arguments, "--output-prefix", "out/shard") == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("shard*"))
 
@@ -190,7 +190,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_shard(tmp_path: Path, capsys
     (tmp_path / "a.txt").write_text("new" * 100_000)
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 100; exec "$@"', "bash", *arguments]
     finished = subprocess.run(limited, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 1
+    assert finished.returncode == 2
     assert "error: " in finished.stderr
     assert "File too large" in finished.stderr
     assert texts_of(tmp_path / "out_text_document") == ["old"]

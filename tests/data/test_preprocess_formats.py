@@ -146,7 +146,7 @@ def test_a_dataset_by_name_without_a_network_is_one_clear_error(
     monkeypatch.setattr(hub_datasets.urllib.request, "getproxies", dict)
     monkeypatch.setattr(datasets, "load_dataset", not_there)
     monkeypatch.chdir(tmp_path)
-    assert preprocess("--input", "dataset:nobody/nothing@train", "--output-prefix", "out") == 1
+    assert preprocess("--input", "dataset:nobody/nothing@train", "--output-prefix", "out") == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert "huggingface.co cannot be reached (Name or service not known)" in told
     assert "dataset:FOLDER" in told
@@ -188,7 +188,7 @@ def test_a_null_and_broken_utf_8_in_a_table_are_named_and_can_be_skipped(
     table = pa.table({"text": pa.Array.from_buffers(pa.string(), 4, buffers)})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     arguments = ["--input", tmp_path / "in.parquet", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 1
+    assert preprocess(*arguments) == 2
     assert "in.parquet, row 1: field 'text' is not UTF-8" in capsys.readouterr().err
     assert preprocess(*arguments, "--on-error", "skip") == 0
     assert "in.parquet, row 3: field 'text' holds a NoneType" in capsys.readouterr().err
@@ -199,13 +199,13 @@ def test_a_missing_column_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     for write, name in ((write_parquet, "in.parquet"), (write_arrow_file, "in.arrow"), (save_dataset, "saved")):
         write(tmp_path)
         arguments = ["--json-keys", "body", "--output-prefix", tmp_path / "out"]
-        assert preprocess("--input", tmp_path / name, *arguments) == 1
+        assert preprocess("--input", tmp_path / name, *arguments) == 2
         assert "no column 'body'; it has 'id', 'text', 'title'" in capsys.readouterr().err
 
 
 def test_an_unnamed_split_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_splits(tmp_path)
-    assert preprocess("--input", tmp_path / "saved", "--output-prefix", tmp_path / "out") == 1
+    assert preprocess("--input", tmp_path / "saved", "--output-prefix", tmp_path / "out") == 2
     assert "has the splits test, extra: name one" in capsys.readouterr().err
 
 
@@ -217,7 +217,7 @@ def test_a_compressed_file_that_is_cut_off_gives_what_came_before(
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     (tmp_path / "z.jsonl").write_text('{"text": "after"}\n')
     arguments = ["--input", path, tmp_path / "z.jsonl", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 1
+    assert preprocess(*arguments) == 2
     assert f"{path}: the compressed data is damaged or cut off after line" in capsys.readouterr().err
     assert preprocess(*arguments, "--on-error", "skip") == 0
     *before, last = texts_of(tmp_path / "out_text_document")
@@ -239,7 +239,7 @@ def test_a_file_of_another_format_is_refused(
     tmp_path: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_bytes(b'{"text": "plain"}\n' * 20)
-    assert preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out") == 1
+    assert preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out") == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_read_is_named_and_can_be_skipped(
     # Memory that is not mapped: reading gives an input/output error, as a broken disk does.
     (tmp_path / "b.txt").symlink_to("/proc/self/mem")
     arguments = ["--input", tmp_path / "a.txt", tmp_path / "b.txt", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 1
+    assert preprocess(*arguments) == 2
     assert "b.txt cannot be read (Input/output error)" in capsys.readouterr().err
     assert preprocess(*arguments, "--on-error", "skip") == 0
     assert "b.txt cannot be read" in capsys.readouterr().err
@@ -260,5 +260,5 @@ def test_a_file_that_cannot_be_read_is_named_and_can_be_skipped(
 
 def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert preprocess("--input", f"dataset:{tmp_path / 'empty'}", "--output-prefix", tmp_path / "out") == 1
+    assert preprocess("--input", f"dataset:{tmp_path / 'empty'}", "--output-prefix", tmp_path / "out") == 2
     assert "cannot be opened as a dataset; check the folder" in capsys.readouterr().err

@@ -99,6 +99,16 @@ def test_verify_finds_every_damage(
     assert message in capsys.readouterr().err
 
 
+def test_verify_goes_on_behind_a_damaged_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged, whole = write_text(tmp_path, "one", ["abc"]), write_text(tmp_path, "two", ["de"])
+    capsys.readouterr()
+    Path(f"{damaged}.bin").write_bytes(b"")
+    assert main(["verify", damaged, str(tmp_path / "absent"), whole]) == 1
+    captured = capsys.readouterr()
+    assert f"{whole}: " in captured.out
+    assert [line.startswith("error: ") for line in captured.err.splitlines()] == [True, True]
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write_text(tmp_path, "one", ["a"])
     write_json_lines(tmp_path / "two.jsonl", [{"text": "b"}])
@@ -109,13 +119,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         ([one, wide], "holds int32"),
         ([one, str(tmp_path / "no")], "no.idx does not exist"),
     ):
-        assert main(["merge", *arguments, "--output-prefix", str(tmp_path / "out")]) == 1
+        assert main(["merge", *arguments, "--output-prefix", str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out.idx").exists()
-    assert main(["merge", one, one, "--output-prefix", one]) == 1
+    assert main(["merge", one, one, "--output-prefix", one]) == 2
     assert "is one of the shards to merge" in capsys.readouterr().err
     for shares, message in (("1,x", "not a list of numbers"), ("1,-1", "above 0"), ("1,1", "too few for --shares")):
-        assert main(["split", one, "--shares", shares, "--output-prefix", str(tmp_path / "out")]) == 1
+        assert main(["split", one, "--shares", shares, "--output-prefix", str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err
     assert IndexedDataset(one).tokens.tolist() == [97, 256]
 
@@ -151,10 +161,10 @@ def test_float_tokens_are_read_as_told_and_become_integers(
     documents = [[[1, 2, 50_256]], [], [[3], [4, 5]]]
     write_floats(tmp_path / "floats", documents, code, float_tokens)
     merge = ["merge", str(tmp_path / "floats"), "--output-prefix", str(tmp_path / "whole")]
-    assert main(merge) == 1
+    assert main(merge) == 2
     assert "--float-tokens float32 (or float64)" in capsys.readouterr().err
     other = {"float32": "float64", "float64": "float32"}[float_tokens]
-    assert main([*merge, "--float-tokens", other]) == 1
+    assert main([*merge, "--float-tokens", other]) == 2
     assert "floats" in capsys.readouterr().err
     assert not list(tmp_path.glob("whole*"))
     assert main([*merge, "--float-tokens", float_tokens]) == 0
@@ -170,6 +180,6 @@ def test_floats_that_are_no_ids_are_named(tmp_path: Path, capsys: pytest.Capture
     content[8:12] = np.float32(2.5).tobytes()
     (tmp_path / "floats.bin").write_bytes(content)
     merge = ["merge", str(tmp_path / "floats"), "--output-prefix", str(tmp_path / "whole")]
-    assert main([*merge, "--float-tokens", "float32"]) == 1
+    assert main([*merge, "--float-tokens", "float32"]) == 2
     assert "token 1 of document 1 is 2.5" in capsys.readouterr().err
     assert not list(tmp_path.glob("whole*"))

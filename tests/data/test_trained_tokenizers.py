@@ -166,7 +166,7 @@ def test_damaged_models_are_refused(tmp_path: Path, content: bytes) -> None:
 def test_impossible_vocabularies_are_refused(
     tmp_path: Path, kind: str, suffix: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(kind, tmp_path / f"out{suffix}", *arguments) == 1
+    assert train(kind, tmp_path / f"out{suffix}", *arguments) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -178,11 +178,11 @@ def test_broken_and_empty_input_is_refused(tmp_path: Path, kind: str, capsys: py
     arguments = ["train_tokenizer", "--input", str(source), "--type", kind, "--vocabulary_size", "290"]
     arguments += ["--output", str(output)]
     source.write_text("\n".join([*lines[:200], "{broken", *lines[200:]]))
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "in.jsonl, line 201: not JSON" in capsys.readouterr().err
     assert not output.exists()
     source.write_text("\n\n")
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "error: " in capsys.readouterr().err
     assert not output.exists()
 

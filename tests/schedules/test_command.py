@@ -68,7 +68,7 @@ def test_options_reach_the_schedules(capsys):
         "--schedule pipedream --vertical_sync",
         "--schedule gpipe --two-bp --max-pending 2",
         "--schedule zb_auto --memory-limit 6 --latency 0.2 --placement linear",
-        "--schedule modular --units 2 --weight-buffers 2 --gather 0.5",
+        "--schedule modular --units 2 --weight-buffers 2 --gather-time 0.5",
         "--schedule zb_v --blocking-sends --update-time 0.5 --reduce-time 0.5 --scalars-time 0.1",
     ):
         assert json.loads(output(capsys, "simulate", "--json", *flags.split()))["bubble"] >= 0
@@ -104,14 +104,21 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ("simulate --steps 0", "--steps 0 is below 1"),
         ("simulate --schedule zb_v --placement linear", "places its stages v_shape"),
         ("draw --output picture.png", "must end in .svg, .html, .json"),
-        ("draw --output /nowhere/picture.svg", "cannot write"),
-        ("validate /nowhere/mine.txt", "cannot read"),
+        (
+            "draw --output /nowhere/picture.svg",
+            "cannot write /nowhere/picture.svg: No such file or directory; name another file",
+        ),
+        ("validate /nowhere/mine.txt", "cannot read /nowhere/mine.txt: No such file or directory; name a text file"),
+        ("show --ranks 1000 --microbatches 100000", "has 100,000,000 forwards a step; schedules are written down"),
+        ("compare --microbatches 0", "gpipe needs at least 1 of micro-batches, got 0"),
+        ("compare --schedule zb", "unknown schedule 'zb'"),
     ],
 )
 def test_errors_are_one_line_and_status_2(capsys, arguments, message):
     assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
     assert message in error
 
 

@@ -136,7 +136,7 @@ def test_several_texts_and_a_steps_folder(fill: Fill, folder: Path) -> None:
 )
 def test_a_wrong_input_names_value_and_rule(fill: Fill, words: list[str], parts: list[str]) -> None:
     status, output, messages = fill(*words)
-    assert (status, output) == (1, "")
+    assert (status, output) == (2, "")
     for part in parts:
         assert part in messages
 
@@ -144,20 +144,20 @@ def test_a_wrong_input_names_value_and_rule(fill: Fill, words: list[str], parts:
 def test_a_larger_vocabulary_than_the_models_is_told(fill: Fill, tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in [*WORDS, "while"]))
     status, _, messages = fill("--text", "while [MASK]", "--tokenizer", f"bert-uncased:{tmp_path / 'vocab.txt'}")
-    assert status == 1
+    assert status == 2
     assert f"has token {len(WORDS)} but the model knows {len(WORDS)}" in messages
 
 
 def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tmp_path: Path) -> None:
     assert "no whole checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
     status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
-    assert (status, output) == (1, "")
+    assert (status, output) == (2, "")
     assert "the checkpoint is a GPT's" in messages
     assert "tools/generate.py" in messages
 
 
 def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(["--checkpoint", str(folder), "--device", "cpu", "--prompt", "def "]) == 1
+    assert generate(["--checkpoint", str(folder), "--device", "cpu", "--prompt", "def "]) == 2
     output, messages = capsys.readouterr()
     assert output == ""
     assert "the checkpoint is a BERT's" in messages
@@ -170,7 +170,7 @@ def test_more_than_one_rank_is_refused(fill: Fill, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     status, _, messages = fill("--text", "[MASK]")
-    assert status == 1
+    assert status == 2
     assert "2 ranks were started" in messages
 
 

@@ -131,7 +131,7 @@ def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: 
 )
 def test_a_wrong_input_names_value_and_rule(generate: Generate, words: list[str], parts: list[str]) -> None:
     status, output, messages = generate(*words)
-    assert (status, output) == (1, "")
+    assert (status, output) == (2, "")
     for part in parts:
         assert part in messages
 
@@ -139,7 +139,7 @@ def test_a_wrong_input_names_value_and_rule(generate: Generate, words: list[str]
 def test_a_folder_without_checkpoints_is_told(generate: Generate, tmp_path: Path) -> None:
     for folder, part in ((tmp_path, "no whole checkpoint in"), (tmp_path / "absent", "is not a folder")):
         status, _, messages = generate("--prompt", "x", checkpoint=folder)
-        assert status == 1
+        assert status == 2
         assert part in messages
         assert str(folder) in messages
 
@@ -151,18 +151,18 @@ def test_a_damaged_checkpoint_is_told(generate: Generate, tmp_path: Path) -> Non
     content[-10] ^= 1
     file.write_bytes(content)
     status, _, messages = generate("--prompt", "x", "--tokenizer", "bytes", checkpoint=folder)
-    assert status == 1
+    assert status == 2
     assert file.name in messages
 
 
 def test_a_tokenizer_must_be_known_and_fit(generate: Generate, tmp_path: Path) -> None:
     folder = save_run(tmp_path, "no-such-shard", replace(MODEL, vocabulary_size=100))
     status, _, messages = generate("--prompt", "x", checkpoint=folder)
-    assert status == 1
+    assert status == 2
     assert "no-such-shard" in messages
     assert "--tokenizer" in messages
     status, _, messages = generate("--prompt", "x", "--tokenizer", "bytes", checkpoint=folder)
-    assert status == 1
+    assert status == 2
     assert "prompt 1 has token 120 but the model knows 100" in messages
 
 
@@ -171,7 +171,7 @@ def test_another_tokenizer_than_the_shards_is_refused(generate: Generate, run_fo
     words = ["--input", str(ROOT / "megapipe/config"), "--include", "*.py", "--type", "byte-level-bpe"]
     assert preprocess(["train-tokenizer", *words, "--vocabulary-size", "300", "--output", str(model)]) == 0
     status, _, messages = generate("--prompt", "x", "--tokenizer", str(model))
-    assert status == 1
+    assert status == 2
     assert "the shard was tokenized with bytes" in messages
 
 
@@ -185,7 +185,7 @@ def test_a_tokenizer_that_has_moved_is_told(generate: Generate, tmp_path: Path) 
     here.rename(there)
     folder = save_run(tmp_path, f"{prefix}_text_document")
     status, _, messages = generate("--prompt", "x", checkpoint=folder)
-    assert status == 1
+    assert status == 2
     assert str(here) in messages
     assert "--tokenizer" in messages
     assert generate("--prompt", "x", "--tokenizer", str(there), checkpoint=folder)[0] == 0

@@ -22,7 +22,7 @@ from megapipe.data.tokenizers.training import RESERVED_TOKENS, TRAINERS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0, 1 for unusable input, 2 for a wrong command line, 130 for Ctrl-C."""
+    """Runs the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     words = with_hyphens(argv)
     trains = bool(words) and words[0].replace("_", "-") == TRAIN_TOKENIZER
 

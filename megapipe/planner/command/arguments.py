@@ -16,6 +16,8 @@ from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.findings import Objective
 
+MOST_DEVICES = 1_000_000
+"""Ranks of a plan; no machine has as many, and every node of them is looked at."""
 NO_DATA = "DATA"
 """Stands for the data.prefix of a configuration that is written without one."""
 
@@ -50,6 +52,8 @@ class Request:
             return parallel.data * parallel.pipeline * parallel.context * parallel.tensor
         if devices < 1:
             raise ConfigError(f"--devices is {devices}; a run takes 1 or more")
+        if devices > MOST_DEVICES:
+            raise ConfigError(f"--devices is {devices:,}; plans are made for at most {MOST_DEVICES:,}: ask for fewer")
         return int(devices)
 
     def for_file(self, file: str) -> "Request":

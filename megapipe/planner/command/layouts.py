@@ -108,12 +108,14 @@ def run_compare(request: Request) -> int:
     """Several configurations side by side, the fastest that fits first."""
     hardware = request.hardware()
     rows: list[Row] = []
+    problems: list[str] = []
     for file in request.flags["files"]:
-        own = request.for_file(file)
         try:
-            rows.append(Row(file, _predict(own, hardware)[0].estimate))
+            rows.append(Row(file, _predict(request.for_file(file), hardware)[0].estimate))
         except ConfigError as error:
-            raise ConfigError([f"{file}: {problem}" for problem in error.problems]) from None
+            problems += [problem if file in problem else f"{file}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
     rows.sort(
         key=lambda row: (not row.estimate.fits, row.estimate.config.batch.global_size / row.estimate.step_seconds * -1)
     )

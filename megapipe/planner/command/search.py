@@ -178,7 +178,10 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
         return []
     if objective != "size":
         raise ConfigError(f"--models is for --objective size, which is {objective}; set it, or leave --models out")
-    return [(Path(file).stem, parse_as(request.kind, ["--model", file]).model) for file in files]
+    try:
+        return [(Path(file).stem, parse_as(request.kind, ["--model", file]).model) for file in files]
+    except ConfigError as error:
+        raise ConfigError([problem.replace("--model ", "--models ", 1) for problem in error.problems]) from None
 
 
 def _space(request: Request) -> SearchSpace:

@@ -37,16 +37,21 @@ def load_hardware(name_or_file: str) -> Hardware:
         return read_hardware((files(__package__) / "presets" / f"{name_or_file}.yaml").read_text(), name_or_file)
     if not any(mark in name_or_file for mark in "./\\"):
         raise ConfigError(
-            f"unknown hardware {name_or_file!r}{nearest(name_or_file, PRESETS)} (presets: {', '.join(PRESETS)}; "
+            f"unknown hardware {name_or_file!r}{_meant(name_or_file)} (presets: {', '.join(PRESETS)}; "
             "a file of your own needs its ending, as in machine.yaml)"
         )
     try:
         text = Path(name_or_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"hardware file {name_or_file!r} cannot be read: {error}; name a readable YAML file"
-        ) from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"hardware file {name_or_file!r} cannot be read: {why}; name a readable YAML file") from None
     return read_hardware(text, name_or_file)
+
+
+def _meant(name: str) -> str:
+    """Presets that a name begins, as a100 does, or else the nearest one."""
+    longer = [preset for preset in PRESETS if name and preset.startswith(name)]
+    return f"; did you mean {' or '.join(map(repr, longer))}?" if longer else nearest(name, PRESETS)
 
 
 def read_hardware(text: str, origin: str = "hardware") -> Hardware:
@@ -103,9 +108,16 @@ class _Reader(Values):
             )
         elif any(value == 0 for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j):
             self.tell(node, "link_matrix", "has a 0 off its diagonal: write the bytes per second between two nodes")
+        elif any(value for row, values in enumerate(matrix) for value in values[row : row + 1]):
+            self.tell(node, "link_matrix", "has more than 0 on its diagonal: a node sends nothing to itself; write 0")
 
     def matrix(self, node: yaml.Node, place: str) -> Any:
-        return self.items(node, place, lambda row, name: self.items(row, name, self.non_negative))
+        return self.items(node, place, lambda row, name: self.items(row, name, self.rate))
+
+    def rate(self, node: yaml.Node, place: str) -> Any:
+        """Of a link matrix: 0 on its diagonal alone."""
+        value = self.non_negative(node, place)
+        return value if value is MISSING or value == 0 else self.amount(node, place)
 
     def group(self, node: yaml.Node, path: str) -> NodeGroup:
         known = ("name", "device", "devices_per_node", "inside", "outside", "host", "num_nodes", "price_per_hour")
@@ -163,16 +175,16 @@ class _Reader(Values):
             lambda each, place: self.items(each, place, lambda row, name: collective(self, row, name)),
             (),
         )
-        return Link(section.take("latency", self.non_negative), bandwidth, pair, measured)
+        return Link(section.take("latency", self.seconds), bandwidth, pair, measured)
 
     def host(self, node: yaml.Node, path: str) -> HostLink:
         section = Section(self, node, path, ("bandwidth", "latency"))
-        return HostLink(section.take("bandwidth", self.number), section.take("latency", self.non_negative, 0.0))
+        return HostLink(section.take("bandwidth", self.amount), section.take("latency", self.seconds, 0.0))
 
     def network(self, node: yaml.Node, path: str) -> Network:
         section = Section(self, node, path, ("latency", "bandwidth", "adapters"))
         return Network(
-            latency=section.take("latency", self.non_negative),
+            latency=section.take("latency", self.seconds),
             bandwidth=section.take("bandwidth", self.amount),
             adapters=section.take("adapters", self.count, 1),
         )

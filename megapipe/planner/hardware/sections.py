@@ -79,18 +79,26 @@ class Values:
         try:
             value = float(written)
         except ValueError:
-            return self.tell(node, place, f"is {written!r}, no number: write one {rule}, without its unit")
+            return self.tell(node, place, f"is {written!r}, no number: it must be {rule}, without its unit")
         if not math.isfinite(value) or value < 0 or not valid(value):
             return self.tell(node, place, f"is {written}, but must be {rule}; correct it")
         return value
 
     def amount(self, node: yaml.Node, place: str) -> Any:
         """FLOP/s, bytes or bytes per second: what lies outside of the bounds was written in another unit."""
-        rule = "from 1e3 to 1e24, in FLOP/s, bytes or bytes per second (312e12, not 312)"
+        field = place.rpartition(".")[2]
+        unit = "bytes (80e9, not 80)" if field == "memory_bytes" else "FLOP/s (312e12, not 312)"
+        if "bandwidth" in field or field.startswith("link_matrix"):
+            unit = "bytes per second (50e9, not 50)"
+        rule = f"from 1e3 to 1e24, in {unit}"
         return self.number(node, place, rule, lambda value: 1e3 <= value <= 1e24)
 
     def non_negative(self, node: yaml.Node, place: str) -> Any:
         return self.number(node, place, "0 or more", lambda value: True)
+
+    def seconds(self, node: yaml.Node, place: str) -> Any:
+        """A latency: more than a second was written in another unit."""
+        return self.number(node, place, "from 0 to 1, in seconds (3e-6, not 3)", lambda value: value <= 1)
 
     def share(self, node: yaml.Node, place: str) -> Any:
         return self.number(node, place, "above 0 and at most 1", lambda value: 0 < value <= 1)

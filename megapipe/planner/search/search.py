@@ -54,7 +54,7 @@ def search(
     if objective not in ("speed", "cost", "time", "size"):
         raise ConfigError(f"unknown objective {objective!r}: it is one of speed, cost, time, size")
     if objective == "time" and (tokens is None or tokens <= 0):
-        raise ConfigError(f"objective time needs the tokens to train on, above 0, got {tokens}; give them")
+        raise ConfigError("objective time needs the tokens to train on, above 0: give them, as in --tokens 300e9")
     if objective == "cost" and hardware.price_per_hour(devices) is None:
         raise ConfigError(
             f"objective cost needs prices, and hardware {hardware.name!r} has groups without price_per_hour; "

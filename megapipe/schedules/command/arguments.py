@@ -1,11 +1,11 @@
 """The flags of ``tools/schedule.py`` and what they ask for."""
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from megapipe.config.command_line import tool_parser, with_hyphens
 from megapipe.schedules.build import build
 from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
@@ -17,13 +17,21 @@ from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
 
 NEVER_FLUSHING_STEPS = 4
+DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
+EXAMPLES = """\
+examples:
+  tools/schedule.py show --schedule 1f1b --ranks 4 --microbatches 8
+  tools/schedule.py compare --ranks 4 --microbatches 16
+  tools/schedule.py draw --schedule zb_h1 --ranks 4 --microbatches 8 --output zb_h1.svg
+  tools/schedule.py overlay runs/2bw/trace --output timeline.html
+
+docs/schedules.md tells what each schedule is for.
+"""
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(
-        prog="schedule.py", description="Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
-    )
+    top = tool_parser("schedule.py", DESCRIPTION, EXAMPLES)
     commands = top.add_subparsers(dest="command", required=True)
     _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
     check = commands.add_parser("validate", help="check a schedule file")
@@ -40,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--file", type=Path, help="a schedule in text form instead of a named one")
         _flags(command)
         if name == "draw":
-            command.add_argument("--output", type=Path, required=True, help=".svg, .html or .json (trace)")
+            command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
         if name == "show":
             command.add_argument("--width", type=int, default=120, help="most characters a line")
     compare = commands.add_parser("compare", help="a table over schedules")
@@ -54,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line; underscores in flags are taken for hyphens."""
-    return parser().parse_args([re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), a) for a in arguments])
+    return parser().parse_args(with_hyphens(arguments))
 
 
 def _json(command: argparse.ArgumentParser) -> None:

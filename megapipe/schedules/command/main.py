@@ -134,6 +134,8 @@ def _compare(flags: argparse.Namespace) -> None:
             rows.append({"schedule": name, "error": str(error).splitlines()[0]})
             continue
         rows.append(_figures(wanted, schedule, simulation))
+    if all("error" in row for row in rows):
+        raise ScheduleError(rows[0]["error"])
     if flags.json:
         print(json.dumps(rows))
         return
@@ -164,7 +166,7 @@ def _draw(flags: argparse.Namespace) -> None:
     try:
         flags.output.write_text(draw(simulation), encoding="utf-8")
     except OSError as error:
-        raise ScheduleError(f"cannot write {flags.output}: {error}") from None
+        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; name another file") from None
     if flags.json:
         print(json.dumps({"output": str(flags.output), **_figures(flags, schedule, simulation)}))
     else:

@@ -45,7 +45,7 @@ def run_overlay(flags: argparse.Namespace) -> None:
     try:
         flags.output.write_text(draw(overlay), encoding="utf-8")
     except OSError as error:
-        raise ScheduleError(f"cannot write {flags.output}: {error}") from None
+        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; name another file") from None
     if not flags.json:
         print(f"wrote {flags.output}")
 

@@ -83,7 +83,7 @@ def test_how_often_to_save_follows_young_and_daly(capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--hardware", "a100-8"], "unknown hardware 'a100-8'; did you mean 'a100-80'?"),
+        (["--hardware", "a100-8"], "unknown hardware 'a100-8'; did you mean 'a100-80'"),
         (["--hardware", "none.yaml"], "hardware file 'none.yaml' cannot be read"),
         (["--devices", "0"], "--devices is 0; a run takes 1 or more"),
         (["--devices", "15"], "world size 15 is not a multiple"),

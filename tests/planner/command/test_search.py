@@ -159,6 +159,9 @@ def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys)
     [
         (["--devices=0"], "--devices is 0; a run takes 1 or more"),
         (["--devices=-4"], "--devices is -4"),
+        (["--devices=1000000000"], "--devices is 1,000,000,000; plans are made for at most 1,000,000"),
+        (["--objective=size", "--models=absent.yaml"], "--models absent.yaml: there is no such file"),
+        (["--hardware=a100"], "did you mean 'a100-40' or 'a100-80' or 'a100-80-25gbe'?"),
         (["--hardware=h200s"], "unknown hardware 'h200s'; did you mean 'h200'?"),
         (["--top=0"], "--top is 0; list at least 1 layout"),
         (["--objective=best"], "objective"),

@@ -76,7 +76,7 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
         ("ceiling: 0.8", "memory: 0", "efficiency.memory is 0, but must be above 0 and at most 1; correct it"),
         ("ceiling: 0.8", "links: 2", "efficiency.links is 2, but must be above 0 and at most 1; correct it"),
         ("half_size: 200", "half_size: -1", "efficiency.half_size is -1, but must be 0 or more"),
-        ("bandwidth: 3e9", "bandwidth: 25 GbE", "outside.bandwidth is '25 GbE', no number: write one from 1e3"),
+        ("bandwidth: 3e9", "bandwidth: 25 GbE", "outside.bandwidth is '25 GbE', no number: it must be from 1e3"),
         ("bandwidth: 3e9", "bandwidth: 0", "groups[0].outside.bandwidth is 0, but must be from 1e3"),
         ("bandwidth: 3e9", "bandwidth: .inf", "groups[0].outside.bandwidth is '.inf', no number"),
         ("bandwidth: 3e9", "bandwidth: [3e9]", "bandwidth is 'a list or mapping', no number"),
@@ -87,6 +87,12 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
         ("- [3e9, 1e9, 0]\n", "", "link_matrix has 2 rows of 3 numbers, but the groups have 3 nodes"),
         ("- [3e9, 1e9, 0]", "- [3e9, 1e9]", "link_matrix has 3 rows of 2, 3 numbers"),
         ("- [3e9, 1e9, 0]", "- [3e9, 0, 0]", "link_matrix has a 0 off its diagonal"),
+        ("- [3e9, 1e9, 0]", "- [3, 1e9, 0]", "link_matrix[2][0] is 3, but must be from 1e3 to 1e24, in bytes"),
+        ("- [3e9, 1e9, 0]", "- [3e9, 1e9, 2e9]", "link_matrix has more than 0 on its diagonal: a node sends nothing"),
+        ("latency: 1e-5, bandwidth: 3e9", "latency: 14, bandwidth: 3e9", "latency is 14, but must be from 0 to 1, in"),
+        ("memory_bytes: 80e9", "memory_bytes: 80", "memory_bytes is 80, but must be from 1e3 to 1e24, in bytes (80e9"),
+        ("  num_nodes: 2\n", "  num_nodes: two\n", "num_nodes is 'two', no number: it must be a whole number from 1"),
+        ("  num_nodes: 1\n", "  num_nodes: 1\n  host: {bandwidth: 12}\n", "host.bandwidth is 12, but must be"),
         ("name: two kinds\n", "", "machine.yaml:1: name is missing; add it"),
         ("name: two kinds\n", "name: one\nname: two\n", "machine.yaml:2: name stands twice in one mapping"),
         ("name: two kinds\n", "name: [\n", "machine.yaml is no YAML"),
@@ -151,7 +157,11 @@ def test_a_damaged_file_is_read_or_told_and_nothing_else(start: int, length: int
 def test_a_name_that_is_no_preset_and_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown hardware 'a100-8'; did you mean 'a100-80'"):
         load_hardware("a100-8")
-    with pytest.raises(ConfigError, match=r"absent.yaml' cannot be read: .*; name a readable YAML file"):
+    with pytest.raises(ConfigError, match="did you mean 'a100-40' or 'a100-80' or 'a100-80-25gbe'"):
+        load_hardware("a100")
+    with pytest.raises(
+        ConfigError, match=r"absent.yaml' cannot be read: No such file or directory; name a readable YAML file"
+    ):
         load_hardware(str(tmp_path / "absent.yaml"))
     (tmp_path / "mine.yaml").write_text(FILE)
     assert load_hardware(str(tmp_path / "mine.yaml")) == read_hardware(FILE)

@@ -173,7 +173,9 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
 
 def test_what_cannot_be_is_refused_with_a_way_out() -> None:
     base, hardware = run(), machine()
-    with pytest.raises(ConfigError, match="objective time needs the tokens to train on, above 0, got None"):
+    with pytest.raises(
+        ConfigError, match="objective time needs the tokens to train on, above 0: give them, as in --tokens 300e9"
+    ):
         search(base, hardware, 4, objective="time")
     with pytest.raises(ConfigError, match="unknown objective 'fast': it is one of speed, cost, time, size"):
         search(base, hardware, 4, objective="fast")  # type: ignore[arg-type]

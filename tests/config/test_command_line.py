@@ -1,0 +1,53 @@
+"""What the tools' parsers say of a wrong command line: one line, status 2."""
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.command_line import finite, natural, positive, tool_parser
+
+
+def parser() -> argparse.ArgumentParser:
+    made = tool_parser("tool.py", "About it.", "examples: tool.py count --times 3")
+    count = made.add_subparsers(dest="command", required=True).add_parser("count")
+    count.add_argument("--times", type=positive)
+    count.add_argument("--skip", type=natural)
+    count.add_argument("--within", type=finite)
+    count.add_argument("--port", type=int)
+    count.add_argument("--kind", choices=["small", "large"])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "the following arguments are required: command (tool.py --help"),
+        ("weigh", "invalid choice: 'weigh' (choose from"),
+        ("count --times 0", "--times is 0, but must be at least 1 (tool.py count --help tells more)"),
+        ("count --times many", "--times is 'many', but must be a whole number"),
+        ("count --skip=-1", "--skip is -1, but must be at least 0"),
+        ("count --within=-1", "--within is -1, but must be a finite number of at least 0"),
+        ("count --within=inf", "--within is inf, but must be a finite number of at least 0"),
+        ("count --within=near", "--within is 'near', but must be a finite number"),
+        ("count --port=1.5", "--port is '1.5', but must be a whole number"),
+        ("count --kind middling", "--kind: invalid choice: 'middling' (choose from"),
+        ("count --time 1", "unrecognized arguments: --time 1"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(words.split())
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+
+
+@given(st.integers(0, 10**9), st.floats(0, 1e300))
+def test_what_is_right_is_read(count: int, number: float) -> None:
+    found = parser().parse_args(["count", "--times", f"{count + 1}", "--skip", f"{count}", "--within", f"{number!r}"])
+    assert (found.times, found.skip, found.within) == (count + 1, count, number)
