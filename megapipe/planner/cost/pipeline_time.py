@@ -104,7 +104,8 @@ def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
     slowest = np.array([each.max(axis=1) for each in (pipeline.forward, pipeline.again + pipeline.backward)])
     pace = count * float(slowest.sum() - pipeline.work.max())
     fill = float((pipeline.fill.sum(axis=1) - pipeline.fill.max(axis=1)).mean())
-    missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * float(pipeline.work.mean())
+    lost = float(pipeline.fill.sum(axis=0).mean())
+    missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * lost
     hop = pipeline.longest_hop if pipeline.chunks == 1 else float(pipeline.hops.max())
     messages = count * float(np.maximum(0.0, hop - slowest).sum()) + 2 * pipeline.hop
     if count <= pipeline.size:
@@ -119,8 +120,8 @@ def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
     size, chunks = pipeline.size, pipeline.chunks
     fill = _others(pipeline, pipeline.fill.sum(axis=0)) / chunks
     empty = size - count if count < size else -count % size
-    lost = pipeline.work if count < size else pipeline.backward.sum(axis=0)
-    missing = empty * (chunks - 1) / chunks * float(lost.mean())
+    lost = pipeline.fill if count < size else pipeline.backward
+    missing = empty * (chunks - 1) / chunks * float(lost.sum(axis=0).mean())
     messages = max(pipeline.loops, _busy_links(pipeline, count, fill))
     return Waiting(fill + missing, messages, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
 

@@ -63,11 +63,9 @@ class _Step:
         gathers, sums = self._steady_traffic()
         whole = costs.whole_again + backward
         forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
-        beside = whole
-        if self.policy.updates_per_step > 1 and self.run.config.zero.stage < 2:
-            # Whole gradients have a buffer each: their sum may go on through the next forward, up to the next sum.
-            beside = whole + costs.whole_forward + costs.update
-        backward_traffic = side_by_side(beside, gathers + sums, slow) - beside
+        backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
+        if self.policy.updates_per_step > 1:
+            backward_traffic = self._up_to_the_update(whole, gathers + sums)
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
@@ -89,12 +87,19 @@ class _Step:
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
         yield from self._at_the_end(pipeline)
 
+    def _up_to_the_update(self, backward: Floats, traffic: Floats) -> Floats:
+        """By stage, what an update behind every micro-batch waits for sums that its backward did not hide: each unit's
+        starts when its gradient is there, so that the last one's always is left."""
+        each = zip(backward, traffic, self.costs.layers, strict=True)
+        return np.array([Beside(work, talk, int(units)).exposed(self.assumptions.slow_down) for work, talk, units in each])
+
     def _held_up(self) -> Floats:
-        """By rank, the share of sharded weights and gradients that has no buffer while its micro-batch passes: that
-        of the others is over before, or goes on behind."""
+        """By chunk and rank, the share of a stage's sharded weights and gradients that has no buffer while its
+        micro-batch passes: that of the others is over before, or goes on behind, while other stages compute."""
         zero = self.run.config.zero
         buffers = zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
-        return np.maximum(0.0, 1.0 - buffers / self.units)
+        units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
+        return np.maximum(0.0, 1.0 - buffers / units)
 
     def _by_chunk(self, values: Floats) -> Floats:
         """From stages to [chunks, ranks], the chunks of a rank in the order of its stages."""
