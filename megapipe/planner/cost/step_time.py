@@ -66,13 +66,15 @@ class _Step:
         backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
         if self.policy.updates_per_step > 1:
             backward_traffic = self._up_to_the_update(whole, gathers + sums)
+        hops = np.array(hop_seconds(self.run, self.assumptions))
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
             self._by_chunk(costs.input_half),
             self._by_chunk(costs.weight_half(apart=splits)),
-            np.array([sum(each) for each in hop_seconds(self.run, self.assumptions)]),
+            hops.sum(axis=1),
             self._by_chunk(forward_traffic + backward_traffic) * self._held_up(),
+            hops[:, 1],
         )
         waiting = waiting_of(self.run.config.schedule.name, self.options, pipeline, self.count)
         busiest = int(pipeline.work.argmax())
@@ -81,11 +83,12 @@ class _Step:
         yield Term("data", exposed, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
         yield Term("bubble", waiting.bubble, waiting.source)
         messages = waiting.messages
+        before = self.count * float(pipeline.work[busiest]) + waiting.bubble + messages
         if self.assumptions.waits_for_sends and self.run.pipeline > 1:
             # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
             messages += 2 * self.run.chunks * float(pipeline.hops.max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
-        yield from self._at_the_end(pipeline)
+        yield from self._at_the_end(pipeline, before)
 
     def _up_to_the_update(self, backward: Floats, traffic: Floats) -> Floats:
         """By stage, what an update behind every micro-batch waits for sums that its backward did not hide: each unit's
@@ -126,8 +129,9 @@ class _Step:
         sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
         return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
 
-    def _at_the_end(self, pipeline: Pipeline) -> Iterator[Term]:
-        sums = self._reductions(pipeline)
+    def _at_the_end(self, pipeline: Pipeline, before: float) -> Iterator[Term]:
+        """before: seconds up to the last backward."""
+        sums = max(self._reductions(pipeline), self._streamed() - before)
         yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
         tied = tied_seconds(self.run) - sums - self._slack(pipeline)[0]
         yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
@@ -153,6 +157,19 @@ class _Step:
         earlier = np.concatenate([[0.0], np.cumsum((pipeline.again + pipeline.backward).mean(axis=0))[:-1]])
         spare = earlier if self.flushes else np.zeros(self.run.pipeline)
         return max(0.0, float((self._sums_left(pipeline) - spare).max()))
+
+    def _streamed(self) -> float:
+        """Seconds that the busiest rank's stream of gathers and sums takes for a step, one behind the other, where
+        each stage has both: no step that empties the pipeline ends before.
+
+        What of it hides behind one micro-batch, or is left at the end, knows nothing of the rest: a stream with little
+        compute beside it is busy all along.
+        """
+        if not self.flushes or self.run.config.zero.stage < 2:
+            return 0.0
+        counts = self.traffic
+        each = self.costs.gather * counts.all_gathers + self.costs.reduction * counts.all_sums
+        return float(self.costs.by_rank(each).max()) * self.count
 
     def _sums_left(self, pipeline: Pipeline) -> Floats:
         """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
@@ -185,7 +202,7 @@ class _Step:
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
-        return np.minimum(pairs, self.count - 1) * float(pipeline.work.max())
+        return np.minimum(pairs, self.count - (self.run.pipeline > 1)) * float(pipeline.work.max())
 
     def _gathers(self, pipeline: Pipeline) -> float:
         """Weights that updates left in shards are whole again before the next forward."""

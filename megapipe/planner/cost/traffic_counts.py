@@ -24,18 +24,20 @@ PERIODIC = 128
 
 class TrafficCounts(NamedTuple):
     """By stage, per micro-batch: gathers of all its weights, for forward and backward together, and sums of all its
-    gradients."""
+    gradients. gathers, sums: nothing of what stays in its buffer from the first micro-batch of a step to the last;
+    all_gathers, all_sums: that too."""
 
     gathers: Floats
     sums: Floats
+    all_gathers: Floats
+    all_sums: Floats
 
 
 def traffic_counts(run: RunLayout) -> TrafficCounts:
-    """Of a run; nothing where state is not sharded that far, or stays in its buffer from the first micro-batch of a
-    step to the last."""
+    """Of a run; nothing where state is not sharded that far."""
     zero, stages, count = run.config.zero, len(run.ranks), run.num_microbatches
     if zero.stage < 2 or run.costs.of_units.shards == 1:
-        return TrafficCounts(np.zeros(stages), np.zeros(stages))
+        return TrafficCounts(*np.zeros((4, stages)))
     own: dict[int, list[int]] = {rank: [] for rank in range(run.pipeline)}
     for stage, rank in enumerate(run.ranks):
         own[rank].append(stage)
@@ -50,12 +52,10 @@ def traffic_counts(run: RunLayout) -> TrafficCounts:
         like = chosen.index(rank) if rank in chosen else 1
         for chunk, stage in enumerate(mine):
             gathers[stage], sums[stage] = found[like][chunk]
-    # What stays in its buffer is gathered and summed once a step, and is none of every micro-batch's.
-    crowded = np.array([sum(units[rank]) > zero.gradient_buffers for rank in run.ranks])
+    crowded = np.array(run.stages.units_per_stage) > zero.gradient_buffers
     once = 1.0 / count * (1 + 1e-9)
-    return TrafficCounts(
-        np.where(gathers > once, gathers, 0.0), np.where((sums > once) | ((count == 1) & crowded), sums, 0.0)
-    )
+    steady = np.where((sums > once) | ((count == 1) & crowded), sums, 0.0)
+    return TrafficCounts(np.where(gathers > once, gathers, 0.0), steady, gathers, sums)
 
 
 def _shown_ranks(units: list[tuple[int, ...]], ranks: int) -> list[int]:
