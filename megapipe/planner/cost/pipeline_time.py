@@ -73,11 +73,18 @@ class Pipeline:
         return float(self.hops[:-1].max())
 
     @property
-    def link(self) -> Floats:
-        """Seconds that a message keeps its link busy, from each rank to the next; with one chunk a rank the last one
-        sends nothing to the first."""
-        busy = self.hops if self.transfers is None else self.transfers
-        return busy[:-1] if self.chunks == 1 else busy
+    def longest_transfer(self) -> float:
+        """Seconds that a message keeps the slowest link between neighbours busy."""
+        return float(self._transfers[:-1].max())
+
+    @property
+    def longest_round(self) -> float:
+        """The same with the link from the last rank to the first, where a rank has several chunks."""
+        return float(self._transfers.max()) if self.chunks > 1 else self.longest_transfer
+
+    @property
+    def _transfers(self) -> Floats:
+        return self.hops if self.transfers is None else self.transfers
 
     @property
     def loops(self) -> float:
@@ -105,14 +112,21 @@ def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
     rounds = -(-count // pipeline.size)
     again = 2 * (pipeline.hop - pipeline.longest_hop)
     source = "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1"
-    return _paced_by_links(pipeline, count, Waiting(fill, 2 * pipeline.hop * rounds + again, source))
+    return _paced_by_links(pipeline, count, Waiting(fill, 2 * pipeline.hop * rounds + again, source), split=False)
 
 
-def _paced_by_links(pipeline: Pipeline, count: int, waiting: Waiting) -> Waiting:
-    """Of schedules with one chunk that flush: no less than what a link takes for all messages of a step, behind the
-    first micro-batch's way to it, and ahead of the last one's way from there to the end and back."""
-    path = pipeline.fill.sum(axis=0).sum() + 2 * pipeline.hop
-    least = float((count - 1) * pipeline.link.max() + path)
+def _paced_by_links(pipeline: Pipeline, count: int, waiting: Waiting, *, split: bool) -> Waiting:
+    """Of schedules that flush: no less than what a link takes for all messages of a step, behind the first
+    micro-batch's way to it, and ahead of the last one's way from there to the end and back.
+
+    split: backwards are halved, and of the weight halves the first stage's alone is on a micro-batch's way, at its
+    end. Of two chunks in a V a link carries one's activations and the other's gradients, the same way.
+    """
+    chunks, halves = pipeline.chunks, pipeline.weight_half
+    path = float(pipeline.fill.sum()) + 2 * chunks * pipeline.hop
+    if split:
+        path -= float(halves.sum() - halves[0, 0])
+    least = (chunks * count - 1) * pipeline.longest_transfer + path
     shown = count * float(pipeline.work.max()) + waiting.bubble + waiting.messages
     return waiting._replace(messages=waiting.messages + max(0.0, least - shown))
 
@@ -125,7 +139,7 @@ def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
     fill = float((pipeline.fill.sum(axis=1) - pipeline.fill.max(axis=1)).mean())
     lost = float(pipeline.fill.sum(axis=0).mean())
     missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * lost
-    messages = count * float(np.maximum(0.0, pipeline.link.max() - slowest).sum()) + 2 * pipeline.hop
+    messages = count * float(np.maximum(0.0, pipeline.longest_round - slowest).sum()) + 2 * pipeline.hop
     if count <= pipeline.size:
         messages = max(messages, pipeline.loops)
     source = "(p - 1) (tf + tb) / v, arXiv 1811.06965, section 2.3, and arXiv 2211.05953"
@@ -164,7 +178,7 @@ def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
 
     A link carries a message each way for every chunk of a micro-batch; of two ranks it carries both ways' at once.
     """
-    size, chunks, hop = pipeline.size, pipeline.chunks, float(pipeline.link.max())
+    size, chunks, hop = pipeline.size, pipeline.chunks, pipeline.longest_round
     work = float(pipeline.work.max())
     both = 2 * chunks - 1 if size == 2 else chunks
     return max((count + size - 1) * chunks * hop - size * work - fill, count * both * hop - (count - 1) * work)
@@ -174,7 +188,7 @@ def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
     each = (pipeline.forward + pipeline.input_half - pipeline.weight_half).sum(axis=0)
     messages = 4 * pipeline.hop - (2 * pipeline.longest_hop if count <= pipeline.size else 0.0)
     waiting = Waiting(max(0.0, _others(pipeline, each)), messages, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
-    return _paced_by_links(pipeline, count, waiting)
+    return _paced_by_links(pipeline, count, waiting, split=True)
 
 
 def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
@@ -187,7 +201,7 @@ def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
         bubble = max(1.5 * _others(pipeline, forward), _zb_h1(pipeline, count).bubble)
         messages = 1.5 * pipeline.hop + 0.5 * pipeline.longest_hop
     waiting = Waiting(bubble, messages, "(p - 1) max(TF, TF + TB - 2 TW), simulated")
-    return _paced_by_links(pipeline, count, waiting)
+    return _paced_by_links(pipeline, count, waiting, split=True)
 
 
 def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
@@ -197,18 +211,14 @@ def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
     # With as many micro-batches as ranks it is twice that; each one more fills a forward of it.
     bubble = max(one / 2, _others(pipeline, each), one - (count - pipeline.size) * float(forward.mean()))
     messages = 4 * pipeline.hop if count <= pipeline.size else 5 * pipeline.hop - 2 * pipeline.longest_hop
-    # Each way a link carries one chunk's activations and the other's gradients.
-    path = float(pipeline.fill.sum()) + 4 * pipeline.hop
-    least = (2 * count - 1) * float(pipeline.link[:-1].max()) + path
-    shown = count * float(pipeline.work.max()) + bubble + messages
-    messages += max(0.0, least - shown)
-    return Waiting(bubble, messages, "(p - 1) max(TF / 2, TB / 2, TB - TW), simulated")
+    waiting = Waiting(bubble, messages, "(p - 1) max(TF / 2, TB / 2, TB - TW), simulated")
+    return _paced_by_links(pipeline, count, waiting, split=True)
 
 
 def _endless(pipeline: Pipeline, count: int) -> Waiting:
     source = "no flush: the slowest stage sets the pace, arXiv 2006.09503, section 3"
     messages = 2 * pipeline.hop * count / pipeline.size
-    busy = count * float(pipeline.link.max() - pipeline.work.max())
+    busy = count * (pipeline.longest_transfer - float(pipeline.work.max()))
     return Waiting(0.0, max(messages, busy), source)
 
 

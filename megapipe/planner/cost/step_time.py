@@ -66,6 +66,8 @@ class _Step:
         backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
         if self.policy.updates_per_step > 1:
             backward_traffic = self._up_to_the_update(whole, gathers + sums)
+        # A weight half, behind which gradients are summed, is on no micro-batch's way.
+        held_up = side_by_side(whole, gathers, slow) - whole if splits else backward_traffic
         hops = np.array(hop_seconds(self.run, self.assumptions))
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
@@ -73,7 +75,8 @@ class _Step:
             self._by_chunk(costs.input_half),
             self._by_chunk(costs.weight_half(apart=splits)),
             hops.sum(axis=1),
-            self._by_chunk(forward_traffic + backward_traffic) * self._held_up(),
+            self._by_chunk(forward_traffic + held_up) * self._without_buffer()
+            + self._by_chunk(costs.whole_again * self._between_backwards()),
             hops[:, 1],
         )
         waiting = waiting_of(self.run.config.schedule.name, self.options, pipeline, self.count)
@@ -96,7 +99,17 @@ class _Step:
         each = zip(backward, traffic, self.costs.layers, strict=True)
         return np.array([Beside(work, talk, int(units)).exposed(self.assumptions.slow_down) for work, talk, units in each])
 
-    def _held_up(self) -> Floats:
+    def _between_backwards(self) -> Floats:
+        """By stage, the share of what runs again that does so between backwards of its micro-batch: all but what the
+        first of them needs, which may be there before the gradient arrives."""
+        found = np.zeros(len(self.costs.ranks))
+        for stage, spans in enumerate(self.run.recomputed):
+            units = sum(len(span) for span in spans)
+            first = len(spans[-1]) if spans and spans[-1].stop == self.run.stages.units_per_stage[stage] else 0
+            found[stage] = 1.0 - first / units if units else 0.0
+        return found
+
+    def _without_buffer(self) -> Floats:
         """By chunk and rank, the share of a stage's sharded weights and gradients that has no buffer while its
         micro-batch passes: that of the others is over before, or goes on behind, while other stages compute."""
         zero = self.run.config.zero
