@@ -173,15 +173,18 @@ def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
 
 
 def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
-    """What an interleaved schedule waits for where links and not ranks set the pace, found by simulation: never more
-    than simulated, nor more than a fifth of the step less.
+    """What an interleaved schedule waits for where links and not ranks set the pace, found by simulation: with links
+    that are alike never more than simulated, nor more than a fifth of the step less.
 
     A link carries a message each way for every chunk of a micro-batch; of two ranks it carries both ways' at once.
+    Nothing runs beside the first group, which the slowest link lets pass one by one; later ones take a round of the
+    ring a chunk.
     """
     size, chunks, hop = pipeline.size, pipeline.chunks, pipeline.longest_round
     work = float(pipeline.work.max())
     both = 2 * chunks - 1 if size == 2 else chunks
-    return max((count + size - 1) * chunks * hop - size * work - fill, count * both * hop - (count - 1) * work)
+    ring = (min(count, size) + size - 1) * hop + max(0, count - size) * float(pipeline.hops.mean())
+    return max(chunks * ring - size * work - fill, count * both * hop - (count - 1) * work)
 
 
 def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:

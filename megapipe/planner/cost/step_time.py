@@ -199,9 +199,10 @@ class _Step:
         left = hidden = np.zeros(self.run.pipeline)
         for chunk in reversed(range(self.run.chunks)):
             before = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
-            window = backward[chunk] + (self._slack(pipeline) if chunk == 0 else 0.0)
             waiting = np.maximum(0.0, left - before)
-            behind = np.maximum(last[chunk], waiting + traffic[chunk] - window * (1 - 1 / units[chunk]))
+            behind = np.maximum(last[chunk], waiting + traffic[chunk] - backward[chunk] * (1 - 1 / units[chunk]))
+            if chunk == 0:
+                behind = np.maximum(0.0, behind - self._slack(pipeline))
             hidden = hidden + left + traffic[chunk] - behind
             left = behind
         return np.asarray(left + (self.assumptions.slow_down - 1) * np.maximum(0.0, hidden))
