@@ -16,8 +16,8 @@ from megapipe.schedules.schedule import Schedule
 Floats = npt.NDArray[np.float64]
 RANKS = 4
 """Pipeline ranks whose orders are counted in, at most; the others are like one of them."""
-ROUNDS = 2
-"""Micro-batches a pipeline rank that are counted in, at most: each one behind them adds what these add."""
+ROUNDS = 3
+"""Micro-batches a pipeline rank that are counted in, at most: those behind them add what the last of these add."""
 PERIODIC = 128
 """Micro-batches that are counted in at the least where a schedule never flushes, whose every step mixes two versions."""
 
@@ -79,7 +79,8 @@ def _counted(
     plain = _order(name, options, ranks, min(count, ROUNDS * ranks))
     few = plain.header.num_microbatches if plain.flushes else min(count, max(PERIODIC, ROUNDS * ranks))
     long = plain if plain.flushes else _order(name, options, ranks, few)
-    short = _order(name, options, ranks, ranks) if count > few and plain.flushes else None
+    fewer = (ROUNDS - 1) * ranks
+    short = _order(name, options, ranks, fewer) if count > few and plain.flushes else None
     found = []
     for rank, units in shown:
         total = _of_rank(long, rank, units, weight_buffers, whole_gradients)
@@ -87,7 +88,7 @@ def _counted(
             whole = total * (count / few)
         else:
             before = _of_rank(short, rank, units, weight_buffers, whole_gradients)
-            whole = total + (total - before) / (few - ranks) * (count - few)
+            whole = total + (total - before) / (few - fewer) * (count - few)
         found.append(tuple((float(gathers), float(sums)) for gathers, sums in whole / count))
     return tuple(found)
 
