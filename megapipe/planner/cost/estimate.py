@@ -110,7 +110,9 @@ class Estimate:
         layout |= {"micro_size": self.config.batch.micro_size, "schedule": self.config.schedule.name}
         layout |= {"chunks": self.config.schedule.chunks, "zero": self.config.zero.stage}
         layout |= {"recompute": self.config.recompute.method}
+        model = {name: getattr(self.config.model, name) for name in ("num_layers", "hidden_size", "vocabulary_size")}
         return {
+            "model": model,
             "step_time_s": self.step_seconds,
             "tokens_per_s_per_device": self.tokens_per_second / self.world_size,
             "model_tflops_per_device": self.model_flops / self.step_seconds / self.world_size / 1e12,

@@ -139,7 +139,8 @@ def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
     fill = float((pipeline.fill.sum(axis=1) - pipeline.fill.max(axis=1)).mean())
     lost = float(pipeline.fill.sum(axis=0).mean())
     missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * lost
-    messages = count * float(np.maximum(0.0, pipeline.longest_round - slowest).sum()) + 2 * pipeline.hop
+    late = np.maximum(0.0, pipeline.longest_round - slowest)
+    messages = (count - 1 / pipeline.chunks) * float(late.sum()) + 2 * pipeline.hop
     if count <= pipeline.size:
         messages = max(messages, pipeline.loops)
     source = "(p - 1) (tf + tb) / v, arXiv 1811.06965, section 2.3, and arXiv 2211.05953"
