@@ -144,9 +144,9 @@ class _Step:
 
     def _at_the_end(self, pipeline: Pipeline, before: float) -> Iterator[Term]:
         """before: seconds up to the last backward."""
-        sums = max(self._reductions(pipeline), self._streamed() - before)
+        sums = max(self._reductions(pipeline, before), self._streamed() - before)
         yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
-        tied = tied_seconds(self.run) - sums - self._slack(pipeline)[0]
+        tied = tied_seconds(self.run) - sums - self._slack(before)[0]
         yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
         if self.flushes:
             yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
@@ -155,21 +155,25 @@ class _Step:
 
     def _update(self, pipeline: Pipeline) -> float:
         """Of the slowest rank; without a flush each rank's is a part of its own work."""
-        updates = self.costs.by_rank(self.costs.update)
         if self.flushes:
-            return float(updates.max())
-        if self.run.gathers_after_update:
-            updates = updates + self.costs.by_rank(self.costs.gather)
+            return float(self.costs.by_rank(self.costs.update).max())
+        updates = self._of_update
         work = pipeline.work * self.count
         return float((work + updates * self.policy.updates_per_step).max() - work.max())
 
-    def _reductions(self, pipeline: Pipeline) -> float:
+    @cached_property
+    def _of_update(self) -> Floats:
+        """Seconds by rank of an update without a flush, and of the gathers of what it leaves in shards."""
+        gathered = self.costs.gather if self.run.gathers_after_update else 0.0
+        return self.costs.by_rank(self.costs.update + gathered)
+
+    def _reductions(self, pipeline: Pipeline, before: float) -> float:
         """What sums of gradients add behind the last backward, of the rank that ends last."""
         if self.policy.updates_per_step > 1 or not self.costs.reduction.any():
             return 0.0
         earlier = np.concatenate([[0.0], np.cumsum((pipeline.again + pipeline.backward).mean(axis=0))[:-1]])
         spare = earlier if self.flushes else np.zeros(self.run.pipeline)
-        return max(0.0, float((self._sums_left(pipeline) - spare).max()))
+        return max(0.0, float((self._sums_left(pipeline, before) - spare).max()))
 
     def _streamed(self) -> float:
         """Seconds that the busiest rank's stream of gathers and sums takes for a step, one behind the other, where
@@ -184,7 +188,7 @@ class _Step:
         each = self.costs.gather * counts.all_gathers + self.costs.reduction * counts.all_sums
         return float(self.costs.by_rank(each).max()) * self.count
 
-    def _sums_left(self, pipeline: Pipeline) -> Floats:
+    def _sums_left(self, pipeline: Pipeline, before: float) -> Floats:
         """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
 
         Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
@@ -198,25 +202,28 @@ class _Step:
         passes = self.count if self.run.config.schedule.name == "modular" else min(self.run.pipeline, self.count)
         left = hidden = np.zeros(self.run.pipeline)
         for chunk in reversed(range(self.run.chunks)):
-            before = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
-            waiting = np.maximum(0.0, left - before)
+            passed = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
+            waiting = np.maximum(0.0, left - passed)
             behind = np.maximum(last[chunk], waiting + traffic[chunk] - backward[chunk] * (1 - 1 / units[chunk]))
             if chunk == 0:
-                behind = np.maximum(0.0, behind - self._slack(pipeline))
+                behind = np.maximum(0.0, behind - self._slack(before))
             hidden = hidden + left + traffic[chunk] - behind
             left = behind
         return np.asarray(left + (self.assumptions.slow_down - 1) * np.maximum(0.0, hidden))
 
-    def _slack(self, pipeline: Pipeline) -> Floats:
+    def _slack(self, before: float) -> Floats:
         """Seconds by rank from a batch's last backward to the first forward that needs its update.
 
         Without a flush a lazy update waits for all micro-batches of the next batch that are not under way yet, at the
-        slowest rank's pace.
+        pace of the step. before: its seconds up to the last backward.
         """
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
-        return np.minimum(pairs, self.count - (self.run.pipeline > 1)) * float(pipeline.work.max())
+        found = pairs * (before / self.count)
+        # The last rank ends its batch ahead of the update of the batch before.
+        found[-1] += self._of_update[-1]
+        return found
 
     def _gathers(self, pipeline: Pipeline) -> float:
         """Weights that updates left in shards are whole again before the next forward."""
