@@ -212,13 +212,17 @@ class Dependencies:
             yield Needs(scalars[table.rank[closing], table.update[closing] // every], closing)
         if every > 1:
             yield Needs(updates, last[table.stage[updates], table.update[updates]])
-            yield self._updates_after_reductions(updates)
+            yield self.reduced
             return
         yield Needs(updates, scalars[table.rank[updates], table.update[updates]])
 
-    def _updates_after_reductions(self, updates: Ints) -> Needs:
-        """Of several in a step an update needs its own unit's reduction."""
+    @cached_property
+    def reduced(self) -> Needs:
+        """Where a step has several updates each needs its own unit's reduction; a single one waits for scalars."""
         table = self.table
+        if table.header.updates_per_step == 1:
+            return Needs(np.empty(0, np.int64), np.empty(0, np.int64))
+        updates = table.rows_with(Kind.UPDATE)
         rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)
         most = max(table.header.units_per_stage) + len(table.header.tied_groups)
         place = (table.stage * table.num_updates + table.update) * most + table.unit

@@ -81,7 +81,7 @@ def residences(table: Table, written: Ints) -> Residence:
     found = [
         (before + uses, before + ends, before + starts)
         for before, behind in pairwise(parts)
-        for uses, ends, starts in _held(unit[opens][before:behind].tolist(), table.header.weight_buffers)
+        for uses, ends, starts in residences_of(unit[opens][before:behind].tolist(), table.header.weight_buffers)
     ]
     first_use, last_use, start = np.array(found, dtype=np.int64).T
     use = first[first_use]
@@ -106,7 +106,7 @@ def last_additions(table: Table) -> Ints:
     found = []
     for first, behind in pairwise(np.searchsorted(rank, np.arange(table.header.num_ranks + 1)).tolist()):
         backwards = unit[closes][first:behind][::-1].tolist()
-        found += [behind - 1 - uses for uses, _, _ in _held(backwards, table.header.whole_gradients)]
+        found += [behind - 1 - uses for uses, _, _ in residences_of(backwards, table.header.whole_gradients)]
     return last[np.sort(np.array(found, dtype=np.int64))]
 
 
@@ -134,7 +134,7 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
     return np.array(opening, dtype=np.int64), np.array(freeing, dtype=np.int64)
 
 
-def _held(units: list[int], buffers: int) -> list[tuple[int, int, int]]:
+def residences_of(units: list[int], buffers: int) -> list[tuple[int, int, int]]:
     """For each gather of one rank, in order: the runs of first and last use, and the run ahead of which it starts."""
     ahead: Counter[int] = Counter()
     uses_from: dict[int, tuple[int, int]] = {}

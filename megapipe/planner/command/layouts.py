@@ -146,12 +146,18 @@ def print_terms(answer: Estimate) -> None:
 def print_memory(answer: Estimate) -> None:
     """Memory by pipeline coordinate."""
     names = ("weights", "master", "gradients", "moments", "activations", "buffers", "messages", "total")
+    alike = len(set(answer.memory_limits)) == 1
     rows = [
-        [str(place), *(bytes_told(getattr(memory, name)) for name in names)]
+        [
+            str(place),
+            *(bytes_told(getattr(memory, name)) for name in names),
+            *([] if alike else [bytes_told(answer.memory_limits[place])]),
+        ]
         for place, memory in enumerate(answer.memory)
     ]
-    limit = f"memory of a rank by pipeline coordinate; a device has {bytes_told(answer.memory_limit)}"
-    print_table(["coordinate", *names], rows, limit)
+    limit = f"a device has {bytes_told(answer.memory_limit)}" if alike else "device: what the smallest one there has"
+    columns = ["coordinate", *names, *([] if alike else ["device"])]
+    print_table(columns, rows, f"memory of a rank by pipeline coordinate; {limit}")
 
 
 def check_run(config: PretrainConfig, devices: int) -> None:

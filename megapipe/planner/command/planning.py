@@ -22,12 +22,20 @@ PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16",
 def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig, list[str]]:
     """The configuration to plan, and remarks on what was chosen for it.
 
-    Where no file and no flag says a precision, it is the first of bf16, fp16, fp32 that all devices multiply in; a
+    Where no file and no flag says anything of a model, it is the default one, and a remark tells which. Where none
+    says a precision, it is the first of bf16, fp16, fp32 that all devices multiply in; a
     file without one trains in fp32, and is planned so. What auto would time is told by the devices' peaks.
 
     Raises ConfigError with every rule that single fields break; data.prefix may be missing.
     """
     config, remarks = request.config, []
+    written = request.flags.get("config") or any(path.partition(".")[0] == "model" for path in request.given)
+    if not written:
+        model = config.model
+        remarks.append(
+            f"the model is the default one, {model.num_layers} layers of {model.hidden_size}, as none was given: "
+            "--model FILE or --model.field VALUE names another"
+        )
     if "training.precision" not in request.given and not request.flags.get("config"):
         common = [name for name in PREFERRED if all(name in group.device.peak_flops for group in hardware.groups)]
         if common:

@@ -49,9 +49,9 @@ class Estimate:
     """A step of one layout on one machine.
 
     config: with parallel.data filled in. world_size: ranks. step_seconds: of one optimizer step. terms: see there.
-    memory: by pipeline coordinate. memory_limit: bytes of the smallest device. model_flops: of a step, nothing
-    recomputed. executed_flops: with what is recomputed, as Narayanan et al. (2021, arXiv 2104.04473, equation 3) count
-    where all of it is.
+    memory: by pipeline coordinate. memory_limits: bytes of the smallest device among all replicas and shards of each
+    coordinate. model_flops: of a step, nothing recomputed. executed_flops: with what is recomputed, as Narayanan et al.
+    (2021, arXiv 2104.04473, equation 3) count where all of it is.
     """
 
     config: PretrainConfig
@@ -59,7 +59,7 @@ class Estimate:
     step_seconds: float
     terms: tuple[Term, ...]
     memory: tuple[RankMemory, ...]
-    memory_limit: float
+    memory_limits: tuple[float, ...]
     model_flops: float
     executed_flops: float
 
@@ -73,15 +73,31 @@ class Estimate:
         """Of the fullest rank."""
         return max(memory.total for memory in self.memory)
 
+    @cached_property
+    def tightest(self) -> int:
+        """The coordinate that exceeds its device by most, or leaves the least of it; on equal devices the fullest."""
+        spare = [limit - each.total for each, limit in zip(self.memory, self.memory_limits, strict=True)]
+        return spare.index(min(spare))
+
+    @property
+    def tightest_bytes(self) -> int:
+        """Of a rank at the tightest coordinate."""
+        return self.memory[self.tightest].total
+
+    @property
+    def memory_limit(self) -> float:
+        """Bytes of the smallest device at the tightest coordinate."""
+        return self.memory_limits[self.tightest]
+
     @property
     def fits(self) -> bool:
         """Whether every rank fits its device."""
-        return self.peak_bytes <= self.memory_limit
+        return self.tightest_bytes <= self.memory_limit
 
     @property
     def missing_bytes(self) -> float:
-        """By how much the fullest rank exceeds its device; 0 where it fits."""
-        return max(0.0, self.peak_bytes - self.memory_limit)
+        """By how much the tightest rank exceeds its device; 0 where it fits."""
+        return max(0.0, self.tightest_bytes - self.memory_limit)
 
     def seconds_of(self, name: str) -> float:
         """Of all terms of a name; 0 without any."""
@@ -94,13 +110,16 @@ class Estimate:
         layout |= {"micro_size": self.config.batch.micro_size, "schedule": self.config.schedule.name}
         layout |= {"chunks": self.config.schedule.chunks, "zero": self.config.zero.stage}
         layout |= {"recompute": self.config.recompute.method}
+        model = {name: getattr(self.config.model, name) for name in ("num_layers", "hidden_size", "vocabulary_size")}
         return {
+            "model": model,
             "step_time_s": self.step_seconds,
             "tokens_per_s_per_device": self.tokens_per_second / self.world_size,
             "model_tflops_per_device": self.model_flops / self.step_seconds / self.world_size / 1e12,
             "executed_tflops_per_device": self.executed_flops / self.step_seconds / self.world_size / 1e12,
             "memory_bytes": [memory.total for memory in self.memory],
             "memory_limit_bytes": self.memory_limit,
+            "memory_limits_bytes": list(self.memory_limits),
             "fits": self.fits,
             "layout": layout,
             "terms": [vars(term) for term in self.terms],

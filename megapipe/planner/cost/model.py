@@ -173,7 +173,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
         step_seconds=float(sum(term.seconds for term in terms)),
         terms=terms,
         memory=memory,
-        memory_limit=min(node.device.memory_bytes for node in run.placement.nodes),
+        memory_limits=run.placement.memory_limits,
         model_flops=float(model_flops * step),
         executed_flops=float(executed * step),
     )

@@ -25,7 +25,8 @@ class Pipeline:
     forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over
     before a message arrives; input_half and weight_half of the backward. hops: of a message from each rank to the
     next, shape [ranks], the last one's to the first. passing: what holds up a micro-batch besides while it passes
-    ranks that have nothing else to do.
+    ranks that have nothing else to do. transfers: the part of `hops` in which the link has room for no other message,
+    by default all of it.
     """
 
     forward: Floats
@@ -34,6 +35,7 @@ class Pipeline:
     weight_half: Floats
     hops: Floats
     passing: Floats | float = 0.0
+    transfers: Floats | None = None
 
     @property
     def size(self) -> int:
@@ -71,6 +73,20 @@ class Pipeline:
         return float(self.hops[:-1].max())
 
     @property
+    def longest_transfer(self) -> float:
+        """Seconds that a message keeps the slowest link between neighbours busy."""
+        return float(self._transfers[:-1].max())
+
+    @property
+    def longest_round(self) -> float:
+        """The same with the link from the last rank to the first, where a rank has several chunks."""
+        return float(self._transfers.max()) if self.chunks > 1 else self.longest_transfer
+
+    @property
+    def _transfers(self) -> Floats:
+        return self.hops if self.transfers is None else self.transfers
+
+    @property
     def loops(self) -> float:
         """Seconds of messages through all chunks and back, round the ring of ranks."""
         return 2 * self.chunks * self.hop + 2 * (self.chunks - 1) * float(self.hops[-1])
@@ -95,7 +111,24 @@ def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
     fill = _others(pipeline, pipeline.fill.sum(axis=0))
     rounds = -(-count // pipeline.size)
     again = 2 * (pipeline.hop - pipeline.longest_hop)
-    return Waiting(fill, 2 * pipeline.hop * rounds + again, "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1")
+    source = "(p - 1) (tf + tb), arXiv 2104.04473, section 2.2.1"
+    return _paced_by_links(pipeline, count, Waiting(fill, 2 * pipeline.hop * rounds + again, source), split=False)
+
+
+def _paced_by_links(pipeline: Pipeline, count: int, waiting: Waiting, *, split: bool) -> Waiting:
+    """Of schedules that flush: no less than what a link takes for all messages of a step, behind the first
+    micro-batch's way to it, and ahead of the last one's way from there to the end and back.
+
+    split: backwards are halved, and of the weight halves the first stage's alone is on a micro-batch's way, at its
+    end. Of two chunks in a V a link carries one's activations and the other's gradients, the same way.
+    """
+    chunks, halves = pipeline.chunks, pipeline.weight_half
+    path = float(pipeline.fill.sum()) + 2 * chunks * pipeline.hop
+    if split:
+        path -= float(halves.sum() - halves[0, 0])
+    least = (chunks * count - 1) * pipeline.longest_transfer + path
+    shown = count * float(pipeline.work.max()) + waiting.bubble + waiting.messages
+    return waiting._replace(messages=waiting.messages + max(0.0, least - shown))
 
 
 def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
@@ -104,13 +137,27 @@ def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
     slowest = np.array([each.max(axis=1) for each in (pipeline.forward, pipeline.again + pipeline.backward)])
     pace = count * float(slowest.sum() - pipeline.work.max())
     fill = float((pipeline.fill.sum(axis=1) - pipeline.fill.max(axis=1)).mean())
-    missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * float(pipeline.work.mean())
-    hop = pipeline.longest_hop if pipeline.chunks == 1 else float(pipeline.hops.max())
-    messages = count * float(np.maximum(0.0, hop - slowest).sum()) + 2 * pipeline.hop
+    lost = float(pipeline.fill.sum(axis=0).mean())
+    missing = max(0, pipeline.size - count) * (pipeline.chunks - 1) / pipeline.chunks * lost
+    late = np.maximum(0.0, pipeline.longest_round - slowest)
+    messages = (count - 1 / pipeline.chunks) * float(late.sum()) + 2 * pipeline.hop
     if count <= pipeline.size:
         messages = max(messages, pipeline.loops)
     source = "(p - 1) (tf + tb) / v, arXiv 1811.06965, section 2.3, and arXiv 2211.05953"
     return Waiting(pace + fill + missing, messages, source)
+
+
+def _one_group(pipeline: Pipeline, count: int) -> float:
+    """The bubble where no more micro-batches than ranks pass chunk by chunk.
+
+    Through each chunk the first micro-batch takes `fill` of all ranks, all of them take the slowest rank's work as
+    often as there are micro-batches: the next chunk waits for the longer one. Behind the last chunk the shorter one
+    is left to pass, but for its own slowest rank.
+    """
+    work = pipeline.forward + pipeline.again + pipeline.backward
+    way, pace = pipeline.fill.sum(axis=1), count * work.max(axis=1)
+    behind = np.minimum(way - pipeline.fill.max(axis=1), pace * (count - 1) / count)
+    return max(0.0, float(np.maximum(way, pace).sum() + behind.mean() - count * pipeline.work.max()))
 
 
 def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
@@ -119,28 +166,33 @@ def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
     size, chunks = pipeline.size, pipeline.chunks
     fill = _others(pipeline, pipeline.fill.sum(axis=0)) / chunks
     empty = size - count if count < size else -count % size
-    lost = pipeline.work if count < size else pipeline.backward.sum(axis=0)
-    missing = empty * (chunks - 1) / chunks * float(lost.mean())
+    lost = pipeline.fill if count < size else pipeline.backward
+    missing = empty * (chunks - 1) / chunks * float(lost.sum(axis=0).mean())
     messages = max(pipeline.loops, _busy_links(pipeline, count, fill))
-    return Waiting(fill + missing, messages, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
+    bubble = _one_group(pipeline, count) if count <= size else fill + missing
+    return Waiting(bubble, messages, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
 
 
 def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
-    """What an interleaved schedule waits for where links and not ranks set the pace, found by simulation: never more
-    than simulated, nor more than a fifth of the step less.
+    """What an interleaved schedule waits for where links and not ranks set the pace, found by simulation: with links
+    that are alike never more than simulated, nor more than a fifth of the step less.
 
     A link carries a message each way for every chunk of a micro-batch; of two ranks it carries both ways' at once.
+    Nothing runs beside the first group, which the slowest link lets pass one by one; later ones take a round of the
+    ring a chunk.
     """
-    size, chunks, hop = pipeline.size, pipeline.chunks, float(pipeline.hops.max())
+    size, chunks, hop = pipeline.size, pipeline.chunks, pipeline.longest_round
     work = float(pipeline.work.max())
     both = 2 * chunks - 1 if size == 2 else chunks
-    return max((count + size - 1) * chunks * hop - size * work - fill, count * both * hop - (count - 1) * work)
+    ring = (min(count, size) + size - 1) * hop + max(0, count - size) * float(pipeline.hops.mean())
+    return max(chunks * ring - size * work - fill, count * both * hop - (count - 1) * work)
 
 
 def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
     each = (pipeline.forward + pipeline.input_half - pipeline.weight_half).sum(axis=0)
     messages = 4 * pipeline.hop - (2 * pipeline.longest_hop if count <= pipeline.size else 0.0)
-    return Waiting(max(0.0, _others(pipeline, each)), messages, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
+    waiting = Waiting(max(0.0, _others(pipeline, each)), messages, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
+    return _paced_by_links(pipeline, count, waiting, split=True)
 
 
 def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
@@ -152,7 +204,8 @@ def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
     if count < 2 * pipeline.size - 1:
         bubble = max(1.5 * _others(pipeline, forward), _zb_h1(pipeline, count).bubble)
         messages = 1.5 * pipeline.hop + 0.5 * pipeline.longest_hop
-    return Waiting(bubble, messages, "(p - 1) max(TF, TF + TB - 2 TW), simulated")
+    waiting = Waiting(bubble, messages, "(p - 1) max(TF, TF + TB - 2 TW), simulated")
+    return _paced_by_links(pipeline, count, waiting, split=True)
 
 
 def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
@@ -162,12 +215,15 @@ def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
     # With as many micro-batches as ranks it is twice that; each one more fills a forward of it.
     bubble = max(one / 2, _others(pipeline, each), one - (count - pipeline.size) * float(forward.mean()))
     messages = 4 * pipeline.hop if count <= pipeline.size else 5 * pipeline.hop - 2 * pipeline.longest_hop
-    return Waiting(bubble, messages, "(p - 1) max(TF / 2, TB / 2, TB - TW), simulated")
+    waiting = Waiting(bubble, messages, "(p - 1) max(TF / 2, TB / 2, TB - TW), simulated")
+    return _paced_by_links(pipeline, count, waiting, split=True)
 
 
 def _endless(pipeline: Pipeline, count: int) -> Waiting:
     source = "no flush: the slowest stage sets the pace, arXiv 2006.09503, section 3"
-    return Waiting(0.0, 2 * pipeline.hop * count / pipeline.size, source)
+    messages = 2 * pipeline.hop * count / pipeline.size
+    busy = count * (pipeline.longest_transfer - float(pipeline.work.max()))
+    return Waiting(0.0, max(messages, busy), source)
 
 
 Formula = Callable[[Pipeline, int], Waiting]

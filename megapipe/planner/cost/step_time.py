@@ -63,18 +63,21 @@ class _Step:
         gathers, sums = self._steady_traffic()
         whole = costs.whole_again + backward
         forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
-        beside = whole
-        if self.policy.updates_per_step > 1 and self.run.config.zero.stage < 2:
-            # Whole gradients have a buffer each: their sum may go on through the next forward, up to the next sum.
-            beside = whole + costs.whole_forward + costs.update
-        backward_traffic = side_by_side(beside, gathers + sums, slow) - beside
+        backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
+        if self.policy.updates_per_step > 1:
+            backward_traffic = self._up_to_the_update(whole, gathers + sums)
+        # A weight half, behind which gradients are summed, is on no micro-batch's way.
+        held_up = side_by_side(whole, gathers, slow) - whole if splits else backward_traffic
+        hops = np.array(hop_seconds(self.run, self.assumptions))
         pipeline = Pipeline(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
             self._by_chunk(costs.input_half),
             self._by_chunk(costs.weight_half(apart=splits)),
-            np.array([sum(each) for each in hop_seconds(self.run, self.assumptions)]),
-            self._by_chunk(forward_traffic + backward_traffic) * self._held_up(),
+            hops.sum(axis=1),
+            self._by_chunk(forward_traffic + held_up) * self._without_buffer()
+            + self._by_chunk(costs.whole_again * self._between_backwards()),
+            hops[:, 1],
         )
         waiting = waiting_of(self.run.config.schedule.name, self.options, pipeline, self.count)
         busiest = int(pipeline.work.argmax())
@@ -83,18 +86,36 @@ class _Step:
         yield Term("data", exposed, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
         yield Term("bubble", waiting.bubble, waiting.source)
         messages = waiting.messages
+        before = self.count * float(pipeline.work[busiest]) + waiting.bubble + messages
         if self.assumptions.waits_for_sends and self.run.pipeline > 1:
             # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
             messages += 2 * self.run.chunks * float(pipeline.hops.max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
-        yield from self._at_the_end(pipeline)
+        yield from self._at_the_end(pipeline, before)
 
-    def _held_up(self) -> Floats:
-        """By rank, the share of sharded weights and gradients that has no buffer while its micro-batch passes: that
-        of the others is over before, or goes on behind."""
+    def _up_to_the_update(self, backward: Floats, traffic: Floats) -> Floats:
+        """By stage, what an update behind every micro-batch waits for sums that its backward did not hide: each unit's
+        starts when its gradient is there, so that the last one's always is left."""
+        each = zip(backward, traffic, self.costs.layers, strict=True)
+        return np.array([Beside(work, talk, int(units)).exposed(self.assumptions.slow_down) for work, talk, units in each])
+
+    def _between_backwards(self) -> Floats:
+        """By stage, the share of what runs again that does so between backwards of its micro-batch: all but what the
+        first of them needs, which may be there before the gradient arrives."""
+        found = np.zeros(len(self.costs.ranks))
+        for stage, spans in enumerate(self.run.recomputed):
+            units = sum(len(span) for span in spans)
+            first = len(spans[-1]) if spans and spans[-1].stop == self.run.stages.units_per_stage[stage] else 0
+            found[stage] = 1.0 - first / units if units else 0.0
+        return found
+
+    def _without_buffer(self) -> Floats:
+        """By chunk and rank, the share of a stage's sharded weights and gradients that has no buffer while its
+        micro-batch passes: that of the others is over before, or goes on behind, while other stages compute."""
         zero = self.run.config.zero
         buffers = zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
-        return np.maximum(0.0, 1.0 - buffers / self.units)
+        units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
+        return np.maximum(0.0, 1.0 - buffers / units)
 
     def _by_chunk(self, values: Floats) -> Floats:
         """From stages to [chunks, ranks], the chunks of a rank in the order of its stages."""
@@ -121,10 +142,11 @@ class _Step:
         sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
         return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
 
-    def _at_the_end(self, pipeline: Pipeline) -> Iterator[Term]:
-        sums = self._reductions(pipeline)
+    def _at_the_end(self, pipeline: Pipeline, before: float) -> Iterator[Term]:
+        """before: seconds up to the last backward."""
+        sums = max(self._reductions(pipeline, before), self._streamed() - before)
         yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
-        tied = tied_seconds(self.run) - sums - self._slack(pipeline)[0]
+        tied = tied_seconds(self.run) - sums - self._slack(before)[0]
         yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
         if self.flushes:
             yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
@@ -133,23 +155,40 @@ class _Step:
 
     def _update(self, pipeline: Pipeline) -> float:
         """Of the slowest rank; without a flush each rank's is a part of its own work."""
-        updates = self.costs.by_rank(self.costs.update)
         if self.flushes:
-            return float(updates.max())
-        if self.run.gathers_after_update:
-            updates = updates + self.costs.by_rank(self.costs.gather)
+            return float(self.costs.by_rank(self.costs.update).max())
+        updates = self._of_update
         work = pipeline.work * self.count
         return float((work + updates * self.policy.updates_per_step).max() - work.max())
 
-    def _reductions(self, pipeline: Pipeline) -> float:
+    @cached_property
+    def _of_update(self) -> Floats:
+        """Seconds by rank of an update without a flush, and of the gathers of what it leaves in shards."""
+        gathered = self.costs.gather if self.run.gathers_after_update else 0.0
+        return self.costs.by_rank(self.costs.update + gathered)
+
+    def _reductions(self, pipeline: Pipeline, before: float) -> float:
         """What sums of gradients add behind the last backward, of the rank that ends last."""
         if self.policy.updates_per_step > 1 or not self.costs.reduction.any():
             return 0.0
         earlier = np.concatenate([[0.0], np.cumsum((pipeline.again + pipeline.backward).mean(axis=0))[:-1]])
         spare = earlier if self.flushes else np.zeros(self.run.pipeline)
-        return max(0.0, float((self._sums_left(pipeline) - spare).max()))
+        return max(0.0, float((self._sums_left(pipeline, before) - spare).max()))
 
-    def _sums_left(self, pipeline: Pipeline) -> Floats:
+    def _streamed(self) -> float:
+        """Seconds that the busiest rank's stream of gathers and sums takes for a step, one behind the other, where
+        each stage has both: no step that empties the pipeline ends before.
+
+        What of it hides behind one micro-batch, or is left at the end, knows nothing of the rest: a stream with little
+        compute beside it is busy all along.
+        """
+        if not self.flushes or self.run.config.zero.stage < 2:
+            return 0.0
+        counts = self.traffic
+        each = self.costs.gather * counts.all_gathers + self.costs.reduction * counts.all_sums
+        return float(self.costs.by_rank(each).max()) * self.count
+
+    def _sums_left(self, pipeline: Pipeline, before: float) -> Floats:
         """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
 
         Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
@@ -163,24 +202,28 @@ class _Step:
         passes = self.count if self.run.config.schedule.name == "modular" else min(self.run.pipeline, self.count)
         left = hidden = np.zeros(self.run.pipeline)
         for chunk in reversed(range(self.run.chunks)):
-            before = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
-            window = backward[chunk] + (self._slack(pipeline) if chunk == 0 else 0.0)
-            waiting = np.maximum(0.0, left - before)
-            behind = np.maximum(last[chunk], waiting + traffic[chunk] - window * (1 - 1 / units[chunk]))
+            passed = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
+            waiting = np.maximum(0.0, left - passed)
+            behind = np.maximum(last[chunk], waiting + traffic[chunk] - backward[chunk] * (1 - 1 / units[chunk]))
+            if chunk == 0:
+                behind = np.maximum(0.0, behind - self._slack(before))
             hidden = hidden + left + traffic[chunk] - behind
             left = behind
         return np.asarray(left + (self.assumptions.slow_down - 1) * np.maximum(0.0, hidden))
 
-    def _slack(self, pipeline: Pipeline) -> Floats:
+    def _slack(self, before: float) -> Floats:
         """Seconds by rank from a batch's last backward to the first forward that needs its update.
 
         Without a flush a lazy update waits for all micro-batches of the next batch that are not under way yet, at the
-        slowest rank's pace.
+        pace of the step. before: its seconds up to the last backward.
         """
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
-        return np.minimum(pairs, self.count - 1) * float(pipeline.work.max())
+        found = pairs * (before / self.count)
+        # The last rank ends its batch ahead of the update of the batch before.
+        found[-1] += self._of_update[-1]
+        return found
 
     def _gathers(self, pipeline: Pipeline) -> float:
         """Weights that updates left in shards are whole again before the next forward."""

@@ -1,4 +1,4 @@
-"""How often sharded weights are gathered and sharded gradients summed, counted in a lowered schedule of few ranks."""
+"""How often sharded weights are gathered and sharded gradients summed, counted in the orders of a few ranks."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,50 +9,53 @@ import numpy.typing as npt
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules import Kind, order
-from megapipe.schedules.actions import KIND, STAGE
-from megapipe.schedules.generators.registry import find_generator
-from megapipe.schedules.lowering import lower, replica_traffic
+from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Rows, kind_mask
+from megapipe.schedules.gathers import ADDING, USES, residences_of
+from megapipe.schedules.schedule import Schedule
 
 Floats = npt.NDArray[np.float64]
 RANKS = 4
-"""Pipeline ranks of the schedule that is counted in, at most; of a longer pipeline the others are like the last."""
-ROUNDS = 2
-"""Micro-batches a rank that are counted in, at most."""
+"""Pipeline ranks whose orders are counted in, at most; the others are like one of them."""
+ROUNDS = 3
+"""Micro-batches a pipeline rank that are counted in, at most: those behind them add what the last of these add."""
+PERIODIC = 128
+"""Micro-batches that are counted in at the least where a schedule never flushes, whose every step mixes two versions."""
 
 
 class TrafficCounts(NamedTuple):
     """By stage, per micro-batch: gathers of all its weights, for forward and backward together, and sums of all its
-    gradients."""
+    gradients. gathers, sums: nothing of what stays in its buffer from the first micro-batch of a step to the last;
+    all_gathers, all_sums: that too."""
 
     gathers: Floats
     sums: Floats
+    all_gathers: Floats
+    all_sums: Floats
 
 
 def traffic_counts(run: RunLayout) -> TrafficCounts:
     """Of a run; nothing where state is not sharded that far."""
-    zero, stages = run.config.zero, len(run.ranks)
+    zero, stages, count = run.config.zero, len(run.ranks), run.num_microbatches
     if zero.stage < 2 or run.costs.of_units.shards == 1:
-        return TrafficCounts(np.zeros(stages), np.zeros(stages))
-    ranks = min(RANKS, run.pipeline)
-    count = min(run.num_microbatches, ROUNDS * ranks)
+        return TrafficCounts(*np.zeros((4, stages)))
     own: dict[int, list[int]] = {rank: [] for rank in range(run.pipeline)}
     for stage, rank in enumerate(run.ranks):
         own[rank].append(stage)
     units = [tuple(run.stages.units_per_stage[stage] for stage in own[rank]) for rank in range(run.pipeline)]
-    chosen = _shown_ranks(units, ranks)
+    chosen = _shown_ranks(units, min(RANKS, run.pipeline))
     options = tuple(sorted(schedule_options(run.config).items()))
     buffers = zero.weight_buffers if zero.stage >= 3 else 0
-    shown = tuple(units[rank] for rank in chosen)
-    found = _counted(run.config.schedule.name, options, ranks, count, shown, buffers, zero.gradient_buffers)
-    gathers, sums = [0.0] * stages, [0.0] * stages
+    shown = tuple((rank, units[rank]) for rank in chosen)
+    found = _counted(run.config.schedule.name, options, run.pipeline, count, shown, buffers, zero.gradient_buffers)
+    gathers, sums = np.zeros(stages), np.zeros(stages)
     for rank, mine in own.items():
         like = chosen.index(rank) if rank in chosen else 1
-        # What stays in its buffer is gathered and summed once a step, and is none of every micro-batch's.
-        gathered, summed = sum(units[rank]) > zero.weight_buffers, sum(units[rank]) > zero.gradient_buffers
         for chunk, stage in enumerate(mine):
-            of_gathers, of_sums = found[like][chunk]
-            gathers[stage], sums[stage] = of_gathers * gathered, of_sums * summed
-    return TrafficCounts(np.array(gathers), np.where(np.array(sums) > 1.0 / count, sums, 0.0))
+            gathers[stage], sums[stage] = found[like][chunk]
+    crowded = np.array(run.stages.units_per_stage) > zero.gradient_buffers
+    once = 1.0 / count * (1 + 1e-9)
+    steady = np.where((sums > once) | ((count == 1) & crowded), sums, 0.0)
+    return TrafficCounts(np.where(gathers > once, gathers, 0.0), steady, gathers, sums)
 
 
 def _shown_ranks(units: list[tuple[int, ...]], ranks: int) -> list[int]:
@@ -68,34 +71,74 @@ def _counted(
     options: tuple[tuple[str, object], ...],
     ranks: int,
     count: int,
-    units: tuple[tuple[int, ...], ...],
+    shown: tuple[tuple[int, tuple[int, ...]], ...],
     weight_buffers: int,
     whole_gradients: int,
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """By rank and chunk, gathers and sums of a micro-batch on average."""
-    places = find_generator(name).placement(ranks, len(units[0])).stages
-    stages = [[stage for stage, place in enumerate(places) if place.rank == rank] for rank in range(ranks)]
-    per_stage = [0] * len(places)
-    for mine, own in zip(stages, units, strict=True):
-        for stage, size in zip(mine, own, strict=True):
-            per_stage[stage] = size
-    schedule = order(
-        name,
-        ranks,
-        count,
-        units_per_stage=per_stage,
-        data_parallel=True,
-        weight_buffers=weight_buffers,
-        whole_gradients=whole_gradients,
-        **dict(options),  # type: ignore[arg-type]
-    )
-    if schedule.flushes:
-        rows = replica_traffic(schedule)
-    else:
-        rows = np.concatenate(lower(schedule).expand(max(1, schedule.prologue_steps)))
-    totals = {
-        kind: np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(per_stage)) / (np.array(per_stage) * count)
-        for kind in (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS)
-    }
-    gathers, sums = totals[Kind.GATHER_WEIGHTS], totals[Kind.REDUCE_GRADIENTS]
-    return tuple(tuple((float(gathers[stage]), float(sums[stage])) for stage in mine) for mine in stages)
+    """By shown rank and chunk, gathers and sums of a micro-batch on average. shown: ranks and units of their chunks."""
+    plain = _order(name, options, ranks, min(count, ROUNDS * ranks))
+    few = plain.header.num_microbatches if plain.flushes else min(count, max(PERIODIC, ROUNDS * ranks))
+    long = plain if plain.flushes else _order(name, options, ranks, few)
+    fewer = (ROUNDS - 1) * ranks
+    short = _order(name, options, ranks, fewer) if count > few and plain.flushes else None
+    found = []
+    for rank, units in shown:
+        total = _of_rank(long, rank, units, weight_buffers, whole_gradients)
+        if short is None:
+            whole = total * (count / few)
+        else:
+            before = _of_rank(short, rank, units, weight_buffers, whole_gradients)
+            whole = total + (total - before) / (few - fewer) * (count - few)
+        found.append(tuple((float(gathers), float(sums)) for gathers, sums in whole / count))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _order(name: str, options: tuple[tuple[str, object], ...], ranks: int, count: int) -> Schedule:
+    return order(name, ranks, count, **dict(options))  # type: ignore[arg-type]
+
+
+def _of_rank(
+    schedule: Schedule, rank: int, units: tuple[int, ...], weight_buffers: int, whole_gradients: int
+) -> Floats:
+    """Gathers and sums of a step, in passes over all units of a chunk; shape [chunks, 2].
+
+    The rules of `schedules.gathers`: weights are dropped between steps, gradients of a schedule that does not flush
+    are not, so that a step's sums are those that a second step adds.
+    """
+    rows, every = schedule.sections.body[rank], schedule.header.num_microbatches
+    found = np.zeros((len(units), 2))
+    if weight_buffers:
+        places = _places(schedule, rows, rank, units, USES)
+        found[:, 0] = _moved(places, units, weight_buffers)
+    backwards = [_places(schedule, rows, rank, units, ADDING)]
+    found[:, 1] = _moved(backwards[0][::-1], units, whole_gradients)
+    if not schedule.flushes:
+        later = rows.copy()
+        later[:, MICROBATCH] += every
+        both = np.concatenate([*backwards, _places(schedule, later, rank, units, ADDING)])
+        found[:, 1] = _moved(both[::-1], units, whole_gradients) - found[:, 1]
+    return found / np.array(units)[:, None]
+
+
+def _places(
+    schedule: Schedule, rows: Rows, rank: int, units: tuple[int, ...], kinds: tuple[Kind, ...]
+) -> npt.NDArray[np.int64]:
+    """One number for each update (and so weight version), unit and chunk that rows of some kinds pass, in order; what
+    follows on itself once. The chunk is the number's rest by their count."""
+    rows = rows[kind_mask(rows[:, KIND], *kinds)]
+    chunk = np.searchsorted(np.array(schedule.header.stages_on(rank)), rows[:, STAGE])
+    copies = np.array(units)[chunk]
+    source = np.repeat(np.arange(len(rows)), copies)
+    index = np.arange(len(source)) - np.repeat(np.cumsum(copies) - copies, copies)
+    unit = np.where((rows[:, KIND] == Kind.FORWARD)[source], index, copies[source] - 1 - index)
+    update = (rows[:, MICROBATCH] // schedule.header.microbatches_per_update)[source]
+    places = (update * max(units) + unit) * len(units) + chunk[source]
+    return places[np.append(True, places[1:] != places[:-1])] if len(places) else places
+
+
+def _moved(places: npt.NDArray[np.int64], units: tuple[int, ...], buffers: int) -> npt.NDArray[np.int64]:
+    """By chunk, how often a unit comes to lie in a buffer."""
+    numbers = places.tolist()
+    uses = [first for first, _, _ in residences_of(numbers, buffers)]
+    return np.bincount(places[uses] % len(units), minlength=len(units))

@@ -75,6 +75,17 @@ class Placement:
         """The device that a rank runs on."""
         return self.nodes[self.node_of(rank)].device
 
+    @cached_property
+    def memory_limits(self) -> tuple[float, ...]:
+        """By pipeline coordinate, bytes of the smallest device that a rank there runs on: its state is the same on
+        all replicas, and as large on all shards."""
+        count = self.sizes["pipeline"]
+        of_nodes = np.array([node.device.memory_bytes for node in self.nodes])
+        if of_nodes.min() == of_nodes.max():
+            return (float(of_nodes[0]),) * count
+        at = self._partition([name for name in DIMENSIONS if name != "pipeline"])
+        return tuple(of_nodes[self._node_of_rank[at]].min(axis=1).tolist())
+
     def partition(self, *names: str) -> list[list[int]]:
         """The ranks cut into lists of those that differ only in the dimensions `names`."""
         return self._partition(names).tolist()

@@ -130,6 +130,7 @@ class _Run:
             (messages.use, messages.send),
             (dependencies.gathers.row, dependencies.gathers.needed),
             (dependencies.gradient_buffers.row, dependencies.gradient_buffers.needed),
+            (dependencies.reduced.row, dependencies.reduced.needed),
         ):
             self._note(rows.tolist(), needed.tolist())
         collectives = dependencies.collective_needs()

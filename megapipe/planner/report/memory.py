@@ -20,9 +20,9 @@ LEFT, TOP, RIGHT = 84, 44, 84
 
 
 def draw_memory(estimate: Estimate, width: int = 900) -> str:
-    """One bar a pipeline coordinate, in parts, and the line of the device's memory."""
+    """One bar a pipeline coordinate, in parts, and the line of the device's memory; where devices differ one a bar."""
     pitch = 26 if len(estimate.memory) <= 16 else 14 if len(estimate.memory) <= 64 else 7
-    largest = max(estimate.memory_limit, estimate.peak_bytes)
+    largest = max(*estimate.memory_limits, estimate.peak_bytes)
     scale = (width - LEFT - RIGHT) / largest
     bottom = TOP + pitch * len(estimate.memory)
     parts = []
@@ -38,12 +38,22 @@ def draw_memory(estimate: Estimate, width: int = 900) -> str:
             parts.append(text(12, y + pitch / 2 + 3, f"stage {place}", "soft", size=min(12, pitch - 2)))
             total = bytes_told(memory.total)
             parts.append(text(width - RIGHT + 8, y + pitch / 2 + 3, total, "ink", size=min(12, pitch - 2)))
-    limit = LEFT + estimate.memory_limit * scale
-    parts.append(line(limit, TOP - 4, limit, bottom, "limit", dashed=True))
-    parts.append(text(limit, TOP - 8, f"device: {bytes_told(estimate.memory_limit)}", "limit-text", "end"))
+    parts += _limits(estimate, pitch, scale)
     shown = [name for name in COLOURS if any(getattr(memory, name) for memory in estimate.memory)]
     more, below = legend([(COLOURS[name], name) for name in shown], LEFT, bottom + 28, width - LEFT - RIGHT)
     return document(width, below + 6, "Memory of a rank, by pipeline coordinate", parts + more)
+
+
+def _limits(estimate: Estimate, pitch: int, scale: float) -> list[str]:
+    """One line through neighbours whose devices are alike."""
+    found, limits = [], estimate.memory_limits
+    starts = [place for place, each in enumerate(limits) if place == 0 or each != limits[place - 1]]
+    for first, stop in zip(starts, [*starts[1:], len(limits)], strict=True):
+        limit = LEFT + limits[first] * scale
+        found.append(line(limit, TOP + first * pitch - 4, limit, TOP + stop * pitch, "limit", dashed=True))
+        told = f"device: {bytes_told(limits[first])}"
+        found.append(text(limit, TOP + first * pitch - (8 if first == 0 else -10), told, "limit-text", "end"))
+    return found
 
 
 def _bar(memory: RankMemory, place: int, y: float, height: float, scale: float) -> list[str]:

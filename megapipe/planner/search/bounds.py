@@ -43,7 +43,7 @@ class LayoutBounds:
         assumptions: Assumptions = ENGINE,
     ) -> None:
         self._base, self._assumptions = base, assumptions.on(hardware)
-        self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
+        self._memory_limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
         self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
         precision: Precision = base.training.precision  # type: ignore[assignment]

@@ -64,6 +64,13 @@ class Evaluation:
             return self.estimate(layout).peak_bytes
         return max(memory.total for memory in self._memory(layout))
 
+    def fits(self, layout: Layout) -> bool:
+        """Whether every rank fits the smallest device at its pipeline coordinate. Raises ConfigError as `estimate`."""
+        if self._base.schedule.file:
+            return self.estimate(layout).fits
+        limits = self._run(layout).placement.memory_limits
+        return all(each.total <= limit for each, limit in zip(self._memory(layout), limits, strict=True))
+
     def _estimate(self, layout: Layout) -> Estimate:
         """Its cost. Raises ConfigError where a schedule file is for another cut of the model, which shows first
         here."""

@@ -33,6 +33,10 @@ class Costs(Protocol):
         """Of the fullest rank."""
         ...
 
+    def fits(self, layout: Layout) -> bool:
+        """Whether every rank fits its own device."""
+        ...
+
     def estimate(self, layout: Layout) -> Estimate:
         """All of it."""
         ...
@@ -45,7 +49,7 @@ class Explorer:
         layouts: valid ones of a run.
         bounds: lower bounds of their costs.
         costs: of each layout.
-        memory_limit: bytes of the smallest device.
+        memory_limit: bytes of the largest device.
 
     layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout
     that is estimated later, for another question, counts all the same.
@@ -88,6 +92,9 @@ class Explorer:
             self._known[layout] = self._costs.num_bytes(layout)
         return self._known[layout]
 
+    def _fits(self, layout: Layout) -> bool:
+        return self._num_bytes(layout) <= self._limit and self._costs.fits(layout)
+
     def fastest(self, keep: int = 1, kind: Kind = lambda layout: True) -> list[Estimate]:
         """Up to `keep` layouts of a kind that fit, the least seconds first; of equal ones the least memory."""
         found: list[Estimate] = []
@@ -95,7 +102,7 @@ class Explorer:
             if len(found) == keep and self._seconds[at] > found[-1].step_seconds:
                 break
             layout = self.layouts[at]
-            if kind(layout) and self._num_bytes(layout) <= self._limit:
+            if kind(layout) and self._fits(layout):
                 found = sorted([*found, self._costs.estimate(layout)], key=order)[:keep]
         return found
 
@@ -135,7 +142,7 @@ class Explorer:
             if covered(seconds, self._bytes[at], 1.0 + tolerance):
                 continue
             num_bytes = self._num_bytes(self.layouts[at])
-            if num_bytes > self._limit or covered(seconds, num_bytes):
+            if covered(seconds, num_bytes) or not self._fits(self.layouts[at]):
                 continue
             estimate = self._costs.estimate(self.layouts[at])
             if estimate.step_seconds <= slowest:

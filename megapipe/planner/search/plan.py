@@ -66,7 +66,7 @@ def search_speed(
     space, effort = space or SearchSpace(), effort or Effort()
     times = slowest_times(base, hardware, devices, assumptions) if times is None else times
     layouts = Layouts(base, devices, pinned, space)
-    limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
+    limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
     explorer = Explorer(
         layouts,
         LayoutBounds(base, hardware, devices, times, assumptions),

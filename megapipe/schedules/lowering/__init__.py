@@ -4,7 +4,7 @@ A chain of pure passes over one table of all ranks: cut chunks into units where 
 receives, add what runs again, add reductions, updates and what moves to host memory, give receives their slots.
 """
 
-from megapipe.schedules.lowering.lower import lower, replica_traffic
+from megapipe.schedules.lowering.lower import lower
 from megapipe.schedules.lowering.recompute import Spans
 
-__all__ = ["Spans", "lower", "replica_traffic"]
+__all__ = ["Spans", "lower"]

@@ -74,15 +74,6 @@ def lower(
     return Schedule(header, _sections(table, flushes=schedule.flushes))
 
 
-def replica_traffic(schedule: Schedule) -> Rows:
-    """The gathers, releases, reductions and updates that `lower` adds to one step of a schedule that flushes and whose
-    replicas share state, without the rest of its passes; shape [actions, columns], in no order."""
-    table = refine(_with_versions(Table.unroll(schedule, 1)), everywhere=True)
-    added = add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=True)
-    gathers = add_gathers(table, added) if schedule.header.weight_buffers else []
-    return np.concatenate([each.rows for each in (*added, *gathers)])
-
-
 def _with_recompute(table: Table, messages: Messages, post: Ints, spans: Spans) -> tuple[Table, Messages, Ints]:
     """The table with the rows that run again; messages and the rows that receives are posted ahead of, in the new."""
     again = add_recompute(table, spans)

@@ -98,6 +98,7 @@ class _Clocks:
             self._note_waits(messages.send.tolist(), messages.receive.tolist())
         self._note_waits(dependencies.gathers.row.tolist(), dependencies.gathers.needed.tolist())
         self._note_waits(dependencies.gradient_buffers.row.tolist(), dependencies.gradient_buffers.needed.tolist())
+        self._note_waits(dependencies.reduced.row.tolist(), dependencies.reduced.needed.tolist())
         self._note_waits(dependencies.reloads.row.tolist(), dependencies.reloads.needed.tolist())
         collectives = dependencies.collective_needs()
         self._note_waits(collectives.row.tolist(), collectives.needed.tolist())

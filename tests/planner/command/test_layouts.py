@@ -40,6 +40,19 @@ def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(ca
     assert "note:" not in text
 
 
+def test_a_model_that_was_not_named_is_told(capsys):
+    machine = ["--hardware", "a100-80", "--devices", "8"]
+    told = "note: the model is the default one, 12 layers of 768, as none was given"
+    for command in ("predict", "explain"):
+        assert told in output(capsys, command, *machine)
+        assert any(each in told for each in json_of(capsys, command, *machine)["remarks"])
+    assert told in output(capsys, "search", *machine, "--batch.global_size=16", "--top=1")
+    for named in (["--model", MODEL], ["--model.num_layers=6"]):
+        found = json_of(capsys, "predict", *machine, *named)
+        assert not any("default one" in each for each in found["remarks"])
+    assert found["model"] == {"num_layers": 6, "hidden_size": 768, "vocabulary_size": 50257}
+
+
 def test_explain_names_each_source_and_stage(capsys):
     text = output(capsys, "explain", *LAYOUT)
     assert "simulated step:" in text

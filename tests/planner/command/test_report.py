@@ -51,7 +51,8 @@ def test_memory_bars_are_in_proportion_to_bytes(prediction):
 
 
 def test_a_rank_that_is_too_full_reaches_over_the_line_of_its_device(prediction):
-    small = replace(prediction.estimate, memory_limit=prediction.estimate.peak_bytes / 2)
+    half = prediction.estimate.peak_bytes / 2
+    small = replace(prediction.estimate, memory_limits=(half,) * len(prediction.estimate.memory))
     document = ElementTree.fromstring(draw_memory(small))
     limit = next(float(each.get("x1")) for each in document.iter(f"{SVG}line") if each.get("class") == "plan-limit")
     bars = [each for each in document.iter(f"{SVG}rect") if each.find(f"{SVG}title") is not None]
@@ -67,7 +68,7 @@ def test_terms_of_a_step_fill_its_bar(prediction):
     other = sum(width for width, told in boxes if told.startswith("other <&>: "))
     assert best == pytest.approx(other, abs=1.0)  # the same terms; the other's step is said to be twice as long
     assert {told.split(": ")[1].split()[0] for _, told in boxes} == {term.name for term in answer.terms}
-    tight = replace(answer, memory_limit=1e9)
+    tight = replace(answer, memory_limits=(1e9,) * len(answer.memory))
     assert "too large by " in draw_breakdown([Row("tight", tight)])
     assert "too large by " not in draw_breakdown([Row("best", answer)])
 
