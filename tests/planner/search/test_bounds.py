@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
@@ -95,6 +95,7 @@ def test_a_layout_that_cannot_fit_has_no_time() -> None:
     count=st.integers(1, 20),
     group=st.sampled_from([None, 1, 2, 5]),
 )
+@example(schedule="interleaved_1f1b", pipeline=1, chunks=2, count=4, group=5)
 def test_no_rank_holds_fewer_micro_batches(
     schedule: str, pipeline: int, chunks: int, count: int, group: int | None
 ) -> None:
