@@ -6,6 +6,7 @@ into stages: how many blocks a stage can have at most and at least is enough.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.search.figures import LayerFigures, LayerWork, Traffic, Work
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
@@ -27,6 +29,8 @@ from megapipe.schedules.generators.registry import find_generator
 
 Floats = npt.NDArray[np.float64]
 
+ROUNDING = 1e-9
+"""Relative, by which sums of the same terms in another order may differ at the most."""
 FILLS = {"1f1b", "gpipe", "interleaved_1f1b", "modular"}
 """Schedules in which a step's first and last micro-batch pass all other ranks, a chunk at a time."""
 
@@ -50,6 +54,7 @@ class LayoutBounds:
         self._weight_bytes = ELEMENT_BYTES[precision]
         self._least_of = cache(self._find_least_blocks)
         self._sizes_of = cache(self._find_sizes)
+        self._cut_of = cache(self._find_cut)
         self._last_of = cache(lambda pipeline, chunks: float(self._find_least_blocks(pipeline, chunks)[-1].sum()))
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
@@ -123,12 +128,56 @@ class LayoutBounds:
         if shape.schedule != "zb_v":
             own = 0.0 if self._by_hand else self._last_of(pipeline, chunks)
             busiest = max(busiest, own * work.block.whole + work.head.whole)
+        return self._step(shape, layout, work, busiest)
+
+    def _step(self, shape: Shape, layout: Layout, work: Work, busiest: float) -> float:
+        """Of a step whose busiest rank works so long on a micro-batch, at the least."""
+        schedule, chunks = self._base.schedule, self._chunks(shape)
         total = self._count(shape) * busiest
         if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
             total += max(0.0, work.passing - busiest) / chunks
         if layout.zero in (1, 2) and not self._assumptions.gathers_beside_forward:
-            total += blocks * traffic.gather
+            blocks = -(-self._base.model.num_layers // shape.pipeline)
+            total += blocks * self._figures.traffic(shape, layout.zero).gather
         return total
+
+    def closer(self, layout: Layout) -> float:
+        """Seconds of a step again, nearer to what they are: with the model cut into stages, which takes longer.
+
+        As `of`, with what each rank has in place of what some rank has at the least.
+        """
+        shape, schedule = layout.shape, self._base.schedule
+        if schedule.file:
+            return 0.0
+        work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
+        blocks, first, last = self._cut_of(shape.schedule, shape.pipeline, self._chunks(shape))
+        each = work.block.whole
+        by_rank = blocks * each
+        if layout.zero >= 2:
+            traffic = self._figures.traffic(shape, layout.zero)
+            with_traffic = self._with_traffic(shape, layout, work.block, traffic)
+            most = -(-self._base.model.num_layers // shape.pipeline)
+            by_rank = np.where(blocks >= most, with_traffic, each) * blocks
+        by_rank[first] += work.embedding.whole
+        by_rank[last] += work.head.whole
+        return self._step(shape, layout, work, float(by_rank.max())) * (1.0 - ROUNDING)
+
+    def _find_cut(self, schedule: str, pipeline: int, chunks: int) -> tuple[Floats, int, int]:
+        """Blocks of every rank, and the ranks of the embedding and of the head."""
+        base = self._base
+        config = replace(
+            base,
+            parallel=replace(base.parallel, pipeline=pipeline),
+            schedule=replace(base.schedule, name=schedule, chunks=None if chunks == 1 else chunks),
+        )
+        layers, ranks = StageLayout.of(config).ranges, find_generator(schedule).placement(pipeline, chunks).stages
+        found = np.zeros(pipeline)
+        for members, place in zip(layers, ranks, strict=True):
+            found[place.rank] += len(members)
+        first, last = ranks[0].rank, ranks[-1].rank
+        found[first] -= 1
+        found[last] -= 1
+        return found, first, last
 
     def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
         """Seconds of a block with what its replicas exchange for every micro-batch beside it, on average over a rank

@@ -7,6 +7,7 @@ bounds is never estimated. With bounds that hold, answers are those of estimatin
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Protocol
 
@@ -23,6 +24,10 @@ class Bounds(Protocol):
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape."""
+        ...
+
+    def closer(self, layout: Layout) -> float:
+        """Seconds of a step of one layout, nearer to what they are; takes longer, and is asked for few."""
         ...
 
 
@@ -53,6 +58,7 @@ class Explorer:
 
     def __init__(self, layouts: Layouts, bounds: Bounds, costs: Costs, memory_limit: float) -> None:
         self._costs, self._limit = costs, memory_limit
+        self._closer = cache(lambda at: bounds.closer(self.layouts[at]))
         self.layouts: list[Layout] = []
         seconds: list[float] = []
         num_bytes: list[float] = []
@@ -95,7 +101,9 @@ class Explorer:
             if len(found) == keep and self._seconds[at] > found[-1].step_seconds:
                 break
             layout = self.layouts[at]
-            if kind(layout) and self._num_bytes(layout) <= self._limit:
+            if not kind(layout) or (len(found) == keep and self._closer(at) > found[-1].step_seconds):
+                continue
+            if self._num_bytes(layout) <= self._limit:
                 found = sorted([*found, self._costs.estimate(layout)], key=order)[:keep]
         return found
 
@@ -133,6 +141,9 @@ class Explorer:
             if seconds > slowest:
                 break
             if covered(seconds, self._bytes[at], 1.0 + tolerance):
+                continue
+            seconds = self._closer(at)
+            if seconds > slowest or covered(seconds, self._bytes[at]):
                 continue
             num_bytes = self._num_bytes(self.layouts[at])
             if num_bytes > self._limit or covered(seconds, num_bytes):
