@@ -96,8 +96,8 @@ def iteration_seconds(steady: Sequence[float], extra: Sequence[float], microbatc
 def _fastest(
     layers: Sequence[LayerProfile], machine: Machine, batch_size: int, recompute: bool, units: int
 ) -> Plan | None:
-    """Of one batch size, over all pipeline degrees and numbers of micro-batches, of equal plans that with the smallest;
-    None where nothing fits. What its bound rules out is not planned."""
+    """Of one batch size, over all pipeline degrees and numbers of micro-batches; of equal plans that with the
+    smallest, None where nothing fits. What its bound rules out is not planned."""
     require_counts({"batch_size": batch_size})
     shapes = [
         _Shape(layers, machine, batch_size, depth, microbatches, recompute)

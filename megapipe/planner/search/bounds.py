@@ -6,7 +6,6 @@ into stages: how many blocks a stage can have at most and at least is enough.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,12 +18,12 @@ from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.runs.layout import StageLayout
-from megapipe.planner.search.figures import LayerFigures, LayerWork, Traffic, Work
+from megapipe.planner.search.figures import NO_TRAFFIC, LayerFigures, LayerWork, Traffic, Work
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
 from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.planner.search.stage_limits import StageLimiter
+from megapipe.planner.search.stage_seconds import StageSeconds
 from megapipe.schedules.generators.registry import find_generator
 
 Floats = npt.NDArray[np.float64]
@@ -49,12 +48,12 @@ class LayoutBounds:
         self._base, self._assumptions = base, assumptions.on(hardware)
         self._memory_limit = min(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
+        self._stages = StageSeconds(base, hardware, self._figures, self._assumptions.slow_down)
         self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
         precision: Precision = base.training.precision  # type: ignore[assignment]
         self._weight_bytes = ELEMENT_BYTES[precision]
         self._least_of = cache(self._find_least_blocks)
         self._sizes_of = cache(self._find_sizes)
-        self._cut_of = cache(self._find_cut)
         self._last_of = cache(lambda pipeline, chunks: float(self._find_least_blocks(pipeline, chunks)[-1].sum()))
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
@@ -122,7 +121,7 @@ class LayoutBounds:
         if schedule.file:
             return 0.0
         blocks = -(-self._base.model.num_layers // pipeline)
-        traffic = self._figures.traffic(shape, layout.zero) if layout.zero else Traffic(0.0, 0.0)
+        traffic = self._figures.traffic(shape, layout.zero) if layout.zero else NO_TRAFFIC
         each_block = self._with_traffic(shape, layout, work.block, traffic) if layout.zero >= 2 else work.block.whole
         busiest = max(work.whole / pipeline, blocks * each_block)
         if shape.schedule != "zb_v":
@@ -142,42 +141,14 @@ class LayoutBounds:
         return total
 
     def closer(self, layout: Layout) -> float:
-        """Seconds of a step again, nearer to what they are: with the model cut into stages, which takes longer.
-
-        As `of`, with what each rank has in place of what some rank has at the least.
-        """
-        shape, schedule = layout.shape, self._base.schedule
-        if schedule.file:
+        """Seconds of a step again, nearer to what they are: with what each rank has, by `StageSeconds`, in place of
+        what some rank has at the least."""
+        shape = layout.shape
+        if self._base.schedule.file:
             return 0.0
         work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
-        blocks, first, last = self._cut_of(shape.schedule, shape.pipeline, self._chunks(shape))
-        each = work.block.whole
-        by_rank = blocks * each
-        if layout.zero >= 2:
-            traffic = self._figures.traffic(shape, layout.zero)
-            with_traffic = self._with_traffic(shape, layout, work.block, traffic)
-            most = -(-self._base.model.num_layers // shape.pipeline)
-            by_rank = np.where(blocks >= most, with_traffic, each) * blocks
-        by_rank[first] += work.embedding.whole
-        by_rank[last] += work.head.whole
-        return self._step(shape, layout, work, float(by_rank.max())) * (1.0 - ROUNDING)
-
-    def _find_cut(self, schedule: str, pipeline: int, chunks: int) -> tuple[Floats, int, int]:
-        """Blocks of every rank, and the ranks of the embedding and of the head."""
-        base = self._base
-        config = replace(
-            base,
-            parallel=replace(base.parallel, pipeline=pipeline),
-            schedule=replace(base.schedule, name=schedule, chunks=None if chunks == 1 else chunks),
-        )
-        layers, ranks = StageLayout.of(config).ranges, find_generator(schedule).placement(pipeline, chunks).stages
-        found = np.zeros(pipeline)
-        for members, place in zip(layers, ranks, strict=True):
-            found[place.rank] += len(members)
-        first, last = ranks[0].rank, ranks[-1].rank
-        found[first] -= 1
-        found[last] -= 1
-        return found, first, last
+        busiest = self._stages.busiest(layout, work, self._chunks(shape), self._count(shape))
+        return self._step(shape, layout, work, busiest) * (1.0 - ROUNDING)
 
     def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
         """Seconds of a block with what its replicas exchange for every micro-batch beside it, on average over a rank

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.attention_path import attention_path
@@ -76,12 +77,14 @@ class State:
     shards: int
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Seconds of gathering a block's weights, and of reducing its gradient, over its replicas."""
 
     gather: float
     reduction: float
+
+
+NO_TRAFFIC = Traffic(0.0, 0.0)
 
 
 class LayerFigures:

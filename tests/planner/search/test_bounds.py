@@ -59,6 +59,7 @@ def test_bounds_hold(
         seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, [layout]))
         exact = estimate(layout.applied(base), hardware)
         assert 0 <= seconds <= exact.step_seconds * (1 + 1e-9)
+        assert 0 < bounds.closer(layout) <= exact.step_seconds
         assert 0 < num_bytes <= exact.peak_bytes * (1 + 1e-9)
 
 
