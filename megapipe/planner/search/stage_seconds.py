@@ -1,7 +1,5 @@
 """How long the busiest rank of a layout works on a micro-batch at the least, with the model cut into its stages."""
 
-from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -9,14 +7,12 @@ import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.replicas import side_by_side
-from megapipe.planner.cost.run_layout import lay_on
+from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.placement import Placement
-from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.search.figures import NO_TRAFFIC, LayerFigures, Work
 from megapipe.planner.search.layouts import Layout
-from megapipe.schedules.generators.registry import find_generator
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,16 +25,16 @@ class StageSeconds:
 
     def __init__(self, base: PretrainConfig, hardware: Hardware, figures: LayerFigures, slow_down: float) -> None:
         self._base, self._hardware, self._figures, self._slow_down = base, hardware, figures, slow_down
-        self._cut_of = cache(self._find_cut)
+        self._cuts: dict[tuple[object, ...], _Cut] = {}
         self._counts: dict[tuple[object, ...], TrafficCounts] = {}
 
-    def busiest(self, layout: Layout, work: Work, chunks: int, num_microbatches: int) -> float:
+    def busiest(self, layout: Layout, work: Work, num_microbatches: int) -> float:
         """Seconds with the traffic of replicas that goes with every micro-batch, edges' weights left out.
 
-        work: of one micro-batch. chunks: stages a rank. num_microbatches: of a step.
+        work: of one micro-batch. num_microbatches: of a step.
         """
         shape = layout.shape
-        cut = self._cut_of(shape.schedule, shape.pipeline, chunks)
+        cut = self._cut_of(layout)
         forward = cut.together(work.embedding.forward, work.block.forward, work.head.forward)
         backward = cut.together(*(each.backward + each.again for each in (work.embedding, work.block, work.head)))
         traffic = self._figures.traffic(shape, layout.zero) if layout.zero >= 2 else NO_TRAFFIC
@@ -56,28 +52,29 @@ class StageSeconds:
         shape = layout.shape
         key = shape.schedule, shape.chunks, shape.pipeline, num_microbatches, layout.zero
         if key not in self._counts:
-            sizes = {name: getattr(shape, name) for name in ("data", "pipeline", "context", "tensor")}
-            run = lay_on(layout.applied(self._base), Placement(self._hardware, sizes))
-            self._counts[key] = traffic_counts(run)
+            self._counts[key] = traffic_counts(self._laid(layout, self._cut_of(layout).run))
         return self._counts[key]
 
-    def _find_cut(self, schedule: str, pipeline: int, chunks: int) -> "_Cut":
-        base = self._base
-        config = replace(
-            base,
-            parallel=replace(base.parallel, pipeline=pipeline),
-            schedule=replace(base.schedule, name=schedule, chunks=None if chunks == 1 else chunks),
-        )
-        stages, places = StageLayout.of(config), find_generator(schedule).placement(pipeline, chunks).stages
-        blocks = np.array(stages.units_per_stage, dtype=np.float64)
-        blocks[0] -= 1
-        blocks[-1] -= 1
-        return _Cut(blocks, np.array([place.rank for place in places]))
+    def _cut_of(self, layout: Layout) -> "_Cut":
+        shape = layout.shape
+        key = shape.schedule, shape.chunks, shape.pipeline
+        if key not in self._cuts:
+            run = self._laid(layout)
+            blocks = np.array(run.stages.units_per_stage, dtype=np.float64)
+            blocks[0] -= 1
+            blocks[-1] -= 1
+            self._cuts[key] = _Cut(run, blocks, np.array(run.ranks))
+        return self._cuts[key]
+
+    def _laid(self, layout: Layout, like: RunLayout | None = None) -> RunLayout:
+        sizes = {name: getattr(layout.shape, name) for name in ("data", "pipeline", "context", "tensor")}
+        return lay_on(layout.applied(self._base), Placement(self._hardware, sizes), like)
 
 
 class _Cut(NamedTuple):
-    """A model in stages. blocks, ranks: of every stage."""
+    """A model in stages. run: one that has them. blocks, ranks: of every stage."""
 
+    run: RunLayout
     blocks: Floats
     ranks: npt.NDArray[np.int64]
 
