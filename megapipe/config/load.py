@@ -101,9 +101,11 @@ class _Parser(ArgumentParser):
         raise ConfigError(f"unknown configuration key {name!r}{nearest(name, known)} (--help lists every key)") from ex
 
 
-def build_parser(description: str, kind: type[PretrainConfig] = PretrainConfig) -> ArgumentParser:
-    """A parser that knows every field of a kind of run, with its docstring as help."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+def build_parser(
+    description: str, kind: type[PretrainConfig] = PretrainConfig, *, documented: bool = True
+) -> ArgumentParser:
+    """A parser that knows every field of a kind of run, with its docstring as help where it is documented."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False)
     parser.config_groups = frozenset(each.name for each in fields(kind))

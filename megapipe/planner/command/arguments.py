@@ -11,7 +11,6 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given, build_parser, parse_given
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.fitting.published import TABLES
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.findings import Objective
@@ -20,6 +19,10 @@ MOST_DEVICES = 1_000_000
 """Ranks of a plan; no machine has as many, and every node of them is looked at."""
 NO_DATA = "DATA"
 """Stands for the data.prefix of a configuration that is written without one."""
+
+
+DOCUMENTED = frozenset({"-h", "--help", "--print_config=comments", "--print-config=comments"})
+"""Arguments whose output has the help of fields in it."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ def _links(parser: ArgumentParser) -> None:
 
 
 def _fit(parser: ArgumentParser) -> None:
+    from megapipe.planner.fitting.published import TABLES  # imports the cost model, which other commands may not need
+
     parser.add_argument("--published", choices=tuple(TABLES), help="a table of published rows")
     parser.add_argument("--rows", type=str, metavar="FILE", help="YAML of your own measured runs (docs/cost_model.md)")
     parser.add_argument("--hardware", type=str, help="with --rows: file or preset of the machine that they ran on")
@@ -216,7 +221,8 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     """Read a command line. Raises ConfigError; --help prints and exits."""
     kind = BertPretrainConfig if "--bert" in arguments else PretrainConfig
     try:
-        given: Given[PretrainConfig] = parse_given(_parser(command, kind), kind, arguments)
+        parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
+        given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
     except ConfigError as error:
         if kind is BertPretrainConfig or not _of_a_bert(command, arguments):
             raise
@@ -233,9 +239,10 @@ def _of_a_bert(command: str, arguments: Sequence[str]) -> bool:
     return True
 
 
-def _parser(command: str, kind: type[PretrainConfig]) -> ArgumentParser:
+def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
+    """documented: with every field's help, which takes longer to find than all else."""
     about = COMMANDS[command]
-    parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind)
+    parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
     parser.prog = f"plan.py {command}"
     parser.usage = f"plan.py {command} {about.usage}"
     parser.add_argument(

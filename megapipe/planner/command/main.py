@@ -3,27 +3,25 @@
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.planner.command.arguments import COMMANDS, Request, parse_request
-from megapipe.planner.command.fit import run_fit
-from megapipe.planner.command.layouts import run_compare, run_explain, run_predict
-from megapipe.planner.command.search import run_search
-from megapipe.planner.command.train_time import run_train_time
 from megapipe.schedules.errors import ScheduleError
 
 Handler = Callable[[Request], int]
 """Runs a command and gives the exit status. Raises ConfigError or ScheduleError for what the user can mend."""
 
-HANDLERS: dict[str, Handler] = {
-    "search": run_search,
-    "predict": run_predict,
-    "explain": run_explain,
-    "compare": run_compare,
-    "train-time": run_train_time,
-    "fit": run_fit,
+HANDLERS = {
+    "search": ("search", "run_search"),
+    "predict": ("layouts", "run_predict"),
+    "explain": ("layouts", "run_explain"),
+    "compare": ("layouts", "run_compare"),
+    "train-time": ("train_time", "run_train_time"),
+    "fit": ("fit", "run_fit"),
 }
-"""Commands that need no torch."""
+"""Commands that need no torch: the module beside this one and its function. A module is imported once its command is
+asked for, as most commands need little of what the others do."""
 
 
 def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
         if name not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}{nearest(name, COMMANDS)} (--help lists them)")
         request = parse_request(name, arguments[1:])
-        status = {**HANDLERS, **others}[name](request)
+        status = (others[name] if name in others else _handler(name))(request)
         # A full disk behind a redirection shows at a flush, and the interpreter's own comes too late to be told.
         sys.stdout.flush()
         return status
@@ -54,6 +52,12 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
         return 128 + signal.SIGINT
     except OSError as error:
         return _refused([f"{error.filename or 'the output'} cannot be used: {error.strerror or error}"])
+
+
+def _handler(name: str) -> Handler:
+    module, function = HANDLERS[name]
+    found: Handler = getattr(import_module(f"megapipe.planner.command.{module}"), function)
+    return found
 
 
 def overview() -> str:

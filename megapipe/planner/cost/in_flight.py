@@ -9,7 +9,8 @@ from megapipe.schedules import Options, order
 from megapipe.schedules.actions import KIND, STAGE, Kind
 
 ROUNDS = 3
-"""Micro-batches a pipeline rank and chunk after which no schedule that alternates holds more."""
+"""Micro-batches a pipeline rank, or groups of them where those are larger, after which no schedule that alternates
+holds more."""
 Counts = npt.NDArray[np.float64]
 
 
@@ -26,7 +27,8 @@ def most_held(name: str, num_ranks: int, num_microbatches: int, chunks: int, opt
     if name == "modular" and not options.get("two_bp", False):
         return (np.array([[num_microbatches] * chunks + [0.0] * chunks], dtype=np.float64),) * num_ranks
     # Weight halves that are put off without a limit pile up to the end.
-    shown = num_microbatches if options.get("two_bp", False) else min(num_microbatches, ROUNDS * num_ranks)
+    rounds = ROUNDS * max(num_ranks, options.get("group_size", 1))
+    shown = num_microbatches if options.get("two_bp", False) else min(num_microbatches, rounds)
     return _from_order(name, num_ranks, shown, chunks, tuple(sorted(options.items())))
 
 

@@ -1,231 +1,199 @@
 """Bytes that each pipeline coordinate holds, in closed form: `predict_rank` without walking through the schedule."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.costs.layout import LayoutCosts
-from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, StateBytes
+from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes
 from megapipe.costs.parameters import LayerSpec
-from megapipe.costs.units import Unit
+from megapipe.costs.units import Unit, UnitCosts
 from megapipe.planner.cost.estimate import RankMemory
-from megapipe.planner.cost.in_flight import most_held
-from megapipe.planner.cost.message_slots import message_slots
+from megapipe.planner.cost.held_by_ranks import held_by_ranks
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.runs.scheduling import schedule_options
-from megapipe.schedules.generators.registry import find_generator
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
+    """Of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
 
-    layers: one of each kind. kept, pending: bytes of a micro-batch's activations, as `LayoutCosts` has them. units:
-    parameters, without what is tied. elements: of their flat buffers. summands: bytes of a sum of their gradients.
+    kept, pending: bytes of activations, as `LayoutCosts` has them. stream: of a message between stages.
     """
 
-    costs: LayoutCosts
-    layers: tuple[LayerSpec, ...]
     kept: tuple[float, ...]
     pending: tuple[float, ...]
-    units: tuple[Unit, ...]
-    elements: tuple[int, ...]
-    summands: tuple[int, ...]
+    stream: int
 
     @classmethod
     def of(cls, run: RunLayout) -> "LayerSizes":
-        """Those of a run, which hold for all that differ from it in their schedule alone."""
-        costs, tied = run.costs, set(run.tied)
-        layers = tuple(run.stages.layers[index] for index in run.kinds)
-        of_units, gloo = costs.of_units, hardware_device_type(run.hardware) == "cpu"
-        units = [Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in tied)) for layer in layers]
-        return cls(
-            costs,
-            layers,
-            tuple(float(costs.kept(layer)) for layer in layers),
-            tuple(float(costs.pending(layer)) for layer in layers),
-            tuple(units),
-            tuple(of_units.elements(unit) for unit in units),
-            tuple(of_units.summand_bytes(unit, gloo) for unit in units),
-        )
+        """Those of a run, which hold for all that differ from it in their pipeline, their replicas and what these
+        share out alone."""
+        costs, layers = run.costs, [run.stages.layers[index] for index in run.kinds]
+        kept, pending = ([float(count(layer)) for layer in layers] for count in (costs.kept, costs.pending))
+        return cls(tuple(kept), tuple(pending), costs.stream)
 
     @cached_property
-    def state(self) -> Callable[[int, int, int], StateBytes]:
-        """Of a kind's unit, by weight versions and gradient buffers; each found once."""
-        return cache(lambda kind, versions, buffers: self._state(self.units[kind], versions, buffers))
+    def of_stage(self) -> Callable[[tuple[int, ...], tuple[range, ...], bool, bool], "_Activations"]:
+        """Of a stage, by the kinds of its layers, the runs of them that run again, whether its input comes from
+        another rank, and whether backwards are split; each found once."""
+        return cache(self._of_stage)
 
-    @cached_property
-    def tied_state(self) -> Callable[[str, int, int, int], StateBytes]:
-        """The same of a tied weight, by its name and the uses that a rank has of it."""
-        specs = {spec.name: spec for layer in self.layers for spec in layer.parameters.values()}
-        return cache(lambda name, uses, *rest: self._state(Unit((specs[name],), tied=True, uses=uses), *rest))
-
-    def _state(self, unit: Unit, versions: int, buffers: int) -> StateBytes:
-        return self.costs.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
-
-    @cached_property
-    def uses(self) -> Callable[[str], tuple[int, ...]]:
-        """Of a weight, how often a layer of each kind uses it."""
-        return cache(
-            lambda name: tuple(sum(spec.name == name for spec in each.parameters.values()) for each in self.layers)
-        )
-
-
-def rank_memories(run: RunLayout, sizes: LayerSizes | None = None) -> tuple[RankMemory, ...]:
-    """Of every pipeline coordinate, ascending. sizes: of the run's layers, where they are known."""
-    return _Memory(run, LayerSizes.of(run) if sizes is None else sizes).ranks()
-
-
-class _Memory:
-    """Sizes of one layer of each kind, and what ranks have of them."""
-
-    def __init__(self, run: RunLayout, sizes: LayerSizes) -> None:
-        self.run, self.costs, self.sizes = run, run.costs, sizes
-        config = run.config
-        generator = find_generator(config.schedule.name)
-        options = schedule_options(config)
-        self.splits = generator.splits or config.schedule.two_bp
-        arguments = generator.arguments(generator.policy_options, options)
-        self.policy = generator.policy(run.pipeline, run.num_microbatches, **arguments)
-        self.flushes = max(self.policy.versions_by_rank) == 1 and self.policy.updates_per_step == 1
-        schedule = config.schedule.name, run.pipeline, run.num_microbatches, generator.number_of_chunks(options)
-        self.held = most_held(*schedule, options)
-        places = tuple(sorted(options.items())), run.ranks
-        self.slots = _slots(*schedule, *places, splits=self.splits, flushes=self.flushes)
-        self.kept, self.pending, self.elements, self.summands = (
-            sizes.kept,
-            sizes.pending,
-            sizes.elements,
-            sizes.summands,
-        )
-        self.recomputed = run.recomputed
-        self.of_stages: dict[tuple[tuple[int, ...], bool], tuple[float, float, float]] = {}
-
-    def ranks(self) -> tuple[RankMemory, ...]:
-        found, cache = [], dict[object, RankMemory]()
-        own: list[list[int]] = [[] for _ in range(self.run.pipeline)]
-        for stage, place in enumerate(self.run.ranks):
-            own[place].append(stage)
-        for rank, stages in enumerate(own):
-            key = self._likeness(rank, stages)
-            if key not in cache:
-                cache[key] = self._rank(rank, stages)
-            found.append(cache[key])
-        return tuple(found)
-
-    def _likeness(self, rank: int, stages: list[int]) -> object:
-        """What two ranks have in common whose memory is the same."""
-        ranges, last = self.run.stages.ranges, len(self.run.ranks) - 1
-        members = tuple((self.run.classes[ranges[s].start : ranges[s].stop], s == 0, s == last) for s in stages)
-        at_end = rank in (0, self.run.pipeline - 1)
-        return members, self.policy.versions_by_rank[rank], self.held[rank].tobytes(), at_end
-
-    def _rank(self, rank: int, stages: list[int]) -> RankMemory:
-        state, present = self._state(rank, stages)
-        return RankMemory(
-            state.weights,
-            state.master,
-            state.gradients,
-            state.moments,
-            self._activations(rank, stages),
-            self._buffers(present),
-            self.slots[rank] * self.costs.stream,
-        )
-
-    def _state(self, rank: int, stages: list[int]) -> tuple[StateBytes, Counter[int]]:
-        """What lives between steps, and how many layers of each kind the rank has."""
-        classes, ranges = self.run.classes, self.run.stages.ranges
-        present = Counter[int]()
-        for stage in stages:
-            present.update(classes[ranges[stage].start : ranges[stage].stop])
-        kept = self.policy.versions_by_rank[rank], self.policy.gradient_buffers
-        states = [(self.sizes.state(kind, *kept), count) for kind, count in present.items()]
-        for name in self.run.tied:
-            uses = sum(self.sizes.uses(name)[kind] * count for kind, count in present.items())
-            if uses:
-                states.append((self.sizes.tied_state(name, uses, *kept), 1))
-        names = ("weights", "master", "gradients", "moments")
-        return StateBytes(*(sum(getattr(each, name) * count for each, count in states) for name in names)), present
-
-    def _activations(self, rank: int, stages: list[int]) -> int:
-        """The fullest moment: what waits for backwards or is put off, and beside it what runs again and a gradient."""
-        kept, pending, working = zip(*(self._of_stage(stage) for stage in stages), strict=True)
-        most = float((self.held[rank] @ np.array([*kept, *pending])).max())
-        return round(most + max(working) + self.costs.stream)
-
-    def _of_stage(self, stage: int) -> tuple[float, float, float]:
-        """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""
-        members, ranks = self.run.stages.ranges[stage], self.run.ranks
-        arrives = stage > 0 and ranks[stage - 1] != ranks[stage]
-        key = self.run.classes[members.start : members.stop], arrives
-        if key not in self.of_stages:
-            self.of_stages[key] = self._of_layers(*key, self.recomputed[stage] if self.recomputed else [])
-        return self.of_stages[key]
-
-    def _of_layers(self, kinds: tuple[int, ...], arrives: bool, spans: list[range]) -> tuple[float, float, float]:
+    def _of_stage(
+        self, kinds: tuple[int, ...], spans: tuple[range, ...], arrives: bool, splits: bool
+    ) -> "_Activations":
         """A message from another rank stays where it was received, which is no activation."""
-        stream = self.costs.stream
+        stream = self.stream
         inside = {unit for span in spans for unit in span}
         kept = sum(self.kept[kind] for unit, kind in enumerate(kinds) if unit not in inside) + len(spans) * stream
         # Of a split backward what runs again gives way to what its halves hand over, which counts as pending.
         working = 0.0
         for span in spans:
             again = sum(self.kept[kinds[unit]] for unit in span)
-            working = max(working, again - (sum(self.pending[kinds[u]] for u in span) if self.splits else stream))
+            working = max(working, again - (sum(self.pending[kinds[u]] for u in span) if splits else stream))
         pending = sum(self.pending[kind] for kind in kinds)
         if arrives:
             kept -= min(stream, stream if 0 in inside else self.kept[kinds[0]])
             pending -= min(stream, self.pending[kinds[0]])
-        return kept, pending, working
+        return _Activations(kept, pending, working)
 
-    def _buffers(self, present: Counter[int]) -> int:
+
+class _Activations(NamedTuple):
+    """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""
+
+    kept: float
+    pending: float
+    working: float
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Of the parameters of one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
+
+    of_units: of the run. layers: one of each kind. tied: names of weights that several
+    layers use. units: parameters without these. elements: of their flat buffers. summands: bytes of a sum of their
+    gradients.
+    """
+
+    of_units: UnitCosts
+    layers: tuple[LayerSpec, ...]
+    tied: tuple[str, ...]
+    units: tuple[Unit, ...]
+    elements: tuple[int, ...]
+    summands: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: RunLayout) -> "StateSizes":
+        """Those of a run, which hold for all with as many tensor ranks and replicas that shard the same."""
+        of_units, gloo = run.costs.of_units, hardware_device_type(run.hardware) == "cpu"
+        layers = tuple(run.stages.layers[index] for index in run.kinds)
+        parameters = (layer.parameters.values() for layer in layers)
+        units = tuple(Unit(tuple(spec for spec in each if spec.name not in run.tied)) for each in parameters)
+        elements = tuple(of_units.elements(unit) for unit in units)
+        return cls(
+            of_units, layers, run.tied, units, elements, tuple(of_units.summand_bytes(unit, gloo) for unit in units)
+        )
+
+    @cached_property
+    def of_rank(self) -> Callable[[tuple[int, ...], int, int], tuple[StateBytes, int]]:
+        """What lives between steps, and `RankMemory.buffers`: by a rank's layers of each kind, weight versions and
+        gradient buffers; each found once."""
+        return cache(lambda present, *kept: (self._state(present, *kept), self._buffers(present)))
+
+    @cached_property
+    def _of_unit(self) -> Callable[[int, int, int], StateBytes]:
+        """Of the unit of a kind, by weight versions and gradient buffers; each found once."""
+        return cache(
+            lambda kind, versions, buffers: self.of_units.state(
+                self.units[kind], num_versions=versions, gradient_buffers=buffers
+            )
+        )
+
+    def _state(self, present: tuple[int, ...], versions: int, buffers: int) -> StateBytes:
+        states = [(self._of_unit(kind, versions, buffers), count) for kind, count in enumerate(present) if count]
+        for name in self.tied:
+            found = [
+                (spec, count)
+                for layer, count in zip(self.layers, present, strict=True)
+                for spec in layer.parameters.values()
+                if spec.name == name and count
+            ]
+            if found:
+                unit = Unit((found[0][0],), tied=True, uses=sum(count for _, count in found))
+                states.append(
+                    (self.of_units.state(unit, num_versions=versions, gradient_buffers=buffers), 1),
+                )
+        return StateBytes(
+            sum(each.weights * count for each, count in states),
+            sum(each.master * count for each, count in states),
+            sum(each.gradients * count for each, count in states),
+            sum(each.moments * count for each, count in states),
+        )
+
+    def _buffers(self, present: tuple[int, ...]) -> int:
         """Whole weights and gradients of sharded units, and what their sums need."""
-        units, zero = self.costs.of_units, self.run.config.zero
-        if units.shards == 1:
+        config = self.of_units.config
+        if self.of_units.shards == 1:
             return 0
-        sizes = sorted((self.elements[kind] for kind in present.elements()), reverse=True)
+        sizes = _descending(self.elements, present)
         found = 0
-        if zero.stage >= 3:
-            found += sum(sizes[: zero.weight_buffers]) * ELEMENT_BYTES[self.costs.precision]
-        if zero.stage >= 2:
-            found += sum(sizes[: zero.gradient_buffers]) * FULL_BYTES
+        if config.zero.stage >= 3:
+            weight: Precision = config.training.precision  # type: ignore[assignment]
+            found += sum(sizes[: config.zero.weight_buffers]) * ELEMENT_BYTES[weight]
+        if config.zero.stage >= 2:
+            found += sum(sizes[: config.zero.gradient_buffers]) * FULL_BYTES
         return found + self._summands(present)
 
-    def _summands(self, present: Counter[int]) -> int:
+    def _summands(self, present: tuple[int, ...]) -> int:
         """Of sums under way: as many as there are gradient buffers, or all of the step where gradients are whole."""
-        units, zero = self.costs.of_units, self.run.config.zero
-        each = sorted((self.summands[kind] for kind in present.elements()), reverse=True)
-        if units.shards != self.costs.replicas:
+        units, zero = self.of_units, self.of_units.config.zero
+        each = _descending(self.summands, present)
+        if units.shards != units.replicas:
             return each[0]
         return sum(each[: zero.gradient_buffers] if zero.stage >= 2 else each)
 
 
-@lru_cache(maxsize=4096)
-def _slots(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int,
-    options: tuple[tuple[str, object], ...],
-    ranks: tuple[int, ...],
-    *,
-    splits: bool,
-    flushes: bool,
-) -> tuple[int, ...]:
-    """By pipeline rank, slots of messages from other ranks, forward and backward. ranks: of every stage."""
-    held = most_held(name, num_ranks, num_microbatches, num_chunks, dict(options))  # type: ignore[arg-type]
-    slots, chunks = [0] * num_ranks, [0] * num_ranks
-    for stage, rank in enumerate(ranks):
-        found = message_slots(
-            name, held[rank], chunks[rank], num_ranks, rank, num_microbatches, splits=splits, flushes=flushes
-        )
-        chunks[rank] += 1
-        if stage > 0 and ranks[stage - 1] != rank:
-            slots[rank] += found.activations
-        if stage < len(ranks) - 1 and ranks[stage + 1] != rank:
-            slots[rank] += found.gradients
-    return tuple(slots)
+def _descending(sizes: Sequence[int], present: Sequence[int]) -> list[int]:
+    """As many of each size as there are."""
+    return sorted((size for size, count in zip(sizes, present, strict=True) for _ in range(count)), reverse=True)
+
+
+def rank_memories(
+    run: RunLayout, layers: LayerSizes | None = None, states: StateSizes | None = None
+) -> tuple[RankMemory, ...]:
+    """Of every pipeline coordinate, ascending. layers, states: of the run, where they are known."""
+    layers, states = layers or LayerSizes.of(run), states or StateSizes.of(run)
+    held = held_by_ranks(
+        run.config.schedule.name,
+        run.pipeline,
+        run.num_microbatches,
+        tuple(sorted(schedule_options(run.config).items())),
+        run.ranks,
+        run.stages.ranges,
+        run.classes,
+    )
+    again, ranges = run.recomputed, run.stages.ranges
+    kept, pending, working = np.array(
+        [
+            layers.of_stage(
+                run.classes[ranges[stage].start : ranges[stage].stop],
+                tuple(again[stage]) if again else (),
+                arrives,
+                held.splits,
+            )
+            for stage, arrives in held.shown
+        ]
+    ).T
+    # Whole numbers of bytes, far below 2^53: sums are exact in any order.
+    waiting = np.concatenate([kept[held.like], pending[held.like]], axis=1)
+    fullest = np.maximum.reduceat((held.moments * waiting[held.rank_of_moment]).sum(axis=1), held.first_moments)
+    activations = (fullest + working[held.like].max(axis=1) + layers.stream).round().tolist()
+    found = []
+    for rank, present in enumerate(held.layers):
+        state, buffers = states.of_rank(present, held.policy.versions_by_rank[rank], held.policy.gradient_buffers)
+        parts = state.weights, state.master, state.gradients, state.moments
+        found.append(RankMemory(*parts, int(activations[rank]), buffers, held.slots[rank] * layers.stream))
+    return tuple(found)

@@ -7,7 +7,7 @@ from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import LayerSpec
 from megapipe.costs.units import Unit, UnitCosts
 from megapipe.planner.cost.kernels import LayerKernels
-from megapipe.planner.cost.layer_times import LayerSeconds
+from megapipe.planner.cost.layer_times import LayerSeconds, PhaseSeconds
 from megapipe.planner.cost.updates import muon_seconds, update_seconds
 from megapipe.planner.hardware.description import Device
 from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
@@ -27,21 +27,20 @@ class RooflineTimes:
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
         """Seconds of one micro-batch. Raises ConfigError where the device has no peak for the precision."""
+        return layer_seconds(config, layer, self.kernels(config, layer), self.update(config, layer))
+
+    def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
+        """Of all kernels of a micro-batch, and of those that are made again inside its backward. Replicas and the
+        pipeline change nothing about them."""
         by_phase = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "again": 0.0}
         for kernel in LayerKernels(config, layer, self.device, self.unfused_loss):
             by_phase[kernel.phase] += kernel.time.seconds
-        whole = config.recompute.method == "full" and layer.kind == "block"
-        return LayerSeconds(
-            by_phase["forward"],
-            by_phase["backward_input"],
-            by_phase["backward_weight"],
-            by_phase["forward"] if whole else by_phase["again"],
-            self._update(config, layer),
-            SOURCE,
-        )
+        again = by_phase.pop("again")
+        return PhaseSeconds(**by_phase), again
 
-    def _update(self, config: PretrainConfig, layer: LayerSpec) -> float:
-        """Of a tied weight the embedding's use alone where one rank has both."""
+    def update(self, config: PretrainConfig, layer: LayerSpec) -> float:
+        """Of a tied weight the embedding's use alone where one rank has both. Micro-batches change nothing about
+        it."""
         specs = tuple(layer.parameters.values())
         if layer.kind == "head" and config.parallel.pipeline == 1:
             specs = tuple(spec for spec in specs if spec.name.startswith("head."))
@@ -53,3 +52,12 @@ class RooflineTimes:
         return seconds + (
             muon_seconds(config, self.device, specs, units.shards) if config.optimizer.name == "muon" else 0.0
         )
+
+
+def layer_seconds(
+    config: PretrainConfig, layer: LayerSpec, kernels: tuple[PhaseSeconds, float], update: float
+) -> LayerSeconds:
+    """A layer's times from `RooflineTimes.kernels` and `RooflineTimes.update`."""
+    seconds, again = kernels
+    whole = config.recompute.method == "full" and layer.kind == "block"
+    return LayerSeconds(*seconds, seconds.forward if whole else again, update, SOURCE)

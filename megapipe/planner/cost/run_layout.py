@@ -138,8 +138,14 @@ def lay_run(
     return lay_on(config, placement)
 
 
-def lay_on(config: PretrainConfig, placement: Placement) -> RunLayout:
-    """Lay a run on nodes, once it is known that it can run there. config: with parallel.data filled in."""
+def lay_on(config: PretrainConfig, placement: Placement, like: RunLayout | None = None) -> RunLayout:
+    """Lay a run on nodes, once it is known that it can run there.
+
+    config: with parallel.data filled in. like: one of the same model, schedule and pipeline, to take its stages from.
+    """
+    if like is not None:
+        costs = replace(like.costs, config=config, data=placement.sizes["data"])
+        return replace(like, config=config, hardware=placement.hardware, placement=placement, costs=costs)
     hardware, shape = placement.hardware, _shape_of(config)
     precision = cast(Precision, config.training.precision)
     path = attention_path(config.model, precision, hardware_device_type(hardware), config.data.sequence_length)

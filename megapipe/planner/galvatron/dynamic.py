@@ -11,6 +11,8 @@ import numpy as np
 
 from megapipe.planner.checks import require_counts
 
+ROUNDING = 1e-9
+"""Relative, by which sums of the same numbers in another order may differ at the most."""
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -54,8 +56,8 @@ class Tables:
                 raise ValueError(f"{name} must not have negative values or NaN, got {table[~(table >= 0)][0]}")
 
 
-def choose(tables: Tables, budget_bytes: float, units: int = 512) -> Choice | None:
-    """The fastest strategies within the budget, None where none fit.
+def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = float("inf")) -> Choice | None:
+    """The fastest strategies within the budget, None where none fit in at most `most` seconds.
 
     Where the fastest of all does not fit, kept bytes are rounded up to `units` equal parts of what the budget leaves:
     the answer is never over it, exact where they are whole units, and leaves at most layers / units of it unused.
@@ -72,15 +74,18 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512) -> Choice | No
         if left < 0:
             break
         seconds = np.where(tables.working <= working, tables.seconds, np.inf)
-        if best is not None and seconds.min(axis=1).sum() >= best.seconds:
+        if np.where(np.isfinite(seconds), tables.kept, np.inf).min(axis=1).sum() > left * (1 + ROUNDING):
+            continue  # not even what keeps least of every layer
+        least = seconds.min(axis=1).sum()
+        if least * (1 - ROUNDING) > most or (best is not None and least >= best.seconds):
             continue  # not even with changes for nothing
         picked = _within(seconds, nothing, tables.transitions, classes, units=1)
-        if picked is None or (best is not None and picked[1] >= best.seconds):
+        if picked is None or picked[1] > most or (best is not None and picked[1] >= best.seconds):
             continue  # not even without the bound of memory
         layers = np.arange(len(picked[0]))
         if tables.kept[layers, picked[0]].sum() > left:
             picked = _within(seconds, _in_units(tables.kept, left, units), tables.transitions, classes, units)
-        if picked is None or (best is not None and picked[1] >= best.seconds):
+        if picked is None or picked[1] > most or (best is not None and picked[1] >= best.seconds):
             continue
         memory = tables.kept[layers, picked[0]].sum() + tables.working[layers, picked[0]].max()
         best = Choice(tuple(picked[0]), picked[1], float(memory))

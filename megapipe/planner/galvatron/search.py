@@ -4,14 +4,17 @@ Miao et al. (2022), arXiv 2211.13878, optimization algorithm: for growing batche
 degree, layers are cut into stages and the dynamic programming runs on each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megapipe.planner.checks import require_counts
 from megapipe.planner.galvatron.costs import BACKWARD, LayerProfile, Machine, StageCosts
-from megapipe.planner.galvatron.dynamic import choose
+from megapipe.planner.galvatron.dynamic import Choice, choose
 from megapipe.planner.galvatron.strategies import Strategy, stage_strategies, strategies
 from megapipe.schedules.balance import balance_layers
+
+ROUNDING = 1e-9
+"""Relative, by which sums of the same seconds in another order may differ at the most."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,9 @@ def search(
     best: Plan | None = None
     sizes = sorted(set(batch_sizes))
     for batch_size in sizes:
-        plans = list(_plans(layers, machine, batch_size, recompute, units))
-        if not plans:
+        fastest = _fastest(layers, machine, batch_size, recompute, units)
+        if fastest is None:
             break
-        fastest = max(plans, key=lambda plan: plan.sequences_per_second)
         if best is None or fastest.sequences_per_second > best.sequences_per_second:
             best = fastest
     if best is None:
@@ -91,50 +93,90 @@ def iteration_seconds(steady: Sequence[float], extra: Sequence[float], microbatc
     return max(paths) + max(0.0, end)
 
 
-def _plans(
+def _fastest(
     layers: Sequence[LayerProfile], machine: Machine, batch_size: int, recompute: bool, units: int
-) -> Iterable[Plan]:
-    """Of one batch size, the best of every pipeline degree and number of micro-batches that fit."""
-    require_counts({"batch_size": batch_size})
-    for depth in (2**power for power in range(machine.devices.bit_length())):
-        if depth > len(layers):
-            return
-        microbatches = 1
-        while batch_size % microbatches == 0:
-            plan = _plan(layers, machine, batch_size, depth, microbatches, recompute, units)
-            if plan is not None:
-                yield plan
-            microbatches *= 2
-
-
-def _plan(
-    layers: Sequence[LayerProfile],
-    machine: Machine,
-    batch_size: int,
-    depth: int,
-    microbatches: int,
-    recompute: bool,
-    units: int,
 ) -> Plan | None:
-    """The stages of one pipeline degree, each by dynamic programming; None where one does not fit."""
-    options = stage_strategies(machine.devices, depth, recompute=recompute)
-    stages, steady, extra = [], [], []
-    for index, (first, last) in enumerate(balance_layers([layer.forward_seconds for layer in layers], depth)):
-        costs = StageCosts(
-            machine,
-            tuple(layers[first:last]),
-            options,
-            micro_size=batch_size // microbatches,
-            in_flight=min(depth - index, microbatches),
-            microbatches=microbatches,
-            last=index == depth - 1,
+    """Of one batch size, over all pipeline degrees and numbers of micro-batches; of equal plans that with the
+    smallest, None where nothing fits. What its bound rules out is not planned."""
+    require_counts({"batch_size": batch_size})
+    shapes = [
+        _Shape(layers, machine, batch_size, depth, microbatches, recompute)
+        for depth in (2**power for power in range(machine.devices.bit_length()))
+        if depth <= len(layers)
+        for microbatches in _powers_within(batch_size)
+    ]
+    bounds = [shape.least_seconds() for shape in shapes]
+    best: Plan | None = None
+    place = len(shapes)
+    for at in sorted(range(len(shapes)), key=bounds.__getitem__):
+        if best is not None and bounds[at] > best.seconds:
+            break
+        plan = shapes[at].plan(units, float("inf") if best is None else best.seconds)
+        if plan is not None and (best is None or (plan.seconds, at) < (best.seconds, place)):
+            best, place = plan, at
+    return best
+
+
+def _powers_within(batch_size: int) -> Iterator[int]:
+    """Powers of 2 that divide a batch, ascending."""
+    power = 1
+    while batch_size % power == 0:
+        yield power
+        power *= 2
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One pipeline degree and number of micro-batches."""
+
+    layers: Sequence[LayerProfile]
+    machine: Machine
+    batch_size: int
+    depth: int
+    microbatches: int
+    recompute: bool
+
+    def least_seconds(self) -> float:
+        """What no plan goes below: its first stage's layers one by one, whatever they hold and changes take.
+
+        An iteration takes at least as long as all micro-batches in any one stage, with the part of the reduction that
+        each has (`iteration_seconds`: a stage's reduction hides behind no more than a part of what fills the pipeline
+        ahead of it).
+        """
+        first = self._stage(0, self._cuts()[0])
+        return self.microbatches * float(first.tables().seconds.min(axis=1).sum()) * (1.0 - ROUNDING)
+
+    def plan(self, units: int, most: float) -> Plan | None:
+        """The stages, each by dynamic programming; None where one does not fit, or all take longer than `most`
+        seconds."""
+        stages, steady, extra = [], [], []
+        known: dict[StageCosts, Choice | None] = {}
+        for index, (first, last) in enumerate(self._cuts()):
+            costs = self._stage(index, (first, last))
+            if costs not in known:
+                of_stage = most / self.microbatches * (1.0 + ROUNDING)
+                known[costs] = choose(costs.tables(), self.machine.memory_bytes, units, of_stage)
+            choice = known[costs]
+            if choice is None:
+                return None
+            picked = tuple(costs.options[number] for number in choice.strategies)
+            added = sum(costs.extra_seconds(*pair) for pair in zip(costs.layers, picked, strict=True))
+            stages.append(StagePlan(first, last, picked, choice.memory_bytes))
+            steady.append(choice.seconds - added / self.microbatches)
+            extra.append(added)
+        seconds = iteration_seconds(steady, extra, self.microbatches)
+        return Plan(self.batch_size, self.microbatches, tuple(stages), seconds)
+
+    def _cuts(self) -> tuple[tuple[int, int], ...]:
+        return balance_layers([layer.forward_seconds for layer in self.layers], self.depth)
+
+    def _stage(self, index: int, cut: tuple[int, int]) -> StageCosts:
+        return StageCosts(
+            self.machine,
+            tuple(self.layers[slice(*cut)]),
+            stage_strategies(self.machine.devices, self.depth, recompute=self.recompute),
+            micro_size=self.batch_size // self.microbatches,
+            in_flight=min(self.depth - index, self.microbatches),
+            microbatches=self.microbatches,
+            last=index == self.depth - 1,
         )
-        choice = choose(costs.tables(), machine.memory_bytes, units)
-        if choice is None:
-            return None
-        picked = tuple(options[number] for number in choice.strategies)
-        added = sum(costs.extra_seconds(*pair) for pair in zip(costs.layers, picked, strict=True))
-        stages.append(StagePlan(first, last, picked, choice.memory_bytes))
-        steady.append(choice.seconds - added / microbatches)
-        extra.append(added)
-    return Plan(batch_size, microbatches, tuple(stages), iteration_seconds(steady, extra, microbatches))

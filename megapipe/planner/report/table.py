@@ -3,16 +3,17 @@
 import sys
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 GAP = "  "
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print rows under columns to standard output: by rich on a terminal, else aligned by blanks, one line a row."""
     if sys.stdout.isatty():
+        # Imported where it is used: that takes longer than all other output.
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
         table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
         for index, column in enumerate(columns):
             table.add_column(column, justify="right" if _is_number(rows, index) else "left", overflow="fold")

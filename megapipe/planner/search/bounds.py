@@ -18,15 +18,18 @@ from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.search.figures import LayerFigures, LayerWork, Traffic, Work
+from megapipe.planner.search.figures import LayerFigures, LayerWork, Work
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
 from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.planner.search.stage_limits import StageLimiter
+from megapipe.planner.search.stage_seconds import StageSeconds
 from megapipe.schedules.generators.registry import find_generator
 
 Floats = npt.NDArray[np.float64]
 
+ROUNDING = 1e-9
+"""Relative, by which sums of the same terms in another order may differ at the most."""
 FILLS = {"1f1b", "gpipe", "interleaved_1f1b", "modular"}
 """Schedules in which a step's first and last micro-batch pass all other ranks, a chunk at a time."""
 
@@ -45,6 +48,7 @@ class LayoutBounds:
         self._base, self._assumptions = base, assumptions.on(hardware)
         self._memory_limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures = LayerFigures(base, hardware, devices, times)
+        self._stages = StageSeconds(base, hardware, self._figures, self._assumptions.slow_down)
         self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
         precision: Precision = base.training.precision  # type: ignore[assignment]
         self._weight_bytes = ELEMENT_BYTES[precision]
@@ -58,9 +62,9 @@ class LayoutBounds:
         options = tuple((each.sequence, each.zero, each.recompute) for each in layouts)
         sizes = self._sizes_of(shape.tensor, shape.context, shape.micro_size, shape.data * shape.context, options)
         num_bytes = self._num_bytes(shape, sizes).tolist()
-        key = shape.tensor, shape.context, shape.micro_size
+        key, facts = (shape.tensor, shape.context, shape.micro_size), self._facts(shape)
         seconds = [
-            self._seconds(shape, each, self._figures.work(*key, each.sequence, each.recompute))
+            self._seconds(facts, each, self._figures.work(*key, each.sequence, each.recompute))
             if size <= self._memory_limit
             else math.inf
             for each, size in zip(layouts, num_bytes, strict=True)
@@ -107,30 +111,50 @@ class LayoutBounds:
     def _count(self, shape: Shape) -> int:
         return self._base.batch.global_size // (shape.micro_size * shape.data)
 
-    def _seconds(self, shape: Shape, layout: Layout, work: Work) -> float:
+    def _facts(self, shape: Shape) -> "_Facts":
+        schedule, chunks = self._base.schedule, self._chunks(shape)
+        most = -(-self._base.model.num_layers // shape.pipeline)
+        fills = shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None
+        last = None
+        if shape.schedule != "zb_v":
+            last = 0.0 if self._by_hand or schedule.file else self._last_of(shape.pipeline, chunks)
+        return _Facts(shape.pipeline, chunks, self._count(shape), most, last, fills)
+
+    def _seconds(self, facts: "_Facts", layout: Layout, work: Work) -> float:
         """m micro-batches on the busiest rank, and under a flush one of them on each of the others.
 
         Some rank has at least the average of everything, and at least the average of blocks, rounded up; the last one
         has the head beside the blocks that no other has room for.
         """
-        schedule, pipeline, chunks = self._base.schedule, shape.pipeline, self._chunks(shape)
-        if schedule.file:
+        if self._base.schedule.file:
             return 0.0
-        blocks = -(-self._base.model.num_layers // pipeline)
-        traffic = self._figures.traffic(shape, layout.zero) if layout.zero else Traffic(0.0, 0.0)
-        each_block = self._with_traffic(shape, layout, work.block, traffic) if layout.zero >= 2 else work.block.whole
-        busiest = max(work.whole / pipeline, blocks * each_block)
-        if shape.schedule != "zb_v":
-            own = 0.0 if self._by_hand else self._last_of(pipeline, chunks)
-            busiest = max(busiest, own * work.block.whole + work.head.whole)
-        total = self._count(shape) * busiest
-        if shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None:
-            total += max(0.0, work.passing - busiest) / chunks
+        each_block = self._with_traffic(facts, layout, work.block) if layout.zero >= 2 else work.block.whole
+        busiest = max(work.whole / facts.pipeline, facts.blocks * each_block)
+        if facts.last is not None:
+            busiest = max(busiest, facts.last * work.block.whole + work.head.whole)
+        return self._step(facts, layout, work, busiest)
+
+    def _step(self, facts: "_Facts", layout: Layout, work: Work, busiest: float) -> float:
+        """Of a step whose busiest rank works so long on a micro-batch, at the least."""
+        total = facts.num_microbatches * busiest
+        if facts.fills:
+            total += max(0.0, work.passing - busiest) / facts.chunks
         if layout.zero in (1, 2) and not self._assumptions.gathers_beside_forward:
-            total += blocks * traffic.gather
+            total += facts.blocks * self._figures.traffic(layout.shape, layout.zero).gather
         return total
 
-    def _with_traffic(self, shape: Shape, layout: Layout, work: LayerWork, traffic: Traffic) -> float:
+    def closer(self, layout: Layout) -> float:
+        """Seconds of a step again, nearer to what they are: with what each rank has, by `StageSeconds`, in place of
+        what some rank has at the least."""
+        shape = layout.shape
+        if self._base.schedule.file:
+            return 0.0
+        work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
+        facts = self._facts(shape)
+        busiest = self._stages.busiest(layout, work, facts.num_microbatches)
+        return self._step(facts, layout, work, busiest) * (1.0 - ROUNDING)
+
+    def _with_traffic(self, facts: "_Facts", layout: Layout, work: LayerWork) -> float:
         """Seconds of a block with what its replicas exchange for every micro-batch beside it, on average over a rank
         with many blocks.
 
@@ -138,10 +162,10 @@ class LayoutBounds:
         from the last pass, or stay for the next: of all stages of the rank no more than that many each.
         """
         zero, slow_down = self._base.zero, self._assumptions.slow_down
-        kept = self._chunks(shape) / -(-self._base.model.num_layers // shape.pipeline)
+        traffic, kept = self._figures.traffic(layout.shape, layout.zero), facts.chunks / facts.blocks
         gathers = traffic.gather * max(0.0, 1.0 - zero.weight_buffers * kept) if layout.zero >= 3 else 0.0
         reductions = traffic.reduction * max(0.0, 1.0 - zero.gradient_buffers * kept)
-        if self._count(shape) == 1:  # the one sum of a step counts behind its last backward
+        if facts.num_microbatches == 1:  # the one sum of a step counts behind its last backward
             reductions = 0.0
         return overlapped(work.forward, gathers, slow_down) + overlapped(
             work.backward + work.again, gathers + reductions, slow_down
@@ -205,6 +229,22 @@ class LayoutBounds:
         if shape.schedule != "zb_v":
             room[-1] += limits.last - limits.most
         return room[::-1].cumsum()[::-1] - room
+
+
+class _Facts(NamedTuple):
+    """What the time of all layouts of a shape depends on.
+
+    pipeline, chunks: ranks, and stages of each. num_microbatches: micro-batches of a step. blocks: that some rank has at least.
+    last: that the last rank has at least, beside the head; None where the head lies elsewhere. fills: whether the
+    first and last micro-batch pass all ranks (`FILLS`).
+    """
+
+    pipeline: int
+    chunks: int
+    num_microbatches: int
+    blocks: int
+    last: float | None
+    fills: bool
 
 
 class _Sizes(NamedTuple):

@@ -10,13 +10,13 @@ from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory
 from megapipe.planner.cost.layer_costs import LayerCost
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.memory import LayerSizes, rank_memories
+from megapipe.planner.cost.memory import LayerSizes, StateSizes, rank_memories
 from megapipe.planner.cost.model import estimate, estimate_run, layer_costs
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.runs.scheduling import splits_backwards
-from megapipe.planner.search.layouts import Layout
+from megapipe.planner.search.layouts import Configurations, Layout
 from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.schedules import ScheduleError
 
@@ -50,11 +50,14 @@ class Evaluation:
     ) -> None:
         self._base, self._hardware, self._times = base, hardware, times
         self._assumptions = assumptions.on(hardware)
+        self._configurations = Configurations(base)
         self._placement = cache(self._find_placement)
+        self._staged: dict[tuple[object, ...], RunLayout] = {}
         self._run = cache(self._find_run)
         self._memory = cache(self._find_memory)
         self._splits = cache(self._find_splits)
-        self._sizes: dict[_LayerKey, LayerSizes] = {}
+        self._layer_sizes: dict[tuple[object, ...], LayerSizes] = {}
+        self._state_sizes: dict[tuple[object, ...], StateSizes] = {}
         self._layer_costs: dict[_LayerKey, tuple[LayerCost, ...]] = {}
         self.estimate = cache(self._estimate)
 
@@ -80,7 +83,7 @@ class Evaluation:
         return estimate_run(run, self._layers(layout, run), self._memory(layout), self._assumptions)
 
     def _of_file(self, layout: Layout) -> Estimate:
-        config = layout.applied(self._base)
+        config = self._configurations.of(layout)
         try:
             return estimate(config, self._hardware, times=self._times, assumptions=self._assumptions)
         except ScheduleError as error:
@@ -93,13 +96,20 @@ class Evaluation:
     def _find_run(self, layout: Layout) -> RunLayout:
         shape = layout.shape
         placement = self._placement(shape.data, shape.pipeline, shape.context, shape.tensor)
-        return lay_on(layout.applied(self._base), placement)
+        config = self._configurations.of(layout)
+        stages = shape.pipeline, shape.schedule, shape.chunks
+        run = self._staged[stages] = lay_on(config, placement, self._staged.get(stages))
+        return run
 
     def _find_memory(self, layout: Layout) -> tuple[RankMemory, ...]:
-        run, key = self._run(layout), self._key(layout)
-        if key not in self._sizes:
-            self._sizes[key] = LayerSizes.of(run)
-        return rank_memories(run, self._sizes[key])
+        run, shape = self._run(layout), layout.shape
+        of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
+        if of_micro not in self._layer_sizes:
+            self._layer_sizes[of_micro] = LayerSizes.of(run)
+        of_state = shape.tensor, shape.data * shape.context, layout.zero
+        if of_state not in self._state_sizes:
+            self._state_sizes[of_state] = StateSizes.of(run)
+        return rank_memories(run, self._layer_sizes[of_micro], self._state_sizes[of_state])
 
     def _layers(self, layout: Layout, run: RunLayout) -> tuple[LayerCost, ...]:
         key = self._key(layout)

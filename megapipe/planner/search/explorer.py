@@ -5,8 +5,8 @@ bounds is never estimated. With bounds that hold, answers are those of estimatin
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Protocol
 
@@ -23,6 +23,10 @@ class Bounds(Protocol):
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape."""
+        ...
+
+    def closer(self, layout: Layout) -> float:
+        """Seconds of a step of one layout, nearer to what they are; takes longer, and is asked for few."""
         ...
 
 
@@ -57,6 +61,7 @@ class Explorer:
 
     def __init__(self, layouts: Layouts, bounds: Bounds, costs: Costs, memory_limit: float) -> None:
         self._costs, self._limit = costs, memory_limit
+        self._closer = cache(lambda at: bounds.closer(self.layouts[at]))
         self.layouts: list[Layout] = []
         seconds: list[float] = []
         num_bytes: list[float] = []
@@ -70,7 +75,7 @@ class Explorer:
         by_time, of_bytes = np.argsort(seconds, kind="stable"), np.array(num_bytes)
         self._by_time: list[int] = by_time[of_bytes[by_time] <= memory_limit].tolist()
         self._by_bytes: list[int] = by_time[np.argsort(of_bytes[by_time], kind="stable")].tolist()
-        self._known: dict[Layout, int] = {}
+        self._known: dict[int, int] = {}
 
     @property
     def examined(self) -> int:
@@ -79,21 +84,20 @@ class Explorer:
 
     def pruned(self) -> dict[str, int]:
         """Why layouts were never estimated -> how many."""
-        rest = Counter(
-            "memory" if num_bytes > self._limit else "time"
-            for layout, num_bytes in zip(self.layouts, self._bytes, strict=True)
-            if layout not in self._known
-        )
-        return dict(rest)
+        unseen = np.ones(len(self.layouts), dtype=bool)
+        unseen[list(self._known)] = False
+        too_large = np.array(self._bytes) > self._limit
+        found = {"memory": int((unseen & too_large).sum()), "time": int((unseen & ~too_large).sum())}
+        return {rule: count for rule, count in found.items() if count}
 
-    def _num_bytes(self, layout: Layout) -> int:
-        """Of the fullest rank, found once."""
-        if layout not in self._known:
-            self._known[layout] = self._costs.num_bytes(layout)
-        return self._known[layout]
+    def _num_bytes(self, at: int) -> int:
+        """Of the fullest rank of a layout, found once."""
+        if at not in self._known:
+            self._known[at] = self._costs.num_bytes(self.layouts[at])
+        return self._known[at]
 
-    def _fits(self, layout: Layout) -> bool:
-        return self._num_bytes(layout) <= self._limit and self._costs.fits(layout)
+    def _fits(self, at: int) -> bool:
+        return self._num_bytes(at) <= self._limit and self._costs.fits(self.layouts[at])
 
     def fastest(self, keep: int = 1, kind: Kind = lambda layout: True) -> list[Estimate]:
         """Up to `keep` layouts of a kind that fit, the least seconds first; of equal ones the least memory."""
@@ -102,7 +106,9 @@ class Explorer:
             if len(found) == keep and self._seconds[at] > found[-1].step_seconds:
                 break
             layout = self.layouts[at]
-            if kind(layout) and self._fits(layout):
+            if not kind(layout) or (len(found) == keep and self._closer(at) > found[-1].step_seconds):
+                continue
+            if self._fits(at):
                 found = sorted([*found, self._costs.estimate(layout)], key=order)[:keep]
         return found
 
@@ -115,7 +121,7 @@ class Explorer:
             layout = self.layouts[at]
             if not kind(layout):
                 continue
-            num_bytes = self._num_bytes(layout)
+            num_bytes = self._num_bytes(at)
             if best is not None and num_bytes > best.peak_bytes:
                 continue
             estimate = self._costs.estimate(layout)
@@ -141,8 +147,11 @@ class Explorer:
                 break
             if covered(seconds, self._bytes[at], 1.0 + tolerance):
                 continue
-            num_bytes = self._num_bytes(self.layouts[at])
-            if covered(seconds, num_bytes) or not self._fits(self.layouts[at]):
+            seconds = self._closer(at)
+            if seconds > slowest or covered(seconds, self._bytes[at]):
+                continue
+            num_bytes = self._num_bytes(at)
+            if covered(seconds, num_bytes) or not self._fits(at):
                 continue
             estimate = self._costs.estimate(self.layouts[at])
             if estimate.step_seconds <= slowest:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.attention_path import attention_path
@@ -38,9 +39,10 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one micro-batch on one rank. block, head: of a layer, of blocks the fastest; whole: of all layers;
-    passing: without what runs again."""
+    """Seconds of one micro-batch on one rank. embedding, block, head: of a layer, of blocks the fastest; whole: of all
+    layers; passing: without what runs again."""
 
+    embedding: LayerWork
     block: LayerWork
     head: LayerWork
     whole: float
@@ -75,12 +77,14 @@ class State:
     shards: int
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Seconds of gathering a block's weights, and of reducing its gradient, over its replicas."""
 
     gather: float
     reduction: float
+
+
+NO_TRAFFIC = Traffic(0.0, 0.0)
 
 
 class LayerFigures:
@@ -147,11 +151,12 @@ class LayerFigures:
     def _work(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Work:
         config = self._config(tensor, context, micro_size, sequence, recompute)
         works = [self._of_layer(config, each) for each in self._blocks]
-        block, head = min(works, key=lambda work: work.whole), self._of_layer(config, self._head)
-        edges = self._of_layer(config, self._embedding).whole + head.whole
+        block = min(works, key=lambda work: work.whole)
+        embedding, head = (self._of_layer(config, layer) for layer in (self._embedding, self._head))
+        edges = embedding.whole + head.whole
         blocks = self._base.model.num_layers
         passing = blocks * (block.forward + block.backward) + edges
-        return Work(block, head, blocks * block.whole + edges, passing)
+        return Work(embedding, block, head, blocks * block.whole + edges, passing)
 
     def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
         found = self._times.of(config, layer)

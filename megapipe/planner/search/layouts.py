@@ -8,7 +8,7 @@ answer is kept.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple, TypeVar, cast
 
 from megapipe.config.errors import ConfigError
@@ -47,21 +47,37 @@ class Layout(NamedTuple):
 
     def applied(self, base: PretrainConfig) -> PretrainConfig:
         """The configuration with this layout."""
-        shape = self.shape
+        return Configurations(base).of(self)
+
+
+class Configurations:
+    """A run's configuration in many layouts: those that agree on a group of fields share that group, which nobody
+    may change in place."""
+
+    def __init__(self, base: PretrainConfig) -> None:
+        self._base = base
+        self._parallel = cache(partial(replace, base.parallel))
+        self._batch = cache(partial(replace, base.batch))
+        self._schedule = cache(partial(replace, base.schedule))
+        self._zero = cache(partial(replace, base.zero))
+        self._recompute = cache(partial(replace, base.recompute))
+
+    def of(self, layout: Layout) -> PretrainConfig:
+        """The configuration with a layout."""
+        shape = layout.shape
         return replace(
-            base,
-            parallel=replace(
-                base.parallel,
+            self._base,
+            parallel=self._parallel(
                 data=shape.data,
                 tensor=shape.tensor,
                 pipeline=shape.pipeline,
                 context=shape.context,
-                sequence=self.sequence,
+                sequence=layout.sequence,
             ),
-            batch=replace(base.batch, micro_size=shape.micro_size),
-            schedule=replace(base.schedule, name=shape.schedule, chunks=shape.chunks),
-            zero=replace(base.zero, stage=self.zero),
-            recompute=replace(base.recompute, method=self.recompute),
+            batch=self._batch(micro_size=shape.micro_size),
+            schedule=self._schedule(name=shape.schedule, chunks=shape.chunks),
+            zero=self._zero(stage=layout.zero),
+            recompute=self._recompute(method=layout.recompute),
         )
 
 

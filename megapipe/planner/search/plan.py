@@ -19,6 +19,7 @@ from megapipe.planner.search.explorer import Explorer
 from megapipe.planner.search.findings import Findings, Found, NothingFits
 from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.refinement import Refiner
+from megapipe.planner.search.shared_times import shared
 from megapipe.planner.search.space import SearchSpace
 
 WIDEST = 8
@@ -64,7 +65,7 @@ def search_speed(
     """
     started = time.perf_counter()
     space, effort = space or SearchSpace(), effort or Effort()
-    times = slowest_times(base, hardware, devices, assumptions) if times is None else times
+    times = shared(slowest_times(base, hardware, devices, assumptions) if times is None else times)
     layouts = Layouts(base, devices, pinned, space)
     limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
     explorer = Explorer(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
@@ -59,6 +59,7 @@ def test_bounds_hold(
         seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, [layout]))
         exact = estimate(layout.applied(base), hardware)
         assert 0 <= seconds <= exact.step_seconds * (1 + 1e-9)
+        assert 0 < bounds.closer(layout) <= exact.step_seconds
         assert 0 < num_bytes <= exact.peak_bytes * (1 + 1e-9)
 
 
@@ -95,6 +96,7 @@ def test_a_layout_that_cannot_fit_has_no_time() -> None:
     count=st.integers(1, 20),
     group=st.sampled_from([None, 1, 2, 5]),
 )
+@example(schedule="interleaved_1f1b", pipeline=1, chunks=2, count=4, group=5)
 def test_no_rank_holds_fewer_micro_batches(
     schedule: str, pipeline: int, chunks: int, count: int, group: int | None
 ) -> None:

@@ -30,6 +30,7 @@ class MadeUp:
         self._base = layouts.base
         self.costs = {each: (rng.randint(1, 40) / 4, rng.randint(10, 1000)) for each in layouts}
         self.below = {each: (rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0)) for each in self.costs}
+        self.near = {each: rng.uniform(0.9, 1.0) for each in self.costs}
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         assert all(each.shape == shape for each in layouts)
@@ -38,6 +39,9 @@ class MadeUp:
             for each, (seconds, num_bytes) in ((each, self.costs[each]) for each in layouts)
         ]
         return [seconds for seconds, _ in pairs], [num_bytes for _, num_bytes in pairs]
+
+    def closer(self, layout: Layout) -> float:
+        return self.costs[layout][0] * self.near[layout]
 
     def num_bytes(self, layout: Layout) -> int:
         return self.costs[layout][1]
