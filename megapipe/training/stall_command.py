@@ -119,13 +119,13 @@ def _config_flag(path: str | None) -> list[str]:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
+    def natural(text: str) -> int:
         value = int(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"is {value}, but must be at least {least}")
         return value
 
-    return number
+    return natural
 
 
 def _rate(text: str) -> float:
