@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-_WRONG_NUMBER = re.compile(r"invalid (?P<kind>int|float|finite|natural|positive|number) value: (?P<value>.*)")
+_WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -25,7 +25,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _number_told(match: re.Match[str]) -> str:
-    return f"is {match['value']}, but must be a {'finite' if match['kind'] in ('float', 'finite') else 'whole'} number"
+    whole = match["kind"] in ("int", "natural", "positive")
+    return f"is {match['value']}, but must be a {'whole' if whole else 'finite'} number"
 
 
 def tool_parser(program: str, description: str, examples: str) -> OneLineParser:

@@ -12,7 +12,7 @@ from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections
 
-MOST_FORWARDS = 2_000_000
+MOST_FORWARDS = 4_000_000
 """Of all stages in a step: a schedule of more takes minutes and gigabytes to lower and to simulate."""
 
 

@@ -20,6 +20,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     """
     before_training()
     parser = build_parser(description, kind)
+    parser.usage = "%(prog)s --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"
     parser.add_argument("--plan", type=str, help=PLAN_HELP)
     given: Given[PretrainConfig] = parse_given_or_exit(parser, kind, hint)
 

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.config.command_line import OneLineParser
@@ -43,9 +44,11 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
     # Importing torch takes a second, which --help need not wait for.
     from megapipe.parallel.errors import LaunchError
+    from megapipe.planner.command.launch import check_folders
     from megapipe.training.stall_measurement import measure_stalls
 
     try:
+        check_folders(None if arguments.json is None else Path(arguments.json))
         report = measure_stalls(
             read_config(arguments.kind, [*_config_flag(arguments.config), *fields]),
             ingestion=arguments.ingestion_tokens_per_second,
@@ -116,13 +119,13 @@ def _config_flag(path: str | None) -> list[str]:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
+    def natural(text: str) -> int:
         value = int(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"is {value}, but must be at least {least}")
         return value
 
-    return number
+    return natural
 
 
 def _rate(text: str) -> float:

@@ -225,8 +225,10 @@ def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
             )
             page.mouse.move(x, y)
             told.append(page.inner_text("#tooltip"))
+        levels = page.evaluate("[levelsOf(-6, 264), levelsOf(-200, 264), levelsOf(-264, 6), levelsOf(0, 4)]")
         browser.close()
     assert errors == []
+    assert levels == [[0, 264], [0, -200, 264], [0, -264], [0, 2, 4]]
     for text, side in zip(told, ("measured", "predicted"), strict=True):
         assert "forward" in text
         assert "stage 2, micro-batch 3, step 2" in text

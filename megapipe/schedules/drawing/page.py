@@ -167,13 +167,18 @@ function drawBar(context, bar) {
     context.fillText(label, x + width / 2, y + height / 2);
   }
 }
+function levelsOf(low, top) {
+  // Below 0 and near to it, a label would lie on that of 0.
+  const apart = value => Math.abs(value) / (top - low) * (CURVES - 34) > 12;
+  return low < 0 ? [0, ...[low, top].filter(apart)] : [0, top / 2, top];
+}
 function drawCurves() {
   const context = prepare(curves, CURVES);
   const values = data.curves.flat().map(point => point[1]);
   const top = Math.max(data.curves_top, ...values), low = Math.min(0, ...values);
   const y = value => CURVES - 18 - (value - low) / (top - low) * (CURVES - 34);
   context.fillStyle = css("--soft");
-  for (const value of low < 0 ? [low, 0, top] : [0, top / 2, top]) {
+  for (const value of levelsOf(low, top)) {
     context.fillText(String(Number(value.toPrecision(3))), 24, y(value));
     context.fillRect(LEFT, y(value), widthOf(curves), 0.5);
   }
