@@ -19,7 +19,7 @@ NO_DATA = "DATA"
 """Stands for the data.prefix of a configuration that is written without one."""
 
 
-DOCUMENTED = frozenset({"-h", "--help", "--print_config=comments", "--print-config=comments"})
+DOCUMENTED = frozenset({"-h", "--help"})
 """Arguments whose output has the help of fields in it."""
 
 
