@@ -236,7 +236,7 @@ def _of_a_bert(command: str, arguments: Sequence[str]) -> bool:
 
 
 def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
-    """documented: with every field's help, which takes longer to find than all else."""
+    """documented: with every field's help, which takes a while to find."""
     about = COMMANDS[command]
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
     parser.prog = f"plan.py {command}"
