@@ -8,16 +8,19 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.words import bytes_told, seconds_told
-from megapipe.planner.search.per_layer import per_layer
-from megapipe.planner.search.two_buffered import two_buffered_plan
 
 
 def advised(request: Request, config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
     """The plans that flags ask for, by name, ready for JSON. Raises ConfigError where one finds nothing."""
     found = {}
+    # Other planners are imported where they are asked.
     if request.flags["per_layer"]:
+        from megapipe.planner.search.per_layer import per_layer
+
         found["per_layer"] = per_layer(config, hardware, devices)
     if request.flags["two_buffered"]:
+        from megapipe.planner.search.two_buffered import two_buffered_plan
+
         found["two_buffered"] = two_buffered_plan(config, hardware, devices)
     return found
 

@@ -21,7 +21,7 @@ NO_DATA = "DATA"
 """Stands for the data.prefix of a configuration that is written without one."""
 
 
-DOCUMENTED = frozenset({"-h", "--help", "--print_config=comments", "--print-config=comments"})
+DOCUMENTED = frozenset({"-h", "--help"})
 """Arguments whose output has the help of fields in it."""
 
 
@@ -240,7 +240,7 @@ def _of_a_bert(command: str, arguments: Sequence[str]) -> bool:
 
 
 def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
-    """documented: with every field's help, which takes longer to find than all else."""
+    """documented: with every field's help, which takes a while to find."""
     about = COMMANDS[command]
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
     parser.prog = f"plan.py {command}"

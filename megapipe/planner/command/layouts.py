@@ -15,7 +15,6 @@ from megapipe.planner.command.planning import (
     planned_config,
     run_told,
 )
-from megapipe.planner.command.reports import write_prediction
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
 from megapipe.planner.hardware.description import Hardware
@@ -43,7 +42,10 @@ def run_predict(request: Request) -> int:
         *([training_told(training)] if training is not None else []),
         *([checkpoint_told(facts)] if facts is not None else []),
     ]
-    write_prediction(request, hardware, prediction, [*remarks, *said])
+    if request.flags["html"] is not None or request.flags["pictures"] is not None:
+        from megapipe.planner.command.reports import write_prediction  # what draws, where something is drawn
+
+        write_prediction(request, hardware, prediction, [*remarks, *said])
     if request.flags["json"]:
         told = {"checkpoint": facts, "training": training, "remarks": remarks}
         print(json.dumps(answer.as_json() | told, indent=2))

@@ -22,7 +22,6 @@ from megapipe.planner.command.planning import (
     planned_config,
     run_told,
 )
-from megapipe.planner.command.reports import write_search
 from megapipe.planner.cost.model import predict
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.recompute_auto import limited
@@ -80,6 +79,8 @@ def run_search(request: Request) -> int:
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
+        from megapipe.planner.command.reports import write_search  # what draws, where something is drawn
+
         write_search(request, hardware, prediction, findings, command, [*remarks, *said])
     if flags["write_config"] is not None:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))

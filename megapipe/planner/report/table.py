@@ -9,7 +9,7 @@ GAP = "  "
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print rows under columns to standard output: by rich on a terminal, else aligned by blanks, one line a row."""
     if sys.stdout.isatty():
-        # Imported where it is used: that takes longer than all other output.
+        # Imported where it is used, as that takes longer than to print.
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table

@@ -52,6 +52,7 @@ class LayoutBounds:
         self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
         precision: Precision = base.training.precision  # type: ignore[assignment]
         self._weight_bytes = ELEMENT_BYTES[precision]
+        self._held_of = cache(self._find_held)
         self._least_of = cache(self._find_least_blocks)
         self._sizes_of = cache(self._find_sizes)
         self._last_of = cache(lambda pipeline, chunks: float(self._find_least_blocks(pipeline, chunks)[-1].sum()))
@@ -196,31 +197,41 @@ class LayoutBounds:
         the blocks, as the others have no room for more; spread as evenly as can be, in proportion to 1 / c_r, these
         take R / sum(1 / c_r), and no cut has a fullest rank below that. The best j counts.
         """
-        pipeline, chunks = shape.pipeline, self._chunks(shape)
+        pipeline = shape.pipeline
         if self._base.schedule.file:  # its stages may lie on any rank
             return self._base.model.num_layers * sizes.state[:, 0] / pipeline
-        held = held_at_least(self._base.schedule, shape, chunks, self._count(shape))
-        least = self._least_blocks(shape, chunks)
-        always = held.min(axis=1)
-        more = ((held - always[:, None]) * least).sum(axis=1)
-        needed = np.maximum(0.0, self._base.model.num_layers - self._room_behind(shape, chunks))
-        fewest = int(least.sum(axis=1).min())
-
-        each_block = sizes.state + always * sizes.kept
+        held = self._held_of(shape.schedule, shape.chunks, pipeline, self._count(shape))
+        each_block = sizes.state + held.always * sizes.kept
         # A stage's input lies in the slot that it arrived in, which counts once for all.
-        besides = more * sizes.kept + (1.0 - held.sum(axis=1)) * sizes.stream
-        besides[:, :1] += sizes.state_embedding + held[0, 0] * sizes.kept_embedding
+        besides = held.more * sizes.kept + held.slots * sizes.stream
+        besides[:, :1] += sizes.state_embedding + held.first * sizes.kept_embedding
         if shape.schedule != "zb_v":
-            besides[:, -1:] += sizes.state_head + held[-1, -1] * sizes.kept_head
+            besides[:, -1:] += sizes.state_head + held.last * sizes.kept_head
         if pipeline == 1:
             besides -= sizes.tied
-        if fewest:
+        if held.fewest:
             zero = self._base.zero
-            besides += sizes.working + min(zero.weight_buffers, fewest) * sizes.weights
-            besides += min(zero.gradient_buffers, fewest) * sizes.gradients
+            besides += sizes.working + min(zero.weight_buffers, held.fewest) * sizes.weights
+            besides += min(zero.gradient_buffers, held.fewest) * sizes.gradients
         shares = 1.0 / each_block
-        found = (needed + (besides * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
+        found = (held.needed + (besides * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
         return np.asarray(found.max(axis=1))
+
+    def _find_held(self, schedule: str, chunks: int | None, pipeline: int, count: int) -> "_Held":
+        """Neither the replicas nor the tensor ranks of a shape change anything here."""
+        shape = Shape(1, 1, pipeline, 1, 1, schedule, chunks)
+        stages = self._chunks(shape)
+        held, least = held_at_least(self._base.schedule, shape, stages, count), self._least_blocks(shape, stages)
+        always = held.min(axis=1)
+        return _Held(
+            always=always,
+            more=((held - always[:, None]) * least).sum(axis=1),
+            slots=1.0 - held.sum(axis=1),
+            first=float(held[0, 0]),
+            last=float(held[-1, -1]),
+            needed=np.maximum(0.0, self._base.model.num_layers - self._room_behind(shape, stages)),
+            fewest=int(least.sum(axis=1).min()),
+        )
 
     def _room_behind(self, shape: Shape, chunks: int) -> Floats:
         """Blocks that the ranks behind each have room for."""
@@ -231,10 +242,27 @@ class LayoutBounds:
         return room[::-1].cumsum()[::-1] - room
 
 
+class _Held(NamedTuple):
+    """What pipeline ranks hold at the least, shape [pipeline] where not a number.
+
+    always: micro-batches of each block. more: of blocks together, above that. slots: less the micro-batches of all
+    chunks, those that a rank's messages lie in. first, last: micro-batches of the embedding and of the head. needed:
+    blocks of the ranks up to each. fewest: blocks of a rank.
+    """
+
+    always: Floats
+    more: Floats
+    slots: Floats
+    first: float
+    last: float
+    needed: Floats
+    fewest: int
+
+
 class _Facts(NamedTuple):
     """What the time of all layouts of a shape depends on.
 
-    pipeline, chunks: ranks, and stages of each. num_microbatches: micro-batches of a step. blocks: that some rank has at least.
+    pipeline, chunks: ranks, and stages of each. num_microbatches: of a step. blocks: that some rank has at least.
     last: that the last rank has at least, beside the head; None where the head lies elsewhere. fills: whether the
     first and last micro-batch pass all ranks (`FILLS`).
     """

@@ -24,8 +24,8 @@ class SharedRoofline:
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
         """As of `RooflineTimes`. config: of the search's run, in any layout."""
         parallel, name = config.parallel, layer.name
-        # Of all methods of recomputation only selective changes the kernels: full runs the same ones twice.
-        selective = config.recompute.method == "selective"
+        # Of all methods of recomputation only selective changes kernels, a block's: full runs the same ones twice.
+        selective = config.recompute.method == "selective" and layer.kind == "block"
         kernels = name, parallel.tensor, parallel.context, parallel.sequence, config.batch.micro_size, selective
         if kernels not in self._kernels:
             self._kernels[kernels] = self._times.kernels(config, layer)

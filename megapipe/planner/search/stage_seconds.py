@@ -12,7 +12,7 @@ from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.search.figures import NO_TRAFFIC, LayerFigures, Work
-from megapipe.planner.search.layouts import Layout
+from megapipe.planner.search.layouts import Configurations, Layout
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,7 +24,8 @@ class StageSeconds:
     """Of layouts of one run on one machine. figures: of the run. slow_down: as of `Assumptions`."""
 
     def __init__(self, base: PretrainConfig, hardware: Hardware, figures: LayerFigures, slow_down: float) -> None:
-        self._base, self._hardware, self._figures, self._slow_down = base, hardware, figures, slow_down
+        self._configurations, self._hardware = Configurations(base), hardware
+        self._figures, self._slow_down = figures, slow_down
         self._cuts: dict[tuple[object, ...], _Cut] = {}
         self._counts: dict[tuple[object, ...], TrafficCounts] = {}
 
@@ -68,7 +69,7 @@ class StageSeconds:
 
     def _laid(self, layout: Layout, like: RunLayout | None = None) -> RunLayout:
         sizes = {name: getattr(layout.shape, name) for name in ("data", "pipeline", "context", "tensor")}
-        return lay_on(layout.applied(self._base), Placement(self._hardware, sizes), like)
+        return lay_on(self._configurations.of(layout), Placement(self._hardware, sizes), like)
 
 
 class _Cut(NamedTuple):
