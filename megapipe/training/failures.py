@@ -28,7 +28,7 @@ _ALIKE: dict[type[Exception], ExitCode] = {
 
 
 PATIENCE_SECONDS = 20.0
-"""What a host's first rank is given to make, and tell of, the mistake that another one has made."""
+"""What a first rank is given to come to, and tell of, what another one has come to already."""
 
 
 def status_of(error: Exception) -> ExitCode | None:
@@ -37,8 +37,7 @@ def status_of(error: Exception) -> ExitCode | None:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # The ranks of a host make the same mistake: the first one tells of it, and torchrun ends the others for
             # its exit. They must not be quicker, and it may be late; but where it goes on, they tell themselves.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(PATIENCE_SECONDS)
+            _await_the_end()
         _tell(error)
         return ExitCode.WRONG_INPUT
     alike = next((code for kind, code in _ALIKE.items() if isinstance(error, kind)), None)
@@ -46,7 +45,7 @@ def status_of(error: Exception) -> ExitCode | None:
         if os.environ.get("RANK", "0") == "0":
             _tell(error)
         else:
-            time.sleep(1)  # torchrun ends all ranks as soon as one is gone: not before rank 0 has told
+            _await_the_end()  # torchrun ends all ranks as soon as one is gone: not before rank 0 has told
         return alike
     if isinstance(error, OutOfMemory):
         _tell(error)
@@ -55,6 +54,12 @@ def status_of(error: Exception) -> ExitCode | None:
         traceback.print_exception(error)
         return ExitCode.PEER_LOST
     return None
+
+
+def _await_the_end() -> None:
+    """Until a launcher ends this process for the exit of another rank, or for so long."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE_SECONDS)
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:

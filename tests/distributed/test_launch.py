@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import launch, start
+from tests.support.launch import launch, rest_of, start
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
             break
     # A terminal's Ctrl-C reaches the launcher and every rank, and so does the end of a batch job.
     os.killpg(process.pid, signal.Signals[number])
-    output, _ = process.communicate(timeout=60)
+    output = rest_of(process, seconds=120)
     assert f"stopped by {number}" in output
     *_, last_step, saved, end = records(tmp_path)
     assert end == {**end, "event": "end", "status": 128 + signal.Signals[number], "step": last_step["step"]}

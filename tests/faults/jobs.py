@@ -1,9 +1,7 @@
 """Jobs under torchrun as tests see them: their processes, what they told and what they saved."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import time
 from dataclasses import asdict
@@ -15,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
-from tests.support.launch import ROOT, start
+from tests.support.launch import ROOT, rest_of, start
 
 LIMIT_SECONDS = 180
 """For what takes a few seconds on a machine with nothing else to do."""
@@ -119,12 +117,7 @@ class Job:
 
     def end(self) -> str:
         """What it said, once it has ended and nothing of it is left."""
-        try:
-            output, _ = self.process.communicate(timeout=LIMIT_SECONDS)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.communicate()
+        output = rest_of(self.process, LIMIT_SECONDS)
         wait_for_the_end(self.workers)
         return "".join([*self.output, output])
 

@@ -1,8 +1,10 @@
 """Starting pretrain_gpt.py as a user does: plain, or under torchrun."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +59,22 @@ def start(
         text=True,
         start_new_session=True,
     )
+
+
+def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
+    """What a started one says from here on, to its end; its session is killed after so long.
+
+    Not `communicate`, which loses the lines that a reader of single ones has read ahead.
+    """
+    assert process.stdout is not None
+    limit = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    limit.start()
+    try:
+        said = process.stdout.read()
+        process.wait()
+    finally:
+        limit.cancel()
+    return said
 
 
 def launch(
