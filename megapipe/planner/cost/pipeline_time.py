@@ -189,7 +189,7 @@ def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
 
 
 def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
-    each = (pipeline.forward + pipeline.input_half - pipeline.weight_half).sum(axis=0)
+    each = (pipeline.forward + pipeline.input_half + pipeline.passing - pipeline.weight_half).sum(axis=0)
     messages = 4 * pipeline.hop - (2 * pipeline.longest_hop if count <= pipeline.size else 0.0)
     waiting = Waiting(max(0.0, _others(pipeline, each)), messages, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
     return _paced_by_links(pipeline, count, waiting, split=True)
@@ -198,7 +198,7 @@ def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
 def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
     """The last rank starts p - 1 forwards late and the update waits for it; with few micro-batches more than that."""
     forward = pipeline.forward.sum(axis=0)
-    each = forward + (pipeline.input_half - 2 * pipeline.weight_half).sum(axis=0)
+    each = forward + (pipeline.input_half + pipeline.passing - 2 * pipeline.weight_half).sum(axis=0)
     bubble = max(_others(pipeline, forward), _others(pipeline, each))
     messages = pipeline.hop
     if count < 2 * pipeline.size - 1:
@@ -210,7 +210,7 @@ def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
 
 def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
     forward, half = pipeline.forward.sum(axis=0), pipeline.input_half.sum(axis=0)
-    each = half - pipeline.weight_half.sum(axis=0)
+    each = (pipeline.input_half + pipeline.passing - pipeline.weight_half).sum(axis=0)
     one = max(_others(pipeline, forward), _others(pipeline, half))
     # With as many micro-batches as ranks it is twice that; each one more fills a forward of it.
     bubble = max(one / 2, _others(pipeline, each), one - (count - pipeline.size) * float(forward.mean()))
