@@ -222,7 +222,7 @@ class _Step:
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
-        found = pairs * (before / self.count)
+        found = np.asarray(pairs * (before / self.count), dtype=np.float64)
         # The last rank ends its batch ahead of the update of the batch before.
         found[-1] += self._of_update[-1]
         return found

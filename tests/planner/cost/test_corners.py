@@ -82,7 +82,7 @@ def test_pipedream_waits_for_its_sums_before_every_update(
 
 
 def test_a_sum_that_takes_longer_than_compute_is_a_part_of_every_micro_batch() -> None:
-    """Four replicas without a pipeline over slow links: forward, sums behind the backward of the first unit, update."""
+    """Four replicas, no pipeline, slow links: forward, sums behind the backward of the first unit, update."""
     config = config_of(
         parallel={"data": 4},
         schedule={"name": "pipedream"},

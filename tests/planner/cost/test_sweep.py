@@ -1,4 +1,4 @@
-"""The closed form beside simulation over layouts at random: every schedule, ZeRO stage, recomputation and link speed."""
+"""The closed form beside simulation over layouts at random: schedules, ZeRO stages, recomputation, links."""
 
 import random
 from dataclasses import replace
@@ -52,7 +52,7 @@ def drawn(numbers: random.Random, name: str) -> PretrainConfig:
 
 @pytest.mark.slow
 def test_layouts_at_random_come_out_as_simulated() -> None:
-    """Fifteen of each schedule. A closed form that is much too long is the worse error: a search drops such layouts."""
+    """Fifteen of each schedule. Much too long is the worse error: a search drops such layouts."""
     numbers, found = random.Random(5), list[float]()
     for name in SCHEDULES:
         own = list[float]()
