@@ -24,9 +24,9 @@ class Pipeline:
 
     forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over
     before a message arrives; input_half and weight_half of the backward. hops: of a message from each rank to the
-    next, shape [ranks], the last one's to the first. passing: what holds up a micro-batch besides while it passes
-    ranks that have nothing else to do. transfers: the part of `hops` in which the link has room for no other message,
-    by default all of it.
+    next, shape [ranks], the last one's to the first. passing: the part of `again` that holds up a micro-batch while
+    it passes ranks that have nothing else to do. transfers: the part of `hops` in which the link has room for no other
+    message, by default all of it.
     """
 
     forward: Floats
@@ -49,7 +49,7 @@ class Pipeline:
 
     @property
     def backward(self) -> Floats:
-        """Whole, what runs again left out: that may run while a rank waits for a gradient."""
+        """Whole, what runs again left out: some of that may run while a rank waits for a gradient (`passing`)."""
         return self.input_half + self.weight_half
 
     @property
