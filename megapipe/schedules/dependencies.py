@@ -103,6 +103,16 @@ class Dependencies:
         """Every backward that opens a unit's sharded gradient needs the reduction whose buffer it takes."""
         return Needs(*awaited_reductions(self.table)).where_known()
 
+    @cached_property
+    def reduced(self) -> Needs:
+        """Of several updates in a step a rank's first row of each awaits all reductions of it there, as engines do."""
+        table = self.table
+        several = table.header.updates_per_step > 1
+        rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)[: None if several else 0]
+        updates, place = table.rows_with(Kind.UPDATE), table.rank * table.num_updates + table.update
+        first = first_row_per(place[updates], updates, table.header.num_ranks * table.num_updates)
+        return Needs(first[place[rows]], rows).where_known()
+
     def local_needs(self) -> Iterator[Needs]:
         """Needs between rows of one rank, by kind of need."""
         yield from self._transfer_needs()
@@ -212,17 +222,13 @@ class Dependencies:
             yield Needs(scalars[table.rank[closing], table.update[closing] // every], closing)
         if every > 1:
             yield Needs(updates, last[table.stage[updates], table.update[updates]])
-            yield self.reduced
+            yield self._updates_after_reductions(updates)
             return
         yield Needs(updates, scalars[table.rank[updates], table.update[updates]])
 
-    @cached_property
-    def reduced(self) -> Needs:
-        """Where a step has several updates each needs its own unit's reduction; a single one waits for scalars."""
+    def _updates_after_reductions(self, updates: Ints) -> Needs:
+        """Of several in a step an update needs its own unit's reduction."""
         table = self.table
-        if table.header.updates_per_step == 1:
-            return Needs(np.empty(0, np.int64), np.empty(0, np.int64))
-        updates = table.rows_with(Kind.UPDATE)
         rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)
         most = max(table.header.units_per_stage) + len(table.header.tied_groups)
         place = (table.stage * table.num_updates + table.update) * most + table.unit

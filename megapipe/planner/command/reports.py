@@ -111,7 +111,11 @@ def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
         ("tokens/s", f"{answer.tokens_per_second:,.0f}", "of all devices together"),
         ("tokens/s/device", cells["tokens/s/device"], "of one device"),
         ("TFLOP/s/device", cells["TFLOP/s/device"], "of the model; what is recomputed is not counted"),
-        ("fullest rank", bytes_told(answer.tightest_bytes), f"of {bytes_told(answer.memory_limit)}; fits: {cells['fits']}"),
+        (
+            "fullest rank",
+            bytes_told(answer.tightest_bytes),
+            f"of {bytes_told(answer.memory_limit)}; fits: {cells['fits']}",
+        ),
     ]
 
 

@@ -50,8 +50,8 @@ class Estimate:
 
     config: with parallel.data filled in. world_size: ranks. step_seconds: of one optimizer step. terms: see there.
     memory: by pipeline coordinate. memory_limits: bytes of the smallest device among all replicas and shards of each
-    coordinate. model_flops: of a step, nothing recomputed. executed_flops: with what is recomputed, as Narayanan et al.
-    (2021, arXiv 2104.04473, equation 3) count where all of it is.
+    coordinate. model_flops: of a step, nothing recomputed. executed_flops: with what is recomputed, as Narayanan et
+    al. (2021, arXiv 2104.04473, equation 3) count where all of it is.
     """
 
     config: PretrainConfig

@@ -24,9 +24,9 @@ class Pipeline:
 
     forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over
     before a message arrives; input_half and weight_half of the backward. hops: of a message from each rank to the
-    next, shape [ranks], the last one's to the first. passing: what holds up a micro-batch besides while it passes
-    ranks that have nothing else to do. transfers: the part of `hops` in which the link has room for no other message,
-    by default all of it.
+    next, shape [ranks], the last one's to the first. passing: the part of `again` that holds up a micro-batch while
+    it passes ranks that have nothing else to do. transfers: the part of `hops` in which the link has room for no other
+    message, by default all of it.
     """
 
     forward: Floats
@@ -49,7 +49,7 @@ class Pipeline:
 
     @property
     def backward(self) -> Floats:
-        """Whole, what runs again left out: that may run while a rank waits for a gradient."""
+        """Whole, what runs again left out: some of that may run while a rank waits for a gradient (`passing`)."""
         return self.input_half + self.weight_half
 
     @property
@@ -189,7 +189,7 @@ def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
 
 
 def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
-    each = (pipeline.forward + pipeline.input_half - pipeline.weight_half).sum(axis=0)
+    each = (pipeline.forward + pipeline.input_half + pipeline.passing - pipeline.weight_half).sum(axis=0)
     messages = 4 * pipeline.hop - (2 * pipeline.longest_hop if count <= pipeline.size else 0.0)
     waiting = Waiting(max(0.0, _others(pipeline, each)), messages, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
     return _paced_by_links(pipeline, count, waiting, split=True)
@@ -198,7 +198,7 @@ def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
 def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
     """The last rank starts p - 1 forwards late and the update waits for it; with few micro-batches more than that."""
     forward = pipeline.forward.sum(axis=0)
-    each = forward + (pipeline.input_half - 2 * pipeline.weight_half).sum(axis=0)
+    each = forward + (pipeline.input_half + pipeline.passing - 2 * pipeline.weight_half).sum(axis=0)
     bubble = max(_others(pipeline, forward), _others(pipeline, each))
     messages = pipeline.hop
     if count < 2 * pipeline.size - 1:
@@ -210,7 +210,7 @@ def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
 
 def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
     forward, half = pipeline.forward.sum(axis=0), pipeline.input_half.sum(axis=0)
-    each = half - pipeline.weight_half.sum(axis=0)
+    each = (pipeline.input_half + pipeline.passing - pipeline.weight_half).sum(axis=0)
     one = max(_others(pipeline, forward), _others(pipeline, half))
     # With as many micro-batches as ranks it is twice that; each one more fills a forward of it.
     bubble = max(one / 2, _others(pipeline, each), one - (count - pipeline.size) * float(forward.mean()))

@@ -97,7 +97,9 @@ class _Step:
         """By stage, what an update behind every micro-batch waits for sums that its backward did not hide: each unit's
         starts when its gradient is there, so that the last one's always is left."""
         each = zip(backward, traffic, self.costs.layers, strict=True)
-        return np.array([Beside(work, talk, int(units)).exposed(self.assumptions.slow_down) for work, talk, units in each])
+        return np.array(
+            [Beside(work, talk, int(units)).exposed(self.assumptions.slow_down) for work, talk, units in each]
+        )
 
     def _between_backwards(self) -> Floats:
         """By stage, the share of what runs again that does so between backwards of its micro-batch: all but what the
@@ -220,7 +222,7 @@ class _Step:
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
-        found = pairs * (before / self.count)
+        found = np.asarray(pairs * (before / self.count), dtype=np.float64)
         # The last rank ends its batch ahead of the update of the batch before.
         found[-1] += self._of_update[-1]
         return found

@@ -19,7 +19,7 @@ RANKS = 4
 ROUNDS = 3
 """Micro-batches a pipeline rank that are counted in, at most: those behind them add what the last of these add."""
 PERIODIC = 128
-"""Micro-batches that are counted in at the least where a schedule never flushes, whose every step mixes two versions."""
+"""Micro-batches that are counted in at the least where a schedule never flushes: its every step mixes two versions."""
 
 
 class TrafficCounts(NamedTuple):
@@ -75,7 +75,7 @@ def _counted(
     weight_buffers: int,
     whole_gradients: int,
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """By shown rank and chunk, gathers and sums of a micro-batch on average. shown: ranks and units of their chunks."""
+    """By shown rank and chunk, gathers and sums of a micro-batch on average. shown: ranks and their chunks' units."""
     plain = _order(name, options, ranks, min(count, ROUNDS * ranks))
     few = plain.header.num_microbatches if plain.flushes else min(count, max(PERIODIC, ROUNDS * ranks))
     long = plain if plain.flushes else _order(name, options, ranks, few)

@@ -235,7 +235,8 @@ class _Run:
     def _delay(self, row: int) -> float:
         """From a collective's start on its last rank to the result; the sum of scalars follows a tied one."""
         busy = self._slowdown(float(self._processes * len(self._ranks)))
-        after = self._costs.reduce_scalars if self._kind[row] == Kind.REDUCE_TIED else 0.0
+        follows = self._kind[row] == Kind.REDUCE_TIED and self._table.header.updates_per_step == 1
+        after = self._costs.reduce_scalars if follows else 0.0
         return busy * (self._durations[row] + after)
 
     def _send(self, row: int) -> None:

@@ -116,8 +116,8 @@ def _judged(explorer: Explorer, kind: Kind, base: PretrainConfig, devices: int, 
 def out_of_memory(nearest: Estimate) -> str:
     """By how much the layout of a kind that needs least exceeds its devices."""
     return (
-        f"out of memory by {gigabytes(nearest.missing_bytes)}: the fullest rank needs {gigabytes(nearest.tightest_bytes)} "
-        f"of {gigabytes(nearest.memory_limit)}"
+        f"out of memory by {gigabytes(nearest.missing_bytes)}: the fullest rank needs "
+        f"{gigabytes(nearest.tightest_bytes)} of {gigabytes(nearest.memory_limit)}"
     )
 
 

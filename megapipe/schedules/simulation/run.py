@@ -90,7 +90,8 @@ class _Clocks:
         self._kind: list[int] = table.kind.tolist()
         self._duration: list[float] = durations.of_row.tolist()
         self._blocking = costs.blocking_sends
-        self._scalars = costs.reduce_scalars
+        # Of several updates in a step none waits for the scalars.
+        self._scalars = costs.reduce_scalars if table.header.updates_per_step == 1 else 0.0
         self._weights_in_host = table.header.weights_in_host
         self._awaits: dict[int, list[int]] = {}
         self._note_waits(messages.use.tolist(), messages.send.tolist())

@@ -83,12 +83,14 @@ def test_tensor_ranks_send_8_bsh_a_layer(told) -> None:
 
 
 def test_the_bubble_is_p_minus_1_micro_batches(told) -> None:
-    """What runs again does so before the gradient arrives, within the time that is waited anyway. Where weights are
-    sharded the filling waits for them too: the closed form then agrees with the simulation of the schedule."""
+    """Of the blocks that run again the last one may do so before the gradient arrives, within the time that is waited
+    anyway; the others wait for the backwards behind them. Where weights are sharded the filling waits for them too:
+    the closed form then agrees with the simulation of the schedule."""
     layout, found = told
     stages = found["stages"]
     phases = ("forward", "backward_input", "backward_weight", "tensor")
-    slowest = max(sum(stage[name] for name in phases) for stage in stages)
+    later = (BLOCKS - 1) / BLOCKS
+    slowest = max(sum(stage[name] for name in phases) + later * stage["recompute"] for stage in stages)
     bubble = sum(term["seconds"] for term in found["closed_form"]["terms"] if term["name"] == "bubble")
     if layout["zero"] < 3:
         assert bubble == pytest.approx((PIPELINE - 1) * slowest, rel=0.06)

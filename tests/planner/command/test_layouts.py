@@ -45,7 +45,7 @@ def test_a_model_that_was_not_named_is_told(capsys):
     told = "note: the model is the default one, 12 layers of 768, as none was given"
     for command in ("predict", "explain"):
         assert told in output(capsys, command, *machine)
-        assert any(each in told for each in json_of(capsys, command, *machine)["remarks"])
+        assert any(told in f"note: {each}" for each in json_of(capsys, command, *machine)["remarks"])
     assert told in output(capsys, "search", *machine, "--batch.global_size=16", "--top=1")
     for named in (["--model", MODEL], ["--model.num_layers=6"]):
         found = json_of(capsys, "predict", *machine, *named)

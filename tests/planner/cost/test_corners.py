@@ -1,5 +1,6 @@
 """The closed form beside simulation where traffic sets the time: slow links, sharded weights, PipeDream."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megapipe.planner.cost.run_layout import lay_run
 from megapipe.planner.hardware.reader import load_hardware
 from megapipe.schedules import build, rank_costs, simulate
 from megapipe.schedules.simulation import Link
-from tests.planner.cost.runs import config_of, even_stages, machine
+from tests.planner.cost.runs import SMALL, config_of, even_stages, machine
 from tests.planner.cost.test_pipeline_time import even
 
 PLAIN = Assumptions(slow_down=1.0)
@@ -43,9 +44,18 @@ def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, 
 
 @pytest.mark.parametrize("slow", [True, False])
 @pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 4), (4, 4), (4, 16)])
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 2), (2, 4), (4, 4), (4, 16), (8, 8)])
 @pytest.mark.parametrize(
-    ("name", "least", "most"), [("gpipe", 0.97, 1.04), ("1f1b", 0.95, 1.15), ("modular", 0.97, 1.13)]
+    ("name", "least", "most"),
+    [
+        ("gpipe", 0.97, 1.04),
+        ("1f1b", 0.95, 1.18),
+        ("modular", 0.74, 1.13),
+        ("interleaved_1f1b", 0.73, 1.13),
+        ("zb_h1", 0.84, 1.18),
+        ("pipedream", 0.99, 1.06),
+        ("2bw", 0.94, 1.24),
+    ],
 )
 def test_sharded_weights_that_travel_with_every_micro_batch(
     name: str, least: float, most: float, pipeline: int, microbatches: int, zero: int, slow: bool
@@ -63,8 +73,49 @@ def test_messages_and_sums_over_slow_links(name: str, pipeline: int, microbatche
 
 @pytest.mark.parametrize("slow", [True, False])
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_pipedream_sums_beside_whole_micro_batches(tensor: int, slow: bool) -> None:
-    assert off("pipedream", 4, 16, 0, tensor, slow=slow) == pytest.approx(1.0, abs=0.02)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 4), (4, 4), (4, 16)])
+def test_pipedream_waits_for_its_sums_before_every_update(
+    pipeline: int, microbatches: int, zero: int, tensor: int, slow: bool
+) -> None:
+    assert off("pipedream", pipeline, microbatches, zero, tensor, slow=slow) == pytest.approx(1.0, abs=0.025)
+
+
+def test_a_sum_that_takes_longer_than_compute_is_a_part_of_every_micro_batch() -> None:
+    """Four replicas, no pipeline, slow links: forward, sums behind the backward of the first unit, update."""
+    config = config_of(
+        parallel={"data": 4},
+        schedule={"name": "pipedream"},
+        batch={"global_size": 16},
+        optimizer={"clip_norm": None},
+    )
+    slow = machine(0.0, 1e9)
+    (stage,) = explain_stages(config, slow, assumptions=PLAIN)
+    units = len(stage.layers)
+    backward = stage.backward_input + stage.backward_weight
+    assert stage.reduction > 10 * backward
+    least = 4 * (stage.forward + backward / units + stage.reduction + stage.update)
+    assert predict(config, slow, assumptions=PLAIN).estimate.step_seconds == pytest.approx(least, rel=1e-3)
+    assert estimate(config, slow, assumptions=PLAIN).step_seconds == pytest.approx(least, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(4, 2), (4, 4), (8, 8)])
+def test_only_what_the_first_backward_needs_runs_again_while_a_rank_waits(
+    name: str, pipeline: int, microbatches: int
+) -> None:
+    """Full recomputation of four blocks a stage: the other three run between backwards of their micro-batch."""
+    stages = even_stages(pipeline, 4 * pipeline)
+    config = config_of(
+        replace(SMALL, num_layers=4 * pipeline),
+        parallel={"pipeline": pipeline, "layers_per_stage": stages},
+        schedule={"name": name},
+        batch={"global_size": microbatches},
+        recompute={"method": "full"},
+    )
+    closed = estimate(config, machine(), assumptions=PLAIN).step_seconds
+    within = 0.10 if name == "zb_h1" else 0.01
+    assert closed == pytest.approx(predict(config, machine(), assumptions=PLAIN).estimate.step_seconds, rel=within)
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,7 @@ def test_no_device_is_over_its_budget_and_more_memory_on_one_group_never_makes_t
             found = search_speed(
                 base, hardware, devices, space=SPACE, effort=Effort(actions=0, alternatives=False, stages=False)
             )
-        except NothingFits as nothing:
-            assert nothing.nearest.missing_bytes > 0
+        except NothingFits:
             return float("inf")
         for each in (*found.ranked, *found.pareto):
             answer = each.estimate
