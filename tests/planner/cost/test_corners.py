@@ -53,7 +53,7 @@ def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, 
         ("modular", 0.74, 1.13),
         ("interleaved_1f1b", 0.73, 1.13),
         ("zb_h1", 0.84, 1.18),
-        ("pipedream", 0.99, 1.06),
+        ("pipedream", 0.99, 1.08),
         ("2bw", 0.94, 1.24),
     ],
 )
