@@ -38,7 +38,7 @@ class Effort:
     keep: int = 5
     slowest: float = 1.5
     tolerance: float = 0.02
-    actions: int = 25_000
+    actions: int = 100_000
     alternatives: bool = True
     stages: bool = True
 
