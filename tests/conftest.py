@@ -1,6 +1,7 @@
 """Settings of the whole test suite."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 # One thread a rank, and in this process too: another number of threads sums in another order, so in other bits.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+# A shell starts what runs behind it with Ctrl-C ignored, which programs that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: an example's first run imports and compiles, and the cores are shared with other ranks.
 # The same examples every time: a change is judged by what it changes. `pytest --hypothesis-profile=thorough` looks for

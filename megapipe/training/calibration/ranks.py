@@ -6,7 +6,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
@@ -36,30 +37,34 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megapipe-profile-") as folder:
-        ranks = []
-        for rank in range(count):
-            ours, theirs = context.Pipe()
-            job = (rank, count, device_type, os.path.join(folder, "store"), theirs, function, args)
-            process = context.Process(target=_work, args=job, name=f"rank {rank}", daemon=True)
-            _start(process)
-            theirs.close()
-            ranks.append((process, ours))
+        ranks: list[tuple[SpawnProcess, connection.Connection]] = []
         try:
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                job = (rank, count, device_type, os.path.join(folder, "store"), theirs, function, args)
+                process = context.Process(target=_work, args=job, name=f"rank {rank}", daemon=True)
+                with _signals_wait():
+                    process.start()
+                    ranks.append((process, ours))
+                theirs.close()
             return _answers([pipe for _, pipe in ranks])
         finally:
-            for process, pipe in ranks:
-                process.kill()
-                process.join()
-                pipe.close()
+            with _signals_wait():
+                for process, pipe in ranks:
+                    process.kill()
+                    process.join()
+                    pipe.close()
 
 
-def _start(process: SpawnProcess) -> None:
-    """Signals that end a program wait until a process has got all that it is given, and never reach it: a terminal
-    sends Ctrl-C to all, and the one that started the ranks ends them."""
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals that end a program wait until a process has got all that it is given and is known, and until all have
+    been ended. A process that is started inside never gets them: a terminal sends Ctrl-C to all, and the one that
+    started the ranks ends them."""
     resource_tracker.ensure_running()  # which start() does too, and lets the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        process.start()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
