@@ -2,6 +2,7 @@
 
 import os
 import signal
+import zlib
 
 import pytest
 import torch
@@ -30,10 +31,25 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.load_profile("default")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest begin first, so that no worker is left alone with them; tests marked `gpu` say why they do not run
-    where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run part K (counted from 0) of N equal parts of the chosen tests")
+
+
+def part_of(test: str, parts: int) -> int:
+    """The part that a test belongs to: a function of its name alone, so that parts never shift or overlap."""
+    return zlib.crc32(test.encode()) % parts
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start the longest tests first, so that no worker is left alone with them; keep one part where `--part` asks for
+    one; skip tests marked `gpu` where there is no GPU."""
     items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+    if config.option.part is not None:
+        part, parts = (int(number) for number in config.option.part.split("/"))
+        others = [item for item in items if part_of(item.nodeid, parts) != part]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if part_of(item.nodeid, parts) == part]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import launch, rest_of, start
+from tests.support.launch import launch, launch_with_torchrun, rest_of, start
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,8 @@ def records(folder: Path) -> list[dict[str, object]]:
     ],
 )
 def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: int, layout: list[str]) -> None:
-    finished = launch(num_processes, "--data.prefix", corpus, "--training.steps", "4", *layout, folder=tmp_path)
+    arguments = ["--data.prefix", corpus, "--training.steps", "4", *layout]
+    finished = launch_with_torchrun(num_processes, *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "step 4/4 | loss" in finished.stdout
     start, *steps, end = records(tmp_path)

@@ -1,11 +1,26 @@
-"""Starting pretrain_gpt.py as a user does: plain, or under torchrun."""
+"""Start pretrain_gpt.py as a user does, plain or under torchrun; or its ranks alone from the fork server.
+
+A torchrun start imports torch in every rank, which takes 4 s of processor time a rank. `launch` forks the ranks from
+the server of tests/support/ranks.py instead, with the environment that torchrun would give them, so it costs what the
+run itself does. Use `start` or `launch_with_torchrun` where the launcher, signals or kills are the point.
+"""
 
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+import traceback
+from multiprocessing import connection
 from pathlib import Path
+
+import torch
+
+from tests.support.ranks import FORK_SERVER, die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
@@ -77,10 +92,10 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
     return said
 
 
-def launch(
+def launch_with_torchrun(
     num_processes: int, *arguments: str, folder: Path, timeout: float = 120.0, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end and return exit status and output."""
+    """Run to the end as a user does, and return the exit status and the output."""
     return subprocess.run(
         command(num_processes, *arguments),
         cwd=folder,
@@ -90,3 +105,87 @@ def launch(
         timeout=timeout,
         check=False,
     )
+
+
+def launch(
+    num_processes: int,
+    *arguments: str,
+    folder: Path,
+    timeout: float = 120.0,
+    program: Path = PROGRAM,
+    **extra: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run `program` to its end in forked ranks, and return the exit status and the output of all of them.
+
+    As under torchrun, the first rank that fails ends the others by SIGTERM, and the status is then 1; one process
+    keeps its own status.
+
+    Raises:
+        subprocess.TimeoutExpired: a rank still ran after `timeout` seconds.
+    """
+    argv = [str(program), *TINY, *arguments]
+    port = str(_free_port())
+    with tempfile.TemporaryDirectory(prefix="megapipe-launch-") as outputs:
+        files = [Path(outputs) / name for name in ("stdout", "stderr")]
+        ranks = []
+        for rank in range(num_processes):
+            variables = environment(**extra)
+            if num_processes > 1:
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
+                variables |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            process = FORK_SERVER.Process(target=_rank, args=(argv, str(folder), variables, *map(str, files)))
+            process.start()
+            ranks.append(process)
+        try:
+            status = _end_of(ranks, time.monotonic() + timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        output, errors = (path.read_text() if path.exists() else "" for path in files)
+    if status is None:
+        raise subprocess.TimeoutExpired(argv, timeout, output, errors)
+    return subprocess.CompletedProcess(argv, status, output, errors)
+
+
+def _end_of(ranks: list, deadline: float) -> int | None:
+    """Return the exit status once all ranks have ended, or None at the deadline."""
+    failed = False
+    while waiting := [process for process in ranks if process.exitcode is None]:
+        if not connection.wait([process.sentinel for process in waiting], max(0.0, deadline - time.monotonic())):
+            return None
+        if not failed and any(process.exitcode for process in ranks):
+            failed = True
+            for process in ranks:
+                if process.exitcode is None:
+                    process.terminate()
+    return ranks[0].exitcode if len(ranks) == 1 else int(failed)
+
+
+def _rank(argv: list[str], folder: str, variables: dict[str, str], output: str, errors: str) -> None:
+    die_with_parent()
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    for path, stream in ((output, sys.stdout), (errors, sys.stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream.fileno())
+    torch.set_num_threads(1)
+    sys.argv = argv
+    sys.path.insert(0, os.path.dirname(argv[0]))
+    status: object = 0
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+FORK_SERVER = multiprocessing.get_context("forkserver")
 # Imports alone: an operation in the server would start threads that a fork does not carry over.
-_CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "tests.support.ranks", "tests.support.meshes"])
+FORK_SERVER.set_forkserver_preload(
+    ["pytest", "hypothesis", "tests.support.ranks", "tests.support.meshes", "megapipe.training.pretrain"]
+)
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
@@ -73,8 +75,8 @@ def run_ranks(
 def _start(
     rank: int, world_size: int, store: str, timeout: float, payload: bytes
 ) -> tuple[ForkServerProcess, connection.Connection]:
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(
+    ours, theirs = FORK_SERVER.Pipe()
+    process = FORK_SERVER.Process(
         target=_rank_main, args=(rank, world_size, store, timeout, payload, theirs), name=f"rank {rank}", daemon=True
     )
     process.start()
@@ -85,8 +87,7 @@ def _start(
 def _rank_main(
     rank: int, world_size: int, store: str, timeout: float, payload: bytes, pipe: connection.Connection
 ) -> None:
-    # If the test run itself is killed the fork server ends, and this takes the rank with it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     try:
         torch.set_num_threads(1)
         function, args = pickle.loads(payload)
@@ -101,6 +102,11 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def die_with_parent() -> None:
+    """End this process with the fork server, which ends when the test run is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
