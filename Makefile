@@ -12,9 +12,9 @@ BIN := .venv/bin
 help:
 	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample, export"
 	@echo "make quickstart-bert  the same for a BERT: sentences, masked tokens, gaps filled in"
-	@echo "make test             fast tests, under 15 minutes on two cores"
-	@echo "make test-slow        what takes longer, under 45 minutes"
-	@echo "make test-exhaustive  more layouts and schedules of what those two show"
+	@echo "make test             fast tests, under 9 minutes on two cores"
+	@echo "make test-slow        what takes longer, under 25 minutes"
+	@echo "make test-exhaustive  more layouts, schedules and random examples of what those two show"
 	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one"
 	@echo "make lint             ruff, mypy, import-linter"
 	@echo "make docs             API reference in build/docs"
@@ -41,7 +41,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not exhaustive and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 test-exhaustive: setup
-	$(BIN)/python -m pytest -m "exhaustive and not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "(exhaustive or hypothesis) and not gpu" --all-examples -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py

@@ -31,27 +31,66 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.load_profile("default")
 
 
+FAST_EXAMPLES = 0.4
+"""Share of a property's examples that the fast and slow tiers run; the exhaustive one runs all of them."""
+FEWEST_EXAMPLES = 10
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run part K (counted from 0) of N equal parts of the chosen tests")
+    parser.addoption("--all-examples", action="store_true", help="run every example of property tests, not a share")
 
 
-def part_of(test: str, parts: int) -> int:
-    """The part that a test belongs to: a function of its name alone, so that parts never shift or overlap."""
-    return zlib.crc32(test.encode()) % parts
+def place(test: pytest.Item) -> int:
+    """A number that depends on a test's name alone, so that parts and samples never shift."""
+    return zlib.crc32(test.nodeid.encode())
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the longest tests first, so that no worker is left alone with them; keep one part where `--part` asks for
-    one; skip tests marked `gpu` where there is no GPU."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give a property the share of its examples that the tier runs."""
+    test = getattr(item, "obj", None)
+    if not getattr(test, "is_hypothesis_test", False) or item.config.option.all_examples:
+        return
+    test = getattr(test, "__func__", test)
+    if not hasattr(test, "megapipe_examples"):
+        chosen = test._hypothesis_internal_use_settings
+        test.megapipe_examples = chosen.max_examples
+        share = max(min(FEWEST_EXAMPLES, chosen.max_examples), round(FAST_EXAMPLES * chosen.max_examples))
+        test._hypothesis_internal_use_settings = settings(chosen, max_examples=share)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest tests first, so that no worker is left alone with them; make all but one in N cases of a test
+    marked `one_in(N)` exhaustive; skip tests marked `gpu` where there is no GPU."""
     items.sort(key=lambda item: item.get_closest_marker("longest") is None)
-    if config.option.part is not None:
-        part, parts = (int(number) for number in config.option.part.split("/"))
-        others = [item for item in items if part_of(item.nodeid, parts) != part]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if part_of(item.nodeid, parts) == part]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for test in cases.values():
+        mark = test[0].get_closest_marker("one_in")
+        assert mark is not None
+        for item in sorted(test, key=place)[-(-len(test) // mark.args[0]) :]:
+            item.add_marker(pytest.mark.exhaustive)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+class Part:
+    """Keeps one part of the tests that all other options have chosen."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        part, parts = (int(number) for number in config.option.part.split("/"))
+        config.hook.pytest_deselected(items=[item for item in items if place(item) % parts != part])
+        items[:] = [item for item in items if place(item) % parts == part]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.part is not None:
+        config.pluginmanager.register(Part())

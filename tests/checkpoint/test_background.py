@@ -154,7 +154,7 @@ def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, pa
     saver.finish()
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int) -> None:
     template, counted = tmp_path / "template", CountingDisk()
     run_threads(PAIR.sizes, save_step, PAIR, template, 1)

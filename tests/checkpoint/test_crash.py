@@ -106,7 +106,7 @@ def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int)
     assert set(found) == ({1, 2} if victim == 0 else {1}), "rank 1 ends its part before the checkpoint has its name"
 
 
-@pytest.mark.parametrize("loss", ["content", pytest.param("files", marks=pytest.mark.slow), "all"])
+@pytest.mark.parametrize("loss", ["content", pytest.param("files", marks=pytest.mark.exhaustive), "all"])
 def test_power_failure_at_every_operation_of_two_ranks(tmp_path: Path, loss: Loss) -> None:
     template = tmp_path / "template"
     run_threads(PAIR.sizes, save_step, PAIR, template, 1)

@@ -66,6 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"), corpus)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("model", "sizes"), SAME, ids=str)
 def test_the_same_layout_goes_on_bit_for_bit(runs: Runs, model: str, sizes: Sizes) -> None:
     assert_same_bits(runs.resumed(model, sizes, sizes), runs.whole(model, sizes))
@@ -95,6 +96,7 @@ ZERO: list[tuple[Sizes, dict[str, Any], Sizes, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("saved_on", "saved_zero", "resumed_on", "resumed_zero"), ZERO, ids=str)
 def test_shared_state_moves_to_any_other_sharing_bit_for_bit(
     tmp_path: Path, corpus: str, saved_on: Sizes, saved_zero: dict[str, Any], resumed_on: Sizes, resumed_zero: Any
@@ -107,6 +109,7 @@ def test_shared_state_moves_to_any_other_sharing_bit_for_bit(
     assert run(resumed_on, config_in(tmp_path, corpus, model, zero=resumed_zero), 5).start == 3
 
 
+@pytest.mark.slow
 def test_bf16_shards_go_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:
     options: dict[str, Any] = {"training": {"precision": "bf16"}, "zero": {"stage": 3}}
     cut, whole = (config_in(tmp_path / folder, corpus, GPT2_SHAPE, **options) for folder in ("cut", "whole"))
@@ -114,6 +117,7 @@ def test_bf16_shards_go_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:
     assert_same_bits(run({"data": 2}, cut, 6), run({"data": 2}, whole, 6))
 
 
+@pytest.mark.slow
 def test_a_2bw_run_with_shared_versions_goes_on_bit_for_bit(tmp_path: Path, corpus: str) -> None:
     options: dict[str, Any] = {"schedule": {"name": "2bw"}, "zero": {"stage": 3}}
     cut, whole = (config_in(tmp_path / folder, corpus, GPT2_SHAPE, **options) for folder in ("cut", "whole"))

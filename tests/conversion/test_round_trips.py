@@ -39,7 +39,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 FAMILIES = [
-    name if name in ("gpt2", "llama", "mixtral", "bert") else pytest.param(name, marks=pytest.mark.slow)
+    name if name in ("gpt2", "llama", "mixtral", "bert") else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in (*FOLDERS, *BERTS)
 ]
 

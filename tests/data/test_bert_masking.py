@@ -49,7 +49,7 @@ def within(count: int, probability: float, trials: int, sigmas: float = 5.0) -> 
     return abs(count - probability * trials) <= sigmas * (trials * probability * (1 - probability)) ** 0.5
 
 
-@pytest.mark.parametrize("lengths", ["inverse", pytest.param("geometric", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lengths", ["inverse", pytest.param("geometric", marks=pytest.mark.exhaustive)])
 def test_a_million_tokens(lengths: str) -> None:
     found = masking(ngram_lengths=lengths, max_ngram=3 if lengths == "inverse" else 10)
     budget = masking_budget(0.15, LENGTH)
@@ -155,7 +155,7 @@ def test_short_samples_hide_at_least_one_token_and_empty_budgets_end() -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="megatron-core has no wheel from Python 3.14 on")
-@pytest.mark.parametrize("max_ngram", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("max_ngram", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_megatron_core_hides_as_much_in_runs_as_long(max_ngram: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -38,11 +38,6 @@ MODELS = {
     "pre-norm-dropout": PRE_NORM,
     "masked-tokens-alone": replace(POST_NORM, sentence_head=False, tie_embeddings=False, positions="rotary"),
 }
-SLOWER = pytest.mark.slow
-MORE_MODELS = [
-    "post-norm",
-    *(pytest.param(name, marks=SLOWER) for name in ("pre-norm-dropout", "masked-tokens-alone")),
-]
 STEPS = 6
 FLUSHING = [name for name, generator in GENERATORS.items() if generator.numerical_class == "A"]
 
@@ -75,7 +70,8 @@ def expected_run(corpus: BertDataConfig, name: str) -> RankRun:
     return one_process(corpus.prefix, name)
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({"pipeline": 2}, marks=SLOWER), {"pipeline": 4}], ids=str)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("sizes", [{"pipeline": 2}, {"pipeline": 4}], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_pipelines_equal_one_process_bit_for_bit(corpus: BertDataConfig, model: str, sizes: dict[str, int]) -> None:
     ranks = run_mesh(sizes, run_gpt, config_of(corpus, MODELS[model], sizes), STEPS)
@@ -85,8 +81,9 @@ def test_pipelines_equal_one_process_bit_for_bit(corpus: BertDataConfig, model: 
     assert {len(each) for each in terms} == {1 if model == "masked-tokens-alone" else 2}
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
-@pytest.mark.parametrize("model", MORE_MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_reordered_sums_stay_within_tolerance(corpus: BertDataConfig, model: str, sizes: dict[str, int]) -> None:
     ranks = run_mesh(sizes, run_gpt, config_of(corpus, MODELS[model], sizes), STEPS)
     check_close(ranks, expected_run(corpus, model), first_loss=1e-5 if "tensor" in sizes else 1e-6)
@@ -174,7 +171,8 @@ def fed(mesh: Mesh, config: BertPretrainConfig) -> RankRun:
     return RankRun(results, [], shards(states, [state.master for state in states]))
 
 
-@pytest.mark.parametrize("pipeline", [2, pytest.param(4, marks=SLOWER)])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("pipeline", [2, 4])
 def test_2bw_is_its_recursion(corpus: BertDataConfig, pipeline: int) -> None:
     config = config_of(corpus, PRE_NORM, {"pipeline": pipeline}, schedule={"name": "2bw"})
     (expected,) = run_mesh({}, recursion, config_of(corpus, PRE_NORM, {}))
@@ -194,7 +192,8 @@ def saving_config(folder: Path, corpus: BertDataConfig, **groups: Any) -> BertPr
     return config
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=SLOWER), "2bw"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_three_steps_and_three_more_on_another_pipeline_are_six(
     tmp_path: Path, corpus: BertDataConfig, schedule: str
 ) -> None:
@@ -220,6 +219,7 @@ def evaluated(mesh: Mesh, config: BertPretrainConfig) -> EvaluationRecord:
     return Evaluation(config, mesh, replica, open_samples(config, "validation")).run(3)
 
 
+@pytest.mark.slow
 def test_every_layout_evaluates_alike(corpus: BertDataConfig) -> None:
     def config(sizes: dict[str, int]) -> BertPretrainConfig:
         return config_of(corpus, PRE_NORM, sizes, evaluation={"every": 1, "samples": 20})

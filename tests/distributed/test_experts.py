@@ -48,7 +48,7 @@ def marked(case: Case, mark: pytest.MarkDecorator) -> object:
 
 EVERY_CASE = [
     *({**BASE, **case} for case in CHOSEN),
-    *(marked({**BASE, **case}, pytest.mark.slow) for case in SLOW),
+    *(marked({**BASE, **case}, pytest.mark.exhaustive) for case in SLOW),
     *(
         marked(case, pytest.mark.exhaustive if number % SHOWN else pytest.mark.slow)
         for number, case in enumerate(CASES)

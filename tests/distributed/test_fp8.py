@@ -40,7 +40,7 @@ def trained(
 
 @pytest.mark.parametrize(
     ("model", "recipe"),
-    [pytest.param("gpt2-tied", "tensorwise", marks=pytest.mark.slow), ("llama-untied", "rowwise")],
+    [pytest.param("gpt2-tied", "tensorwise", marks=pytest.mark.exhaustive), ("llama-untied", "rowwise")],
 )
 def test_pipelines_split_backwards_and_recomputation_give_the_bits_of_one_process(
     corpus: str, model: str, recipe: str
@@ -60,7 +60,7 @@ def test_bf16_trains_with_fp8_too(corpus: str) -> None:
     check_bits(trained(corpus, "llama-untied", "rowwise", {"pipeline": 2}, **bf16), expected)
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.slow), "llama-untied"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.exhaustive), "llama-untied"])
 def test_tensor_ranks_train_the_same_model_with_agreed_scales(corpus: str, model: str) -> None:
     """A sum in another order may round an operand to its other neighbour, 1/8 away: single elements, so that losses
     stay within 1e-4 and gradients within 1% of one process; scales of each rank's own would be an order worse."""
@@ -78,8 +78,8 @@ def test_tensor_ranks_train_the_same_model_with_agreed_scales(corpus: str, model
     ("recipe", "chunks", "halves", "within"),
     [
         ("tensorwise", 1, {}, 1e-5),
-        pytest.param("rowwise", 1, {"schedule": {"name": "zb_h1"}}, 1e-5, marks=pytest.mark.slow),
-        pytest.param("tensorwise", 2, {}, 1e-4, marks=pytest.mark.slow),
+        pytest.param("rowwise", 1, {"schedule": {"name": "zb_h1"}}, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param("tensorwise", 2, {}, 1e-4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_shards_of_the_tokens_are_rounded_as_whole_samples_are(

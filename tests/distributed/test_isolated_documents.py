@@ -42,7 +42,7 @@ def one_process(corpus: str, model: str) -> RankRun:
 
 
 @pytest.mark.parametrize(
-    ("model", "pipeline"), [pytest.param("gpt2", 2, marks=pytest.mark.slow), ("llama", 2), ("gpt2", 4)]
+    ("model", "pipeline"), [pytest.param("gpt2", 2, marks=pytest.mark.exhaustive), ("llama", 2), ("gpt2", 4)]
 )
 def test_pipelines_equal_one_process_bit_for_bit(corpus: str, model: str, pipeline: int) -> None:
     sizes = {"pipeline": pipeline}
@@ -52,8 +52,8 @@ def test_pipelines_equal_one_process_bit_for_bit(corpus: str, model: str, pipeli
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"data": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"data": 2}, marks=pytest.mark.exhaustive),
         {"tensor": 2, "pipeline": 2},
     ],
     ids=str,

@@ -26,7 +26,7 @@ def records(folder: Path) -> list[dict[str, object]]:
     [
         pytest.param(1, [], id="plain"),
         pytest.param(2, ["--parallel.pipeline", "2"], id="pipeline"),
-        pytest.param(2, ["--parallel.tensor", "2"], id="tensor", marks=pytest.mark.slow),
+        pytest.param(2, ["--parallel.tensor", "2"], id="tensor", marks=pytest.mark.exhaustive),
     ],
 )
 def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: int, layout: list[str]) -> None:
@@ -51,7 +51,7 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
     ("schedule", "number"),
     [
         ("1f1b", "SIGTERM"),
-        *(pytest.param(schedule, "SIGINT", marks=pytest.mark.slow) for schedule in ("1f1b", "2bw")),
+        *(pytest.param(schedule, "SIGINT", marks=pytest.mark.exhaustive) for schedule in ("1f1b", "2bw")),
     ],
 )
 def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(

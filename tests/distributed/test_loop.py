@@ -32,7 +32,7 @@ def told(folder: Path) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
 def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(
     tmp_path: Path, corpus: str, schedule: str
 ) -> None:

@@ -57,7 +57,7 @@ def one_process(corpus: str, model: str) -> RankRun:
     [
         {"name": "zb_h1"},
         *[
-            pytest.param(each, marks=pytest.mark.slow)
+            pytest.param(each, marks=pytest.mark.exhaustive)
             for each in (
                 {"name": "gpipe"},
                 {"name": "interleaved_1f1b"},

@@ -25,7 +25,7 @@ def trained(corpus: str, model: str, sizes: dict[str, int], steps: int, **groups
     return run_mesh(sizes, run_gpt, config, steps)
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.slow), "llama-untied"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.exhaustive), "llama-untied"])
 def test_every_layout_trains_the_same_model(corpus: str, model: str) -> None:
     """Newton and Schulz's iteration in bf16 makes more of a last bit than AdamW does: losses within 1e-3."""
     (expected,) = trained(corpus, model, {}, 6)
@@ -41,7 +41,7 @@ def test_every_layout_trains_the_same_model(corpus: str, model: str) -> None:
 
 @pytest.mark.parametrize(
     "training",
-    [{}, pytest.param({"precision": "bf16", "master_weights": False}, marks=pytest.mark.slow)],
+    [{}, pytest.param({"precision": "bf16", "master_weights": False}, marks=pytest.mark.exhaustive)],
     ids=["fp32", "bf16 alone"],
 )
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, training: dict[str, Any]) -> None:

@@ -43,13 +43,13 @@ NO_MASTER = {"training": {"precision": "bf16", "master_weights": False}}
 slow = pytest.mark.slow
 CASES = [
     pytest.param("llama-untied", DATA, (3,), LAYERED),
-    pytest.param("llama-untied", DATA, (1, 2), LAYERED, marks=slow),
-    pytest.param("gpt2-tied", DATA, (1, 2, 3), {**LAYERED, **BF16}, marks=slow),
-    pytest.param("llama-untied", TENSOR, (3,), LAYERED, marks=slow),
-    pytest.param("gpt2-tied", PIPELINE, (1,), {"schedule": {"name": "zb_h1"}}, marks=slow),
-    pytest.param("llama-untied", PIPELINE, (1,), {"schedule": {"name": "2bw"}}, marks=slow),
-    pytest.param("llama-untied", DATA, (3,), {**LAYERED, **NO_MASTER}, marks=slow),
-    pytest.param("gpt2-tied", DATA, (2,), {**LAYERED, "offload": {"optimizer": True}}, marks=slow),
+    pytest.param("llama-untied", DATA, (1, 2), LAYERED, marks=pytest.mark.exhaustive),
+    pytest.param("gpt2-tied", DATA, (1, 2, 3), {**LAYERED, **BF16}, marks=pytest.mark.exhaustive),
+    pytest.param("llama-untied", TENSOR, (3,), LAYERED, marks=pytest.mark.exhaustive),
+    pytest.param("gpt2-tied", PIPELINE, (1,), {"schedule": {"name": "zb_h1"}}, marks=pytest.mark.exhaustive),
+    pytest.param("llama-untied", PIPELINE, (1,), {"schedule": {"name": "2bw"}}, marks=pytest.mark.exhaustive),
+    pytest.param("llama-untied", DATA, (3,), {**LAYERED, **NO_MASTER}, marks=pytest.mark.exhaustive),
+    pytest.param("gpt2-tied", DATA, (2,), {**LAYERED, "offload": {"optimizer": True}}, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -93,7 +93,10 @@ def check_same(ranks: list[RankRun], expected: list[RankRun]) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "backend"),
-    [({"stage": 1, "shard_size": 2}, "threads"), pytest.param({"stage": 3}, "processes", marks=slow)],
+    [
+        ({"stage": 1, "shard_size": 2}, "threads"),
+        pytest.param({"stage": 3}, "processes", marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_four_replicas_train_what_one_process_trains(corpus: str, zero: dict[str, Any], backend: Backend) -> None:

@@ -120,6 +120,7 @@ def check_equal(ranks: list[RankRun], expected: RankRun) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("update", ["lazy", "eager"])
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 2), (2, 3), (4, 4), (4, 8)])
@@ -163,8 +164,8 @@ def test_where_2bw_is_drained_changes_nothing(corpus: str, update: str) -> None:
         (BOTH, {}),
         ({"pipeline": 2, "tensor": 2}, {}),
         (BOTH, {"stage": 3}),
-        pytest.param(BOTH, {"stage": 2, "gradient_buffers": 1}, marks=pytest.mark.slow),
-        pytest.param({"data": 4}, {"stage": 3, "shard_size": 2}, marks=pytest.mark.slow),
+        pytest.param(BOTH, {"stage": 2, "gradient_buffers": 1}, marks=pytest.mark.exhaustive),
+        pytest.param({"data": 4}, {"stage": 3, "shard_size": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -184,7 +185,7 @@ def test_2bw_with_replicas_and_tensor_shards_is_its_recursion(
 @pytest.mark.parametrize(
     ("schedule", "stage"),
     [
-        pytest.param(schedule, stage, marks=[] if stage == 3 else pytest.mark.slow)
+        pytest.param(schedule, stage, marks=[] if stage == 3 else pytest.mark.exhaustive)
         for schedule in ("2bw lazy", "2bw eager", "pipedream")
         for stage in (1, 2, 3)
     ],

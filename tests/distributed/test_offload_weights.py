@@ -26,11 +26,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("model", "schedule", "offload", "precision"),
     [
         (UNTIED, {"name": "1f1b"}, {}, "bf16"),
-        pytest.param(UNTIED, {"name": "gpipe"}, {"weight_buffers": 3}, "fp32", marks=SLOW),
-        pytest.param(TIED, {"name": "interleaved_1f1b"}, {}, "bf16", marks=SLOW),
-        pytest.param(UNTIED, {"name": "modular"}, {"weight_buffers": 1}, "fp32", marks=SLOW),
-        pytest.param(TIED, {"name": "1f1b", "two_bp": True}, {"weight_buffers": 1}, "fp32", marks=SLOW),
-        pytest.param(TIED, {"name": "zb_h1"}, {"activations": "blocks"}, "fp32", marks=SLOW),
+        pytest.param(UNTIED, {"name": "gpipe"}, {"weight_buffers": 3}, "fp32", marks=pytest.mark.exhaustive),
+        pytest.param(TIED, {"name": "interleaved_1f1b"}, {}, "bf16", marks=pytest.mark.exhaustive),
+        pytest.param(UNTIED, {"name": "modular"}, {"weight_buffers": 1}, "fp32", marks=pytest.mark.exhaustive),
+        pytest.param(
+            TIED, {"name": "1f1b", "two_bp": True}, {"weight_buffers": 1}, "fp32", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(TIED, {"name": "zb_h1"}, {"activations": "blocks"}, "fp32", marks=pytest.mark.exhaustive),
     ],
 )
 def test_weights_that_come_and_go_give_the_bits_of_one_process_that_moves_nothing(

@@ -78,6 +78,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("schedule", "recompute"), CASES, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_what_runs_again_gives_the_bits_of_one_process_that_keeps_all(
@@ -110,6 +111,7 @@ def fed(mesh: Mesh, config: PretrainConfig) -> list[tuple[float, float]]:
     return [(result.loss, result.gradient_norm) for result in results]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model", [PRE_NORM, POST_NORM], ids=["pre", "post"])
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", FULL), ("zb_h1", FULL), ("zb_h1", SELECTIVE)], ids=str)
 def test_bert_runs_again_too(tmp_path: Path, schedule: str, recompute: dict[str, Any], model: BertModelConfig) -> None:
@@ -175,7 +177,7 @@ def peak(mesh: Mesh, config: PretrainConfig) -> int:
 
 @pytest.mark.parametrize(
     ("every", "inputs", "inside"),
-    [(2, 2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 4, 1), (4, 1, 4)))],
+    [(2, 2, 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((1, 4, 1), (4, 1, 4)))],
 )
 def test_a_rank_keeps_inputs_and_one_run_of_blocks(corpus: str, every: int, inputs: int, inside: int) -> None:
     """gpipe keeps the inputs of all micro-batches and of one the activations of what ran again; the heads' activations

@@ -52,7 +52,7 @@ def config_of(corpus: str, model: str, sizes: dict[str, int], **groups: dict[str
     return make_config(corpus, MODELS[model], **groups)
 
 
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_matrices_have_the_gradients_of_tensor_parallelism_bit_for_bit(corpus: str, model: str) -> None:
     sizes = {"tensor": 2}
     config = config_of(corpus, model, sizes)
@@ -66,7 +66,7 @@ def test_matrices_have_the_gradients_of_tensor_parallelism_bit_for_bit(corpus: s
         assert torch.equal(found[name], expected[name]), name
 
 
-@pytest.mark.parametrize("schedule", ["2bw", pytest.param("pipedream", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["2bw", pytest.param("pipedream", marks=pytest.mark.exhaustive)])
 def test_schedules_that_never_flush(corpus: str, schedule: str) -> None:
     """Against the same recursion on whole samples; 2bw's sums hide beside the next step's actions."""
     sizes = {"pipeline": 2, "tensor": 2}
@@ -84,7 +84,7 @@ def test_schedules_that_never_flush(corpus: str, schedule: str) -> None:
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"])
 def test_documents_are_kept_apart(corpus: str, model: str) -> None:
     data = {"isolate_documents": True}
     (expected,) = run_mesh({}, run_gpt, config_of(corpus, model, {}, data=data), STEPS)
@@ -157,7 +157,7 @@ def sums_of_a_step(mesh: Mesh, config: PretrainConfig) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("micro_size", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("micro_size", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_whole_vectors_are_summed_once_a_step_whatever_the_micro_batches(corpus: str, micro_size: int) -> None:
     """One exchange a unit: positions; of each block two norms and two biases behind row-parallel products; a norm.
 

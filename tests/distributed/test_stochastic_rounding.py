@@ -20,7 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.slow), "llama-untied"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2-tied", marks=pytest.mark.exhaustive), "llama-untied"])
 def test_pipelines_give_the_bits_of_one_process(corpus: str, model: str) -> None:
     (expected,) = run_mesh({}, run_gpt, make_config(corpus, MODELS[model], training=TRAINING), 4)
     assert all(shard.values.dtype == torch.bfloat16 for shard in expected.weights)
@@ -61,8 +61,8 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, s
     ("sizes", "stage"),
     [
         ({"data": 2}, 3),
-        pytest.param({"data": 2}, 1, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "tensor": 2}, 1, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, 1, marks=pytest.mark.exhaustive),
+        pytest.param({"data": 2, "tensor": 2}, 1, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(Path(triton_backend.__file__).parent.glob("*.py"))
 MODULES = [file.stem for file in FILES if "def specimens(" in file.read_text()]
 FAST = ("row_norms_forward",)
-EACH_MODULE = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODULES]
+EACH_MODULE = [name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODULES]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -40,7 +40,7 @@ def several_at_once(mesh: Mesh) -> None:
     assert isinstance(group.messages, SharedMemoryExchange)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_messages_beyond_the_slots_wait_for_nobody(size: int) -> None:
     run_mesh({"data": size}, several_at_once, timeout=60.0)
 

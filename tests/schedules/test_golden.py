@@ -81,6 +81,7 @@ def measured(times):
     }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ranks", "microbatches", "times", "rates"), TABLE_9)
 def test_zero_bubble_table_5(ranks, microbatches, times, rates):
     """Bubble rates of arXiv 2401.10241, Table 5, from the times of its Table 9, to its four decimals."""
@@ -90,7 +91,7 @@ def test_zero_bubble_table_5(ranks, microbatches, times, rates):
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "times", "rates"),
-    [pytest.param(*row, marks=[pytest.mark.slow] if row[0] > 16 else []) for row in TABLE_9],
+    [pytest.param(*row, marks=[pytest.mark.exhaustive] if row[0] > 8 else []) for row in TABLE_9],
 )
 def test_zb_auto_is_no_worse_than_the_hand_made_orders(ranks, microbatches, times, rates):
     for limit, rate in ((ranks, rates[1]), (2 * ranks, rates[2])):

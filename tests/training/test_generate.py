@@ -32,7 +32,7 @@ SHAPES = {
 LAYOUTS = [
     ("gpt2-tied", {"pipeline": 2, "tensor": 2}),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in (
             ("gpt2-tied", {"pipeline": 2}),
             ("gpt2-tied", {"tensor": 2}),

@@ -103,7 +103,8 @@ def check_runs(found: RankRun, expected: RankRun) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    "model", ["llama-unfused", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gpt2-dropout"))]
+    "model",
+    ["llama-unfused", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "gpt2-dropout"))],
 )
 def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
     whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())

@@ -57,7 +57,7 @@ def tensors(directory: Path, step: int) -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
 def test_what_is_saved_beside_training_is_what_is_saved_between_steps(
     tmp_path: Path, corpus: str, schedule: str
 ) -> None:

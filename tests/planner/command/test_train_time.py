@@ -22,6 +22,7 @@ def test_the_critical_batch_is_gpt_3_s_for_its_parameters(capsys):
     assert json_of(capsys, "train-time", *flags)["critical_batch_tokens"] == pytest.approx(3.2e6)
 
 
+@pytest.mark.slow
 def test_each_method_s_shortest_is_the_analysis_s_own(capsys):
     found = json_of(capsys, "train-time", *TRILLION, "--tokens=450e9", "--hardware=a100-80", "--devices=3072")
     assert [each["method"] for each in found["shortest"]] == ["3d", "sharded", "layered", "modular"]

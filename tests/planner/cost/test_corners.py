@@ -42,6 +42,7 @@ def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, 
     return closed / predict(config, hardware, assumptions=PLAIN).estimate.step_seconds
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("slow", [True, False])
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 2), (2, 4), (4, 4), (4, 16), (8, 8)])
@@ -71,6 +72,7 @@ def test_messages_and_sums_over_slow_links(name: str, pipeline: int, microbatche
     assert 0.89 <= off(name, pipeline, microbatches, zero, 4, slow=True) <= 1.12
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("slow", [True, False])
 @pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -122,6 +124,7 @@ def test_only_what_the_first_backward_needs_runs_again_while_a_rank_waits(
     ("name", "chunks", "least"),
     [("gpipe", 1, 0.99), ("modular", 2, 0.88), ("interleaved_1f1b", 2, 0.79), ("interleaved_1f1b", 4, 0.79)],
 )
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("hop", [0.6, 1.5, 4.0])
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 4), (4, 16), (8, 16)])
 def test_messages_that_take_longer_than_compute_set_the_pace(

@@ -55,6 +55,7 @@ def layout(name: str, pipeline: int, microbatches: int, **groups: Any) -> Pretra
     return config_of(parallel=parallel, schedule={"name": name}, batch={"global_size": microbatches * data}, **groups)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 4), (4, 4), (4, 16), (8, 16)])
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 4}, {"tensor": 4, "sequence": True}])

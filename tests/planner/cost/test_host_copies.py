@@ -42,6 +42,7 @@ def run(offload: dict[str, Any], pipeline: int = 1, **groups: Any) -> PretrainCo
     return config_of(offload=dict(offload), parallel={"pipeline": pipeline}, batch=batch, **groups)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("offload", KINDS, ids=str)
 def test_copies_that_take_no_time_cost_none(offload: dict[str, Any], pipeline: int) -> None:
@@ -72,6 +73,7 @@ def test_a_slower_link_is_never_faster_and_never_changes_memory(
         assert fast.memory == slow.memory
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pipeline", [1, 4])
 @pytest.mark.parametrize("offload", KINDS, ids=str)
 def test_the_closed_form_is_near_the_simulation(offload: dict[str, Any], pipeline: int) -> None:
@@ -110,6 +112,7 @@ def test_latency_is_paid_for_every_copy() -> None:
     assert found >= latency * (SMALL.num_layers + 2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("offload", KINDS, ids=str)
 def test_memory_is_what_ranks_hold_on_their_devices(offload: dict[str, Any], pipeline: int) -> None:

@@ -94,7 +94,8 @@ ROWS = {run.name: run for run in (*A100.runs(), *A100.told_runs())}
 
 
 @pytest.mark.parametrize(
-    "name", ["1.7B", "39.1B", *(pytest.param(row, marks=pytest.mark.slow) for row in ("7.5B", "145.6B", "1008B"))]
+    "name",
+    ["1.7B", "39.1B", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in ("7.5B", "145.6B", "1008B"))],
 )
 def test_the_best_is_as_fast_as_the_authors_layout_and_says_what_differs(name: str) -> None:
     """SC21 table 1, everything recomputed and nothing sharded there. Micro-batch size and chunks are free for them."""

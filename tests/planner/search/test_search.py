@@ -51,6 +51,7 @@ def test_cost_and_time_are_the_best_of_all_numbers_of_devices() -> None:
     assert days[f"{soonest.devices} devices"] == pytest.approx(1e9 / max(speeds.values()) / 86400)
 
 
+@pytest.mark.slow
 def test_size_is_the_largest_of_the_family_that_fits() -> None:
     base, hardware = run(), machine(4e7)
     found = search(base, hardware, 4, objective="size", space=SPACE, effort=CLOSED)
