@@ -146,7 +146,7 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
     "a climbing tensor": (climbing_tensor, "an unknown tensor '../../x'"),
     "wrong shape": (wrong_shape, r"the shape \(1,\) and not \(64, 64\)"),
-    "pickle": (pickled, "is a pickle, which can run code"),
+    "pickle": (pickled, "is a pickle, which can carry code"),
 }
 
 

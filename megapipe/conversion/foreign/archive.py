@@ -17,6 +17,9 @@ from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.conversion.foreign.sandbox import Sandbox, TensorPlace
 from megapipe.conversion.tensor_stream import bytes_of
 
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+"""torch's name of a type, without `torch.` -> that of safetensors, for the types that a checkpoint holds."""
+
 
 class Archive:
     """An archive that torch.save wrote, at bytes `start` to `stop` of a file. value: what its pickle holds.
