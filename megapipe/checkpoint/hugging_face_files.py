@@ -20,6 +20,7 @@ from megapipe.models import bert_hugging_face
 from megapipe.models.gpt_hugging_face import Correspondence, correspondences, is_redundant
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _BODIES = ("transformer.", "model.")
 """What names begin with unless the folder holds the model without its language-modelling head."""
@@ -30,25 +31,38 @@ def is_hugging_face(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def stored_tensors(folder: Path, keys: Callable[[Path], Collection[str]]) -> dict[str, Path]:
-    """Tensor -> the file that holds it. keys: the tensors of a safetensors file.
+def stored_tensors(
+    folder: Path, keys: Callable[[Path], Collection[str]], *, allow_pickle: bool = False
+) -> dict[str, Path]:
+    """Tensor -> the file that holds it. keys: the tensors of a file. allow_pickle: take `.bin` files where there are
+    no safetensors.
 
     Raises CheckpointError for a folder without weights that can be read, and for an index that leads out of it.
     """
-    index = folder / INDEX
-    if index.is_file():
-        places = read_json(inside(folder, INDEX)).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise CheckpointError(f"{index} has no weight_map from tensors to files")
-        check_counts(index, len(set(places.values())), len(places))
-        paths = {file: inside(folder, file) for file in set(places.values())}
-        return {name: paths[file] for name, file in places.items()}
-    if (folder / SINGLE).is_file():
-        path = inside(folder, SINGLE)
-        return dict.fromkeys(keys(path), path)
-    others = [path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern)]
-    told = f"; {others[0]} is a pickle, which can run code: have transformers save it as safetensors" if others else ""
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{told}")
+    for single, index in ((SINGLE, INDEX), PICKLED)[: 1 + allow_pickle]:
+        if (folder / index).is_file():
+            return _indexed(folder, index)
+        if (folder / single).is_file():
+            path = inside(folder, single)
+            return dict.fromkeys(keys(path), path)
+    others = sorted(path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
+    hint = ""
+    if others:
+        hint = (
+            f"; {others[0]} is a pickle, which can carry code: convert the folder first, with "
+            "tools/convert_checkpoint.py convert FOLDER TARGET --to megapipe --allow-pickle"
+        )
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _indexed(folder: Path, name: str) -> dict[str, Path]:
+    index = folder / name
+    places = read_json(inside(folder, name)).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files")
+    check_counts(index, len(set(places.values())), len(places))
+    paths = {file: inside(folder, file) for file in set(places.values())}
+    return {tensor: paths[file] for tensor, file in places.items()}
 
 
 @dataclass(frozen=True)

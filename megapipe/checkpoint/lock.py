@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.storage import DISK, StorageWriter, explained
+from megapipe.config.untrusted import DECODING_ERRORS, read_json
 
 LOCK = ".lock"
 
@@ -57,7 +58,7 @@ class DirectoryLock:
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(path.read_bytes())
+        holder = read_json(path, ValueError)
         return f"process {holder['process']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *DECODING_ERRORS):
         return "another job"

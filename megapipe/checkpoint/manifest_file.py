@@ -15,6 +15,7 @@ from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.extents import Extent
 from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
+from megapipe.config import untrusted
 from megapipe.costs.parameters import Box
 
 MANIFEST = "manifest.json"
@@ -40,16 +41,14 @@ def read_manifest(path: Path) -> Manifest:
 def read_manifest_file(file: Path) -> Manifest:
     """A manifest under any name. Raises FileNotFoundError when there is none, otherwise as `read_manifest`."""
     try:
-        if file.stat().st_size > _LARGEST_BYTES:
-            raise DamagedCheckpointError(f"{file} has more than {_LARGEST_BYTES:,} bytes", "manifest")
-        document = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
+        content = untrusted.read_bytes(file, CheckpointError, _LARGEST_BYTES)
+    except NotADirectoryError as error:
         raise FileNotFoundError(str(file)) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{file} is not readable JSON: {error}", "manifest") from error
-    return _decoded(document, file)
+    return _decoded(untrusted.decode_json(content, str(file), _damaged), file)
+
+
+def _damaged(message: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(message, "manifest")
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
@@ -130,7 +129,7 @@ def _decoded(document: Any, file: Path) -> Manifest:
         )
     try:
         return _manifest(document)
-    except (KeyError, TypeError, ValueError) as error:
+    except untrusted.DECODING_ERRORS as error:
         raise DamagedCheckpointError(f"{file} does not hold what a manifest holds: {error!r}", "manifest") from error
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -78,14 +79,14 @@ def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) 
     return size
 
 
-def remove_tree(storage: StorageWriter, folder: Path) -> None:
-    """Remove a folder and what is in it."""
-    for entry in sorted(folder.iterdir()):
-        if entry.is_dir() and not entry.is_symlink():
-            remove_tree(storage, entry)
-        else:
-            storage.remove(entry)
-    storage.remove_folder(folder)
+def remove_tree(storage: StorageWriter, path: Path) -> None:
+    """Remove a file, a symbolic link (never what it points to), or a folder with everything in it."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        storage.remove(path)
+        return
+    for entry in sorted(path.iterdir()):
+        remove_tree(storage, entry)
+    storage.remove_folder(path)
 
 
 def explained(error: OSError, folder: Path) -> str:

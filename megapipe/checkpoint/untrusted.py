@@ -1,9 +1,8 @@
-"""What a folder from anywhere may contain: names that stay inside it, and sizes that are seen before memory is taken.
+"""What a folder of any origin may contain: names that stay inside it, and sizes checked before memory is taken.
 
 The rules are those of docs/conversion.md; each has a hostile fixture in tests/conversion.
 """
 
-import json
 import os
 import struct
 from collections.abc import Mapping
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.config import untrusted
 
 _LENGTH = struct.Struct("<Q")
 
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file: the format's own bound."""
-MAX_JSON_BYTES = 1 << 28
-"""Of config.json and an index."""
 MAX_SHARDS = 10_000
 """Files that one index may name."""
 MAX_TENSORS = 1_000_000
@@ -60,25 +58,11 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises CheckpointError where it is too large or too deep, has a key twice, or is no object.
-    """
+    """The object in a JSON file. Raises CheckpointError where the file is unreadable or does not hold one."""
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    try:
-        found = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except RecursionError:
-        raise CheckpointError(f"{path} is nested deeper than is read") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+        found = untrusted.read_json(path, CheckpointError)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return found
@@ -90,12 +74,3 @@ def check_counts(path: Path, files: int, tensors: int) -> None:
         raise CheckpointError(f"{path} names {files:,} files; at most {MAX_SHARDS:,} are read")
     if tensors > MAX_TENSORS:
         raise CheckpointError(f"{path} names {tensors:,} tensors; at most {MAX_TENSORS:,} are read")
-
-
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise CheckpointError(f"{path} has the key {key!r} twice; which of the two holds cannot be told")
-        found[key] = value
-    return found

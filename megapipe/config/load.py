@@ -5,6 +5,7 @@ later ones win. `--print_config` prints the result as YAML. Hyphens in flags are
 `parse_given` also tells which fields were written, in a file or as flags, and reads a program's own flags beside them.
 """
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.parser_errors import UNNAMED_FILE, in_words
 from megapipe.config.run import PretrainConfig
+from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, decode_yaml
 
 INIT_FROM_HELP = (
     "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."
@@ -29,37 +31,6 @@ _UNKNOWN_KEY = re.compile(
     r"|Group '(?P<group>[^']+)' does not accept option '(?P<inner>[^']+)'"
     r"|Option '(?P<key>[^']+)' is not accepted"
 )
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses a key written twice, which YAML parsers otherwise resolve silently to the last."""
-
-
-def _mapping_without_duplicates(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            line = key_node.start_mark.line + 1
-            raise yaml.YAMLError(f"key {key!r} stands twice in one mapping (line {line}); keep one of them")
-        seen.add(key)
-    return dict(loader.construct_pairs(node, deep=True))
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
-# YAML 1.1 reads 3e-4 as a string; users of every other tool write it.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-def _load_yaml(text: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_StrictLoader)
-    except RecursionError:
-        raise yaml.YAMLError("lists or mappings are nested too deeply to be read") from None
 
 
 class _Parser(ArgumentParser):
@@ -106,7 +77,7 @@ def build_parser(
 ) -> ArgumentParser:
     """A parser that knows every field of a kind of run, with its docstring as help where it is documented."""
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
-    set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
+    set_loader("yaml", decode_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False)
     parser.config_groups = frozenset(each.name for each in fields(kind))
     parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
@@ -155,14 +126,31 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     Raises ConfigError as `parse_as`.
     """
     words = underscored(arguments)
+    groups = {each.name for each in fields(kind)}
+    _check_file_sizes(words, {"config", *groups})
     try:
         namespace: Namespace = parser.parse_args(words)
+        values = parser.instantiate(namespace)
     except UnicodeDecodeError as error:
         raise ConfigError(f"a file of this command line is no text in UTF-8: {error}; name YAML files") from error
-    values = parser.instantiate(namespace)
-    groups = {each.name for each in fields(kind)}
+    except ConfigError:
+        raise
+    except DECODING_ERRORS as error:  # jsonargparse meets values here that no field of a configuration can have
+        raise ConfigError(f"a value of this command line or of its files cannot be read: {error}") from error
     own = {name: values[name] for name in vars(namespace) if name not in groups}
     return Given(kind(**{name: values[name] for name in groups}), _written(parser, words, groups), own)
+
+
+def _check_file_sizes(words: Sequence[str], flags: set[str]) -> None:
+    """Raise ConfigError for a YAML file that is too large, before it is read into memory."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        path = value if has_value else following
+        if flag.removeprefix("--") in flags and os.path.isfile(path) and os.path.getsize(path) > MAX_YAML_CHARACTERS:
+            raise ConfigError(
+                f"{flag} {path} has {os.path.getsize(path):,} bytes; a configuration file has at most "
+                f"{MAX_YAML_CHARACTERS:,}"
+            )
 
 
 def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> frozenset[str]:

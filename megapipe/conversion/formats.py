@@ -52,7 +52,7 @@ def _is_megapipe(path: Path) -> bool:
 def _open_hugging_face(path: Path, options: SourceOptions) -> Source:
     from megapipe.conversion.hugging_face_source import HuggingFaceSource
 
-    return HuggingFaceSource(path)
+    return HuggingFaceSource(path, options.allow_pickle)
 
 
 def _make_hugging_face(path: Path, contents: Contents, options: TargetOptions) -> Target:

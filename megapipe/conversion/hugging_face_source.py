@@ -1,4 +1,4 @@
-"""Hugging Face folders as a source: config.json and safetensors files. Nothing in them is run."""
+"""Hugging Face folders as a source: config.json and safetensors or `.bin` files. Nothing in them is run."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -13,6 +13,8 @@ from megapipe.checkpoint.untrusted import inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
+from megapipe.conversion.foreign.pickled_tensors import PickledTensors
+from megapipe.conversion.foreign.sandbox import Sandbox
 from megapipe.conversion.model_fields import check_layers, model_of
 from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader
@@ -28,13 +30,15 @@ class HuggingFaceSource:
     may try.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._files: dict[Path, TensorReader] = {}
+    def __init__(self, path: Path, allow_pickle: bool = False) -> None:
+        self._files: dict[Path, TensorReader | PickledTensors] = {}
+        self._sandbox: Sandbox | None = None
+        self._allow_pickle = allow_pickle
         config = read_json(inside(path, CONFIG))
         if config.get("quantization_config"):
             raise CheckpointError(f"{path / CONFIG} tells of quantized weights; convert the model they were made from")
         try:
-            stored = stored_tensors(path, lambda file: self._file(file).entries)
+            stored = stored_tensors(path, lambda file: self._file(file).entries, allow_pickle=allow_pickle)
             names = kind_of(_blank(config)).names(stored)
             self._places = {names[name]: (file, name) for name, file in stored.items()}
             model = _model(path, config, self._places)
@@ -56,17 +60,21 @@ class HuggingFaceSource:
         return (whole[index].clone() if index else whole).contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        """The format has no checksums: what can be seen is that every byte is there and can be read."""
+        """Only `.bin` files have checksums: of safetensors it is seen that every byte is there and can be read."""
         try:
             self.read(tensor)
         except CheckpointError as error:
             return [str(error)]
-        return []
+        places = [self._places[name] for name in self._pairs[tensor.name].theirs]
+        pickled = [(file, key) for path, key in places if isinstance(file := self._file(path), PickledTensors)]
+        return [problem for file, key in pickled for problem in file.verify(key)]
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files = {}
+        if self._sandbox is not None:
+            self._sandbox.close()
 
     def _described(self, name: str) -> StoredTensor:
         pair = self._pairs[name]
@@ -78,10 +86,15 @@ class HuggingFaceSource:
             raise CheckpointError(f"{', '.join(pair.theirs)} have different types, {', '.join(sorted(dtypes))}")
         return StoredTensor(name, WEIGHTS, pair.spec.shape, dtypes.pop())
 
-    def _file(self, path: Path) -> TensorReader:
+    def _file(self, path: Path) -> TensorReader | PickledTensors:
         if path not in self._files:
-            self._files[path] = TensorReader(path)
+            self._files[path] = self._pickled(path) if path.suffix == ".bin" else TensorReader(path)
         return self._files[path]
+
+    def _pickled(self, path: Path) -> PickledTensors:
+        if self._sandbox is None:
+            self._sandbox = Sandbox(self._allow_pickle, path.parent)
+        return PickledTensors(path, self._sandbox)
 
 
 def _blank(config: Mapping[str, Any]) -> ModelConfig:

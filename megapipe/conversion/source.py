@@ -16,7 +16,7 @@ Index = tuple[slice, ...]
 class SourceOptions:
     """How a checkpoint may be read.
 
-    allow_pickle: formats that are pickles may be read, in a process of their own that can write nothing.
+    allow_pickle: files that are pickles may be read, in a confined process that accepts listed classes alone.
     """
 
     allow_pickle: bool = False

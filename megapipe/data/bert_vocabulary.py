@@ -1,17 +1,18 @@
 """What BERT samples need of a WordPiece vocabulary: its special tokens, and which pieces continue a word."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megapipe.config.untrusted import DECODING_ERRORS, read_bytes, read_json
 from megapipe.data.errors import DataError
 
 VOCABULARY, TOKENIZER = "vocab.txt", "tokenizer.json"
 CONTINUATION = "##"
 """What pieces begin with that do not begin a word (Wu et al. 2016, arXiv 1609.08144, as BERT writes them)."""
+LARGEST_GAP = 1_000_000
+"""Unused ids that a vocabulary may have: memory is taken for each of them."""
 _KINDS = ("bert-uncased:", "bert-cased:")
 """What may stand ahead of a path, as preprocessing takes it; samples do not care."""
 _SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]", "mask": "[MASK]"}
@@ -64,22 +65,25 @@ class BertVocabulary:
             file = next((file / name for name in (TOKENIZER, VOCABULARY) if (file / name).is_file()), file)
         if not file.is_file():
             raise DataError(f"no vocabulary {str(path)!r}: give a {VOCABULARY}, a {TOKENIZER}, or a folder with one")
+        if file.suffix == ".json":
+            return cls._of_json(file)
         try:
-            text = file.read_text("utf-8")
+            text = read_bytes(file, DataError).decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is no UTF-8 text") from error
-        if file.suffix != ".json":
-            return cls.of({line: number for number, line in enumerate(text.splitlines())}, str(file))
-        return cls._of_json(text, file)
+        return cls.of({line: number for number, line in enumerate(text.splitlines())}, str(file))
 
     @classmethod
-    def _of_json(cls, text: str, file: Path) -> "BertVocabulary":
+    def _of_json(cls, file: Path) -> "BertVocabulary":
+        content = read_json(file, DataError)
         try:
-            content: dict[str, Any] = json.loads(text)
             model = content["model"]
             kind, ids = model.get("type", "WordPiece"), dict(model["vocab"])
             added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            limit = 2 * (len(ids) + len(added)) + LARGEST_GAP
+            if not all(type(number) is int and 0 <= number < limit for number in (ids | added).values()):
+                raise ValueError(f"an id is not a whole number from 0 to {limit - 1}")
+        except DECODING_ERRORS as error:
             raise DataError(f"{file} is not a {TOKENIZER} that can be read ({error!r})") from error
         if kind != "WordPiece":
             raise DataError(f"{file} is a {kind} tokenizer; whole words are known of WordPiece vocabularies alone")

@@ -1,16 +1,19 @@
 """The manifest beside a shard: what the .bin/.idx format does not say, tokenizer and vocabulary above all."""
 
 import json
+import reprlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from megapipe.config import untrusted
 from megapipe.data.errors import DataError
 from megapipe.data.hashed_file import checksum_of_file
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.shard_format import bin_path, idx_path
 
 FORMAT_VERSION = 1
+_REPAIR = "preprocess again, or remove it to go without its checks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +98,20 @@ def read_manifest(prefix: str | Path) -> ShardManifest | None:
     path = manifest_path(prefix)
     if not path.is_file():
         return None
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        version = content.pop("format_version")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(_damaged(path, error)) from error
+    content = untrusted.read_json(path, lambda message: DataError(f"{message}; {_REPAIR}"))
+    if not isinstance(content, dict) or "format_version" not in content:
+        raise DataError(_damaged(path, "it has no format_version"))
+    version = content.pop("format_version")
     if version != FORMAT_VERSION:
         raise DataError(f"{path} has format version {version}; this program knows version {FORMAT_VERSION}")
+    for name, declared in get_type_hints(ShardManifest).items():
+        if name in content and not untrusted.is_of_type(content[name], declared):
+            raise DataError(_damaged(path, f"its {name} is {reprlib.repr(content[name])}"))
     try:
         return ShardManifest(**content)
     except TypeError as error:
-        raise DataError(_damaged(path, error)) from error
+        raise DataError(_damaged(path, str(error))) from error
 
 
-def _damaged(path: Path, error: Exception) -> str:
-    return f"{path} is damaged ({error!r}); preprocess again, or remove it to go without its checks"
+def _damaged(path: Path, problem: str) -> str:
+    return f"{path} is damaged: {problem}; {_REPAIR}"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megapipe.config.untrusted import read_bytes
 from megapipe.schedules.actions import KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.build import forward_only
 from megapipe.schedules.errors import ScheduleError
@@ -20,7 +21,7 @@ def read_file(path: Path) -> Schedule:
     Raises ScheduleError for a file that cannot be read, with line and column for text that is no schedule.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, ScheduleError).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ScheduleError(f"cannot read {path}: {why}; name a text file of a schedule") from None

@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.untrusted import DECODING_ERRORS, decode_json
 from megapipe.training.records import EvaluationRecord, Listener, StepRecord
 
 FILE_NAME = "metrics.jsonl"
+_LONGEST_LINE = 1 << 24
 
 
 class MetricsFile(Listener):
@@ -69,13 +71,14 @@ class LossHistory:
 def read_losses(path: Path) -> LossHistory:
     """The losses of the run that a metrics file ends with, over all its resumptions."""
     history = LossHistory()
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # the end of a line was lost with a killed process
+                record = decode_json(line, str(path), ValueError)
+                event, step, loss = record.get("event"), int(record.get("step", 0)), record.get("loss")
+                loss = None if loss is None else float(loss)
+            except DECODING_ERRORS:  # the end of a line was lost with a killed process
                 continue
-            event, step, loss = record.get("event"), record.get("step"), record.get("loss")
             if event in ("start", "rewind"):
                 history.drop_after(step)
             elif event == "evaluation" and loss is not None:

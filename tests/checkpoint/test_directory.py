@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.checkpoint import CheckpointError, DirectoryLock, newest_valid, newest_whole
-from megapipe.checkpoint.directory import keep_last, set_aside, steps
+from megapipe.checkpoint.directory import keep_last, remove_leftovers, set_aside, steps
 from megapipe.checkpoint.manifest_file import MANIFEST
 from megapipe.checkpoint.storage import StorageWriter
 from tests.checkpoint.disks import no_larger_files
@@ -146,3 +146,20 @@ def test_a_dead_jobs_lock_is_free(tmp_path: Path) -> None:
     assert killed.returncode == -9
     assert (tmp_path / ".lock").exists()
     DirectoryLock(tmp_path).release()
+
+
+def test_a_link_to_another_run_loses_only_the_link(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for step in (4, 5):
+        save_step(alone(), ALONE, other, step)
+    before = sorted(path.relative_to(other) for path in other.rglob("*"))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    save_step(alone(), ALONE, mine, 9)
+    (mine / "step-00000004").symlink_to(other / "step-00000004")
+    (mine / ".step-00000005.deleted").symlink_to(other / "step-00000005")
+    remove_leftovers(StorageWriter(), mine)
+    keep_last(mine, 1)
+    assert [path.name for path in mine.iterdir()] == ["step-00000009"]
+    assert sorted(path.relative_to(other) for path in other.rglob("*")) == before

@@ -130,20 +130,23 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "names 10,001 files; at most 10,000",
     ),
-    "JSON too deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "nested deeper than is read"),
+    "JSON too deep": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "nested deeper than 100 levels",
+    ),
     "JSON too long": (lambda folder: os.truncate(folder / "config.json", 2**30), "1,073,741,824 bytes; at most"),
     "key twice": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "model_type": "llama"}'),
         "the key 'model_type' twice",
     ),
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "holds no JSON object"),
-    "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "cannot read"),
+    "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "not readable JSON"),
     "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "a model of 1000000000 layers"),
     "a billion columns": (lambda folder: edited(folder, n_embd=12 * 10**9), "and not \\(97, 12000000000\\)"),
     "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
     "a climbing tensor": (climbing_tensor, "an unknown tensor '../../x'"),
     "wrong shape": (wrong_shape, r"the shape \(1,\) and not \(64, 64\)"),
-    "pickle": (pickled, "is a pickle, which can run code"),
+    "pickle": (pickled, "is a pickle, which can carry code"),
 }
 
 

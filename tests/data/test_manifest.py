@@ -90,7 +90,7 @@ def test_a_manifest_of_another_shard_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is damaged"),
+        ("{", "is not readable JSON.*preprocess again"),
         ("[]", "is damaged"),
         ("{}", "is damaged.*format_version"),
         ('{"format_version": 2}', "version 2; this program knows version 1"),

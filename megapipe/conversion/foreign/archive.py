@@ -1,13 +1,10 @@
-"""torch.save's archives: zip files of a pickle and of storages, read in place and written tensor by tensor."""
+"""torch.save's archives: zip files of a pickle and of storages, read in place and written one tensor at a time."""
 
 import io
 import math
 import os
 import pickle
-import struct
-import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +17,14 @@ from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.conversion.foreign.sandbox import Sandbox, TensorPlace
 from megapipe.conversion.tensor_stream import bytes_of
 
-MAX_MEMBERS = 1_000_000
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-_LOCAL_MAGIC = b"PK\x03\x04"
-
-
-class Window(io.RawIOBase):
-    """Bytes `start` to `stop` of a file, as a file of their own: DCP's files are archives one behind the other."""
-
-    def __init__(self, descriptor: int, start: int, stop: int) -> None:
-        self._descriptor, self._start, self._size, self._position = descriptor, start, stop - start, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"position {base + offset} is before the beginning")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._position))
-        content = os.pread(self._descriptor, count, self._start + self._position)
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+"""torch's name of a type, without `torch.` -> that of safetensors, for the types that a checkpoint holds."""
 
 
 class Archive:
     """An archive that torch.save wrote, at bytes `start` to `stop` of a file. value: what its pickle holds.
 
-    Raises DamagedCheckpointError for what is no whole archive, CheckpointError for a pickle that is refused.
+    Raises DamagedCheckpointError for what is not a whole archive, CheckpointError for a pickle that is refused.
     """
 
     def __init__(self, path: Path, sandbox: Sandbox, start: int = 0, stop: int | None = None) -> None:
@@ -66,11 +35,10 @@ class Archive:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
             size = os.fstat(self._descriptor).st_size
-            self._start, self._stop = start, size if stop is None else stop
-            if not 0 <= self._start <= self._stop <= size:
+            self._start, stop = start, size if stop is None else stop
+            if not 0 <= start <= stop <= size:
                 raise self._damaged(f"it has {size} bytes, and bytes {start} to {stop} are asked for")
-            self._members = self._found()
-            self.value = sandbox.load(self._pickle(), str(path))
+            self.value = sandbox.load(self._descriptor, start, stop, str(path), archive=True)
         except BaseException:
             self.close()
             raise
@@ -78,67 +46,18 @@ class Archive:
     def _damaged(self, why: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self.path} is not a readable torch archive: {why}", "unreadable")
 
-    def _found(self) -> dict[str, zipfile.ZipInfo]:
-        """Member -> entry, without the folder that every name begins with."""
-        try:
-            with zipfile.ZipFile(Window(self._descriptor, self._start, self._stop)) as archive:
-                entries = archive.infolist()
-        except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
-            told = f"{error}; if it is from before torch 1.6, load and save it once with a newer torch"
-            raise self._damaged(told) from error
-        if len(entries) > MAX_MEMBERS:
-            raise self._damaged(f"it has {len(entries):,} members; at most {MAX_MEMBERS:,} are read")
-        found: dict[str, zipfile.ZipInfo] = {}
-        for entry in entries:
-            name = entry.filename.partition("/")[2]
-            if name in found or entry.compress_type != zipfile.ZIP_STORED:
-                raise self._damaged(f"member {entry.filename!r} stands twice or is compressed")
-            found[name] = entry
-        if "byteorder" in found and self._content("byteorder", found) != b"little":
-            raise self._damaged("its numbers are big-endian")
-        return found
-
-    def _pickle(self) -> bytes:
-        if "data.pkl" not in self._members:
-            raise self._damaged("it has no data.pkl")
-        return self._content("data.pkl", self._members)
-
-    def _content(self, name: str, members: Mapping[str, zipfile.ZipInfo]) -> bytes:
-        start, size = self._span(members[name])
-        return os.pread(self._descriptor, size, start)
-
-    def _span(self, entry: zipfile.ZipInfo) -> tuple[int, int]:
-        """First byte in the file, and size, of a member."""
-        at = self._start + entry.header_offset
-        header = os.pread(self._descriptor, _LOCAL_HEADER.size, at)
-        if len(header) < _LOCAL_HEADER.size or not header.startswith(_LOCAL_MAGIC):
-            raise self._damaged(f"member {entry.filename!r} has no header where its directory has it")
-        _, name, extra = _LOCAL_HEADER.unpack(header)
-        start = at + _LOCAL_HEADER.size + name + extra
-        if start + entry.file_size > self._stop:
-            raise self._damaged(f"member {entry.filename!r} ends behind it")
-        return start, entry.file_size
-
     def tensor(self, place: TensorPlace) -> Tensor:
         """A tensor's elements, contiguous and in memory of their own; the part of its storage that it spans is read.
 
-        Raises DamagedCheckpointError where the storage is missing or smaller than the tensor.
+        Raises DamagedCheckpointError where one element stands for many, which would make a small file a tensor of any
+        size, and where the file ends early.
         """
+        if math.prod(place.shape) > place.span:
+            raise self._damaged(f"a tensor of shape {place.shape} and stride {place.stride} repeats elements")
         dtype: torch.dtype = getattr(torch, place.dtype)
-        reach = sum((extent - 1) * step for extent, step in zip(place.shape, place.stride, strict=True))
-        count = reach + 1 if math.prod(place.shape) else 0
-        # A step of zero shows one element many times: a small file would become a tensor of any size.
-        if place.offset + count > place.storage_elements or math.prod(place.shape) > max(count, 0):
-            raise self._damaged(f"a tensor of shape {place.shape} and stride {place.stride} leaves its storage")
-        entry = self._members.get(f"data/{place.key}")
-        if entry is None:
-            raise self._damaged(f"it has no storage {place.key!r}")
-        start, size = self._span(entry)
-        if size != place.storage_elements * dtype.itemsize:
-            raise self._damaged(f"storage {place.key!r} has {size} bytes for {place.storage_elements} {dtype}")
-        flat = torch.empty(count, dtype=dtype)
-        self._fill(flat, start + place.offset * dtype.itemsize)
-        return flat.as_strided(place.shape, place.stride).contiguous() if count else flat.reshape(place.shape)
+        flat = torch.empty(place.span, dtype=dtype)
+        self._fill(flat, self._start + place.start + place.offset * dtype.itemsize)
+        return flat.as_strided(place.shape, place.stride).contiguous() if place.span else flat.reshape(place.shape)
 
     def verify(self, place: TensorPlace) -> list[str]:
         """Read a tensor's whole storage: what is wrong with it, empty if nothing is."""
@@ -146,14 +65,15 @@ class Archive:
             self.tensor(place)
         except CheckpointError as error:
             return [str(error)]
-        entry = self._members[f"data/{place.key}"]
-        start, size = self._span(entry)
+        first = self._start + place.start
         found = 0
-        for at in range(start, start + size, PIECE_BYTES):
-            found = zlib.crc32(os.pread(self._descriptor, min(PIECE_BYTES, start + size - at), at), found)
-        # torch can be told to write no checksum, and then writes a zero.
-        wrong = entry.CRC not in (0, found)
-        return [f"{self.path}: storage {place.key!r} is not what was written: its CRC-32 differs"] if wrong else []
+        for at in range(first, first + place.num_bytes, PIECE_BYTES):
+            content = os.pread(self._descriptor, min(PIECE_BYTES, first + place.num_bytes - at), at)
+            found = zlib.crc32(content, found)
+        # torch can be configured to write no checksum, and then writes a zero.
+        if place.crc32 in (0, found):
+            return []
+        return [f"{self.path}: the storage at byte {first:,} has changed since it was written: its CRC-32 differs"]
 
     def _fill(self, flat: Tensor, start: int) -> None:
         content = bytes_of(flat)

@@ -5,7 +5,9 @@ Written with torch's own metadata classes; read by description, since `.metadata
 """
 
 import io
+import os
 import pickle
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ from megapipe.checkpoint.extents import Extent, tiling_problem
 from megapipe.checkpoint.storage import DISK, explained, write_file
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.checkpoint.untrusted import inside
+from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion.foreign.archive import Archive
 from megapipe.conversion.foreign.layouts import METADATA
 from megapipe.conversion.foreign.sandbox import Record, Sandbox, TensorPlace
@@ -70,13 +73,14 @@ class DcpFiles:
         self._folder, self._sandbox = folder, sandbox
         path = folder / METADATA
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                metadata = sandbox.load(file.fileno(), 0, size, str(path), archive=False)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; a save that was cut has none") from error
-        metadata = sandbox.load(content, str(path))
         try:
             self.tensors = {each.name: each for each in _tensors(metadata, path)}
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except DECODING_ERRORS as error:
             if isinstance(error, CheckpointError):
                 raise
             raise DamagedCheckpointError(
@@ -181,13 +185,18 @@ def _chunk(
             f"{path}: {name!r} went through {info['transform_descriptors']}; save it again without extensions"
         )
     box = Box(starts, tuple(start + size for start, size in zip(starts, sizes, strict=True)))
-    return DcpChunk(box, info["relative_path"], info["offset"], info["offset"] + info["length"])
+    (start, length), file = _size((info["offset"], info["length"])), info["relative_path"]
+    if not isinstance(file, str):
+        raise TypeError(f"{reprlib.repr(file)} is not a file name")
+    return DcpChunk(box, file, start, start + length)
 
 
 def _size(value: Any) -> tuple[int, ...]:
     """The numbers of a torch.Size."""
-    numbers = value.args[0] if isinstance(value, Record) and value.args else ()
-    return tuple(int(number) for number in numbers)
+    numbers = tuple(value)
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError(f"{reprlib.repr(numbers)} is not a shape")
+    return numbers
 
 
 @dataclass

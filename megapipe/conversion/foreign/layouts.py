@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from megapipe.config.untrusted import read_bytes
+
 TRACKER = "latest_checkpointed_iteration.txt"
 ARCHIVE = "model_optim_rng.pt"
 RELEASE = "release"
@@ -20,8 +22,8 @@ def is_megatron_torch(path: Path) -> bool:
 def iteration_folder(path: Path) -> Path:
     """The folder of an iteration that a user means: the one given, or the newest that its tracker names."""
     try:
-        named = (path / TRACKER).read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        named = read_bytes(path / TRACKER, ValueError, 100).decode("ascii").strip()
+    except (OSError, ValueError):
         return path
     if named == RELEASE:
         return path / RELEASE

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
-from megapipe.conversion.foreign.archive import Archive
+from megapipe.conversion.foreign.archive import DTYPE_NAMES, Archive
 from megapipe.conversion.foreign.layouts import ARCHIVE, iteration_folder
 from megapipe.conversion.foreign.megatron_model import (
     Place,
@@ -32,7 +31,6 @@ from megapipe.conversion.source import Index
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _TIED_COPY = "output_layer.weight"
-_DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
 
 class MegatronTorchSource:
@@ -164,9 +162,9 @@ class MegatronTorchSource:
                     raise CheckpointError(
                         f"{archive.path}: {place.key} has shape {stored.shape}; the args ask for {shape}"
                     )
-                if stored.dtype not in _DTYPE_NAMES:
+                if stored.dtype not in DTYPE_NAMES:
                     raise CheckpointError(f"{archive.path}: {place.key} is of {stored.dtype}, which is not converted")
 
     def _stored(self, known: Mapping[str, Place]) -> Iterator[StoredTensor]:
         for name, place in known.items():
-            yield StoredTensor(name, WEIGHTS, place.spec.shape, _DTYPE_NAMES[self._shards[name][0][1].dtype])
+            yield StoredTensor(name, WEIGHTS, place.spec.shape, DTYPE_NAMES[self._shards[name][0][1].dtype])

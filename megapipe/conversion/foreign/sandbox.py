@@ -1,47 +1,61 @@
-"""Pickles described by a confined process (`unpickler.py`), never read by this one."""
+"""Pickles described by a confined process (`confined.py`), never read by this one, which trusts no reply."""
 
-import json
+import math
 import os
-import subprocess
-import sys
-from collections.abc import Mapping
+import signal
+import socket
+import time
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.conversion.foreign import unpickler
+import torch
 
-_ENVIRONMENT = ("LD_LIBRARY_PATH",)
-"""What the interpreter may need to start; nothing else of the environment is passed on."""
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.config.untrusted import DECODING_ERRORS, decode_json
+from megapipe.conversion.foreign import confined
+
+REPLY_SECONDS = 300.0
+"""Longest wait for a reply."""
+MAX_REPLY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Record:
-    """An object of another framework, inert. name: module and class. args, state: what it was made from."""
+    """An object of another framework, inert. name: module and class. state: what it was given, if that is kept."""
 
     name: str
-    args: tuple[Any, ...]
-    state: Any
+    state: Any = None
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of a torch archive. key: its storage's. offset, stride: in elements. storage_elements: of its storage.
+    """A tensor of a torch archive, whose storage is bytes `start` to `start + num_bytes` of the archive.
 
-    dtype: torch's name of the type, without `torch.`.
+    dtype: torch's name of the type, without `torch.`. crc32: of the storage; 0 where the archive has none. offset,
+    stride: in elements.
     """
 
-    key: str
     dtype: str
-    storage_elements: int
+    start: int
+    num_bytes: int
+    crc32: int
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def span(self) -> int:
+        """Elements from the tensor's first to its last in the storage."""
+        if not math.prod(self.shape):
+            return 0
+        return 1 + sum((extent - 1) * step for extent, step in zip(self.shape, self.stride, strict=True))
+
 
 class Sandbox:
-    """The confined process. Its pickles may come from anywhere: it can open no file and no connection.
+    """The confined process. It is given open files of any origin, and can open no file and no connection itself.
 
     Raises CheckpointError unless `allowed`, the user's --allow-pickle.
     """
@@ -49,78 +63,111 @@ class Sandbox:
     def __init__(self, allowed: bool, folder: Path) -> None:
         if not allowed:
             raise CheckpointError(
-                f"{folder} is read from pickles, a format that can carry code; say --allow-pickle to have them read "
-                "in a confined process that knows a written list of classes and runs nothing"
+                f"{folder} is stored as pickles, a format that can carry code; add --allow-pickle to read it in a "
+                "confined process that accepts a fixed list of classes and runs nothing"
             )
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", unpickler.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-            cwd="/",
-        )
+        self._channel, theirs = socket.socketpair()
+        process = os.fork()
+        if process == 0:
+            confined.serve(theirs)
+        theirs.close()
+        self._end = weakref.finalize(self, _end, process, self._channel)
 
-    def load(self, content: bytes, origin: str) -> Any:
-        """What a pickle holds: plain values, Record and TensorPlace; a dict with other keys as a list of pairs.
+    def load(self, descriptor: int, start: int, stop: int, origin: str, *, archive: bool) -> Any:
+        """What the pickle in bytes `start` to `stop` of an open file holds: plain values, Record and TensorPlace; a
+        dict with other keys as a list of pairs.
 
-        origin: told in errors. Raises CheckpointError naming the class for a pickle that is refused.
+        archive: an archive of torch.save, or else a bare pickle. origin: for errors. Raises CheckpointError naming the
+        class for a pickle that is refused, DamagedCheckpointError for one that cannot be read.
         """
-        if len(content) > unpickler.MAX_PICKLE_BYTES:
-            raise CheckpointError(
-                f"{origin} is a pickle of {len(content):,} bytes; at most {unpickler.MAX_PICKLE_BYTES:,} are read"
-            )
-        reply = self._exchange(content)
-        if reply is None:
-            code = self._process.wait()
-            raise CheckpointError(f"{origin} is not read: the process that reads pickles ended with exit code {code}")
-        if "refused" in reply:
-            raise CheckpointError(f"{origin} is not read: {reply['refused']}")
-        return _decoded(reply["value"])
+        content = self._exchange(descriptor, confined.REQUEST.pack(archive, start, stop), origin)
+        reply = decode_json(content, f"{origin} is not read: the reply of the process that reads pickles", _failure)
+        match reply:
+            case {"value": value}:
+                try:
+                    return _decoded(value, stop - start)
+                except DECODING_ERRORS as error:
+                    raise CheckpointError(f"{origin} is not read: {error}") from error
+            case {"refused": str(why)}:
+                raise CheckpointError(f"{origin} is not read: {why}")
+            case {"damaged": str(why)}:
+                raise DamagedCheckpointError(
+                    f"{origin} is not read: it is damaged, or of another format: {why}", "unreadable"
+                )
+        raise CheckpointError(f"{origin} is not read: the process that reads pickles gave no answer")
 
     def close(self) -> None:
         """End the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._process.kill()
-        self._process.wait()
+        self._end()
 
-    def _exchange(self, content: bytes) -> Mapping[str, Any] | None:
-        """The reply; None where the process is gone."""
-        requests, replies = self._process.stdin, self._process.stdout
-        assert requests is not None
-        assert replies is not None
+    def _exchange(self, descriptor: int, request: bytes, origin: str) -> bytes:
+        deadline = time.monotonic() + REPLY_SECONDS
         try:
-            requests.write(unpickler.LENGTH.pack(len(content)) + content)
-            requests.flush()
-        except BrokenPipeError:
-            return None
-        prefix = replies.read(unpickler.LENGTH.size)
-        if len(prefix) < unpickler.LENGTH.size:
-            return None
-        (length,) = unpickler.LENGTH.unpack(prefix)
-        text = replies.read(length)
-        found: Mapping[str, Any] | None = json.loads(text) if len(text) == length else None
-        return found
+            socket.send_fds(self._channel, [request], [descriptor])
+            (length,) = confined.LENGTH.unpack(self._received(confined.LENGTH.size, deadline))
+            if length <= MAX_REPLY_BYTES:
+                return self._received(length, deadline)
+            problem = f"gave an answer of {length:,} bytes; at most {MAX_REPLY_BYTES:,} are read"
+        except TimeoutError:
+            problem = f"took longer than {REPLY_SECONDS:g} s"
+        except OSError:
+            problem = "ended, or was stopped at one of its limits"
+        self.close()
+        raise CheckpointError(f"{origin} is not read: the process that reads pickles {problem}")
+
+    def _received(self, size: int, deadline: float) -> bytes:
+        content = bytearray()
+        while len(content) < size:
+            self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+            part = self._channel.recv(min(size - len(content), 1 << 20))
+            if not part:
+                raise ConnectionError
+            content += part
+        return bytes(content)
 
 
-def _decoded(value: Any) -> Any:
+def _end(process: int, channel: socket.socket) -> None:
+    channel.close()
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _failure(message: str) -> CheckpointError:
+    return CheckpointError(message)
+
+
+def _decoded(value: Any, archive_bytes: int) -> Any:
+    """A value of a reply. Raises one of DECODING_ERRORS for what no reply holds."""
     if isinstance(value, list):
-        return [_decoded(each) for each in value]
+        return [_decoded(each, archive_bytes) for each in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tuple":
-        return tuple(_decoded(each) for each in content)
+        return tuple(_decoded(each, archive_bytes) for each in content)
     if kind == "dict":
-        pairs = [(_decoded(key), _decoded(each)) for key, each in content]
+        pairs = [(_decoded(key, archive_bytes), _decoded(each, archive_bytes)) for key, each in content]
         plain = all(isinstance(key, str | int | float | bool | None) for key, _ in pairs)
         return dict(pairs) if plain else pairs
     if kind == "tensor":
-        shape, stride = tuple(content.pop("shape")), tuple(content.pop("stride"))
-        return TensorPlace(**content, shape=shape, stride=stride)
+        return _place(content, archive_bytes)
     if kind == "record":
-        name, args, state = content
-        return Record(name, tuple(_decoded(args)), _decoded(state))
-    return f"<{content} bytes>"
+        name, state = content
+        return Record(str(name), _decoded(state, archive_bytes))
+    return Record(str(content))
+
+
+def _place(content: dict[str, Any], archive_bytes: int) -> TensorPlace:
+    """Where a tensor is, inside its storage, and that inside the archive. ValueError where it is not."""
+    shape, stride = tuple(content.pop("shape")), tuple(content.pop("stride"))
+    place = TensorPlace(**content, shape=shape, stride=stride)
+    numbers = (place.start, place.num_bytes, place.crc32, place.offset, *shape, *stride)
+    if place.dtype not in confined.DTYPES or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("it holds a tensor of an unknown type, or with a negative size, stride or offset")
+    if place.start + place.num_bytes > archive_bytes:
+        raise ValueError("it holds a tensor whose storage ends after the file")
+    item = getattr(torch, place.dtype).itemsize
+    if place.num_bytes % item or (place.offset + place.span) * item > place.num_bytes:
+        raise ValueError(f"it holds a tensor of shape {shape} and stride {stride} that leaves its storage")
+    return place

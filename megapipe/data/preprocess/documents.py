@@ -51,7 +51,7 @@ class RawDocument:
             return [self._decode()]
         try:
             record = json.loads(self._decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megapipe.config.untrusted import DECODING_ERRORS, read_json
 from megapipe.data.durable import write_whole
 from megapipe.data.index_writer import WriterPosition
 from megapipe.data.preprocess.inputs import InputFile
@@ -34,7 +35,7 @@ class Journal:
 def read_journal(path: Path, job: str) -> Journal | None:
     """The journal of an earlier run of the same job; None where there is none, or it cannot be used."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path, ValueError)
         if content.pop("format_version") != FORMAT_VERSION or content["job"] != job:
             return None
         writers = [
@@ -42,7 +43,7 @@ def read_journal(path: Path, job: str) -> Journal | None:
             for sequences, documents, tokens, checksums in content.pop("writers")
         ]
         return Journal(**content, writers=writers)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *DECODING_ERRORS):
         return None
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megapipe.config.untrusted import read_json
 from megapipe.data.errors import DataError
 from megapipe.data.tokenizers.protocol import fingerprint_of_files
 
@@ -158,10 +159,7 @@ def _eos_token(config: Path) -> str | None:
 def _configuration(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not readable JSON: {error}; repair or remove it") from error
+    content = read_json(path, DataError)
     if not isinstance(content, dict):
         raise DataError(f"{path} is not readable JSON of a configuration: it holds no object; repair or remove it")
     return content

@@ -19,6 +19,7 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.run import PretrainConfig
+from megapipe.config.untrusted import decode_yaml
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import FitResult, fit
@@ -63,7 +64,7 @@ def rows_report(path: str, hardware: Hardware) -> str:
 def read_rows(path: str) -> tuple[MeasuredRow, ...]:
     """The rows of a file. Raises ConfigError that names every wrong row."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = decode_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"rows file {path!r} cannot be read: {error}; name a readable YAML file") from None
     rows = content.get("rows") if isinstance(content, Mapping) else None

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.untrusted import compose_yaml, read_bytes
 from megapipe.planner.hardware.description import (
     DTYPES,
     Device,
@@ -24,7 +25,7 @@ from megapipe.planner.hardware.sections import MISSING, Section, Values
 PRESETS = tuple(sorted(each.stem for each in Path(str(files(__package__) / "presets")).glob("*.yaml")))
 """Names of the files that come with the package."""
 LARGEST_FILE = 16_000_000
-"""Characters: a larger file takes minutes to read."""
+"""Characters, enough for a link matrix of 1,000 nodes: a larger file takes minutes to read."""
 
 
 def load_hardware(name_or_file: str) -> Hardware:
@@ -41,7 +42,7 @@ def load_hardware(name_or_file: str) -> Hardware:
             "a file of your own needs its ending, as in machine.yaml)"
         )
     try:
-        text = Path(name_or_file).read_text(encoding="utf-8")
+        text = read_bytes(Path(name_or_file), ConfigError, LARGEST_FILE).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"hardware file {name_or_file!r} cannot be read: {why}; name a readable YAML file") from None
@@ -56,17 +57,10 @@ def _meant(name: str) -> str:
 
 def read_hardware(text: str, origin: str = "hardware") -> Hardware:
     """Hardware from the YAML text of a file called `origin`; ConfigError names all that is wrong."""
-    if len(text) > LARGEST_FILE:
-        raise ConfigError(
-            f"{origin} has {len(text):,} characters; a hardware file has at most {LARGEST_FILE:,}, in which a link "
-            "matrix of 1,000 nodes has room: leave rows out, or write fewer digits"
-        )
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = compose_yaml(text, LARGEST_FILE)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{origin} is no YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{origin} nests lists or mappings too deeply to be read") from None
+        raise ConfigError(f"{origin} is not readable YAML: {error}") from None
     reader = _Reader(origin)
     hardware = reader.hardware(root)
     if reader.problems or hardware is None:

@@ -8,11 +8,13 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_type_hints
 
+from megapipe.config.untrusted import DECODING_ERRORS, is_of_type, read_json
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import SECTIONS, SectionName
 
@@ -94,22 +96,21 @@ def rank_files(directory: Path) -> dict[int, Path]:
 def read_rank(path: Path) -> RankTrace:
     """The trace in a rank's file. Raises ScheduleError for one that is cut off, or is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        document = read_json(path, ScheduleError)
+    except OSError as error:
         raise ScheduleError(f"cannot read {path}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ScheduleError(
-            f"{path} is no whole JSON document ({error}); the file was cut off on the way here: copy it again"
-        ) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else None
         raise ScheduleError(f"{path} has format {found!r}, and {FORMAT!r} is the one known here")
     try:
         fields = {name: document[name] for name in RankTrace.__dataclass_fields__}
+        for name, declared in get_type_hints(RankTrace).items():
+            if not is_of_type(fields[name], declared):
+                raise ScheduleError(f"{path}: its {name} is {reprlib.repr(fields[name])}")
         return RankTrace(**(fields | {"events": [_event(row) for row in fields["events"]]}))
     except KeyError as error:
         raise ScheduleError(f"{path} lacks {error}") from None
-    except (TypeError, ValueError) as error:
+    except DECODING_ERRORS as error:
         raise ScheduleError(f"{path} holds an event that is none: {error}") from None
 
 

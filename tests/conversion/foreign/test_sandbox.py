@@ -1,23 +1,30 @@
 """Pickles of strangers: each fixture would do harm if it were read the usual way, and is refused by name."""
 
-import argparse
 import builtins
 import os
 import pickle
+import resource
+import socket
 import struct
 import subprocess
-import sys
-import textwrap
-from collections import OrderedDict
-from collections.abc import Iterator
+import tempfile
+import time
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.conversion.foreign import unpickler
+from megapipe.config.untrusted import DECODING_ERRORS
+from megapipe.conversion.foreign import confined
+from megapipe.conversion.foreign import sandbox as sandbox_module
 from megapipe.conversion.foreign.archive import Archive
 from megapipe.conversion.foreign.sandbox import Record, Sandbox
 
@@ -47,26 +54,47 @@ def hostile(mark: Path) -> dict[str, tuple[object, str]]:
         "eval": (Harm(builtins.eval, f"open({str(mark)!r}, 'w')"), "builtins.eval"),
         "nested": ({"model": [OrderedDict(weight=(1, {2: Harm(os.system, command)}))]}, "posix.system"),
         "within a listed class": (
-            argparse.Namespace(hidden=Harm(subprocess.call, command)),
-            "subprocess.call",
+            Namespace(hidden=Harm(subprocess.call, command)),
+            r"(subprocess|commands)\.call",
         ),
         "hub": (Harm(torch.hub.load, "someone/something", "model"), "torch.hub.load"),
         "open": (Harm(open, str(mark), "w"), "open"),
         "getattr": (Harm(getattr, Path, "unlink"), "builtins.getattr"),
         "torch.load": (Harm(torch.load, str(mark)), "torch.serialization.load"),
         "numpy": (Harm(np.load, str(mark), None, True), "numpy.load"),
-        "a large array": (Harm(bytearray, 1 << 40), "builtins.bytearray"),
     }
+
+
+def bare(content: bytes, sandbox: Sandbox) -> Any:
+    """What the confined process makes of a bare pickle, as `.metadata` is one."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return sandbox.load(file.fileno(), 0, len(content), "folder/.metadata", archive=False)
+
+
+def archived(content: bytes, path: Path, storages: Sequence[bytes] = ()) -> Path:
+    """An archive as torch.save writes it, with any pickle in it."""
+    writer = torch._C.PyTorchFileWriter(str(path))
+    writer.write_record("data.pkl", content, len(content))
+    writer.write_record("byteorder", b"little", 6)
+    for number, storage in enumerate(storages):
+        writer.write_record(f"data/{number}", storage, len(storage))
+    writer.write_end_of_file()
+    return path
 
 
 @pytest.mark.parametrize("kind", hostile(Path("mark")))
 def test_harmful_pickles_are_refused_by_name_and_nothing_runs(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     value, named = hostile(mark)[kind]
+    with pytest.raises(CheckpointError, match=rf"metadata is not read: it names \S*({named}|argparse.Namespace)"):
+        bare(pickle.dumps(value), sandbox)
+    torch.save(value, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=rf"weights\.pt is not read: it names \S*{named}"):
-        sandbox.load(pickle.dumps(value), "weights.pt")
+        Archive(tmp_path / "weights.pt", sandbox)
     assert not mark.exists()
-    assert sandbox.load(pickle.dumps([1]), "the next one") == [1]
+    assert bare(pickle.dumps([1]), sandbox) == [1]
 
 
 def test_the_fixtures_do_harm_to_who_unpickles_them(tmp_path: Path) -> None:
@@ -82,32 +110,147 @@ def bomb(depth: int) -> bytes:
     return pickle.dumps(value)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"\x80\x02" + b"N" + b"r" + struct.pack("<I", 2**32 - 1) + b".", "more memory"),
-        (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"short", "not a readable pickle"),
-        (pickle.dumps({"a": 1})[:-4], "not a readable pickle"),
-        (b"", "not a readable pickle"),
-        (b"\x80\x02" + b"(" * 5 + b"l" * 200 + b".", "not a readable pickle"),
-        (b"\x80\x04" + b"]" + b"\x94" + b"h\x00" + b"a.", "nested deeper"),
-        (b"\x80\x02" + b"]" * 200 + b"a" * 199 + b".", "nested deeper"),
-        (b"\x80\x02cos\nsystem\n.", "os.system"),
-        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(NK\x00))tR.", "without a place"),
-        (b"\x80\x02X\x01\x00\x00\x00aQ.", "no storage"),
-    ],
-    ids=["memo", "text", "cut", "empty", "marks", "cycle", "deep", "bare name", "no storage", "persistent id"],
-)
-def test_damaged_and_oversized_pickles_are_refused(content: bytes, told: str, sandbox: Sandbox) -> None:
+BARE = {
+    "memo": (b"\x80\x02" + b"N" + b"r" + struct.pack("<I", 2**32 - 1) + b".", "more memory"),
+    "text": (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"short", "damaged"),
+    "cut": (pickle.dumps({"a": 1})[:-4], "damaged"),
+    "empty": (b"", "damaged"),
+    "marks": (b"\x80\x02" + b"(" * 5 + b"l" * 200 + b".", "damaged"),
+    "cycle": (b"\x80\x04" + b"]" + b"\x94" + b"h\x00" + b"a.", "nested deeper"),
+    "deep": (b"\x80\x02" + b"]" * 200 + b"a" * 199 + b".", "nested deeper"),
+    "bare name": (b"\x80\x02cos\nsystem\n.", "os.system"),
+    "persistent id": (b"\x80\x02X\x01\x00\x00\x00aQ.", "damaged"),
+    "bomb": (bomb(6), "far more values"),
+    "characters": (pickle.dumps([text := "x" * 2000] + [text] * 5000), "far more values"),
+}
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_damaged_and_oversized_pickles_are_refused(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    content, told = BARE[kind]
     with pytest.raises(CheckpointError, match=told):
-        sandbox.load(content, "weights.pt")
+        bare(content, sandbox)
+    with suppress(CheckpointError):  # torch's loader does without a memo of that size
+        assert Archive(archived(content, tmp_path / "weights.pt"), sandbox).value is None
 
 
-def test_a_small_pickle_cannot_spell_out_a_large_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpickler, "MAX_NODES", 10_000)
-    assert "more than 10000 values" in unpickler.described(bomb(6))["refused"]
-    monkeypatch.setattr(unpickler, "MAX_CHARACTERS", 1000)
-    assert "1000 characters" in unpickler.described(pickle.dumps(["x" * 600] * 2))["refused"]
+def late_state(name: str) -> bytes:
+    """A pickle that makes an object of a class and sets its state twice."""
+    module, _, name = name.rpartition(".")
+    first, second = (pickle.dumps(each, 2)[2:-1] for each in ({"a": 1}, {"a": 2}))
+    return b"\x80\x02" + f"c{module}\n{name}\n".encode() + b")\x81" + first + b"b" + second + b"b."
+
+
+def test_no_field_is_set_after_it_was_checked(sandbox: Sandbox, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state of a torch.distributed.checkpoint.metadata.Metadata twice"):
+        bare(late_state("torch.distributed.checkpoint.metadata.Metadata"), sandbox)
+    with pytest.raises(CheckpointError, match=r"state of a argparse.Namespace twice"):
+        Archive(archived(late_state("argparse.Namespace"), tmp_path / "weights.pt"), sandbox)
+
+
+def tensor_at(offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
+    """A pickle of one tensor of a storage of four floats."""
+    parts = b"".join(pickle.dumps(each, 2)[2:-1] for each in (offset, shape, stride, False))
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+    rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + parts + b"ccollections\nOrderedDict\n)RtR"
+    return b"\x80\x02" + rebuilt + b"."
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "stride"),
+    [
+        (-1000, (4,), (1,)),
+        (1, (4,), (1,)),
+        (0, (-4,), (1,)),
+        (3, (4,), (-1,)),
+        (0, (2, 4), (1 << 62, 1)),
+        (1 << 62, (4,), (1,)),
+        (0, (1 << 40,), (1,)),
+    ],
+)
+def test_a_tensor_outside_its_storage_is_refused(
+    offset: int, shape: tuple[int, ...], stride: tuple[int, ...], sandbox: Sandbox, tmp_path: Path
+) -> None:
+    elements = [np.arange(4, dtype="<f4").tobytes()]
+    with pytest.raises(CheckpointError, match=r"weights\.pt is not read"):
+        Archive(archived(tensor_at(offset, shape, stride), tmp_path / "weights.pt", elements), sandbox)
+    archive = Archive(archived(tensor_at(1, (3,), (1,)), tmp_path / "whole.pt", elements), sandbox)
+    assert archive.tensor(archive.value).tolist() == [1.0, 2.0, 3.0]
+    archive.close()
+
+
+GOOD = {"dtype": "float32", "start": 64, "num_bytes": 16, "crc32": 0, "offset": 0, "shape": [4], "stride": [1]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": -1},
+        {"offset": 1},
+        {"start": -64},
+        {"start": 100},
+        {"num_bytes": 18},
+        {"num_bytes": 1 << 70},
+        {"shape": [-4]},
+        {"shape": [4.0]},
+        {"shape": [True, 4], "stride": [1, 1]},
+        {"shape": [2, 4], "stride": [1]},
+        {"stride": [-1]},
+        {"dtype": "load"},
+        {"dtype": 3},
+        {"more": 1},
+        {"shape": 4},
+    ],
+    ids=str,
+)
+def test_the_parent_checks_every_place_that_it_is_given(change: dict[str, Any]) -> None:
+    assert sandbox_module._decoded({"tensor": dict(GOOD)}, 100).shape == (4,)
+    with pytest.raises(DECODING_ERRORS):
+        sandbox_module._decoded({"tensor": GOOD | change}, 100)
+
+
+def framed(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (b"", "ended, or was stopped"),
+        (struct.pack("<Q", 1 << 62), "gave an answer of 4,611,686,018,427,387,904 bytes"),
+        (struct.pack("<Q", 100) + b"short", "took longer than 0.2 s"),
+        (framed(b"[" * 100_000), "not readable JSON"),
+        (framed(b"{}"), "gave no answer"),
+        (framed(b'{"value": {"record": [1]}}'), "is not read"),
+    ],
+    ids=["closed", "long", "slow", "deep", "empty", "wrong"],
+)
+def test_a_wrong_reply_is_one_error(reply: bytes, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As from a confined process that hostile code has taken over."""
+
+    def serve(channel: socket.socket) -> None:
+        socket.recv_fds(channel, 100, 1)
+        channel.sendall(reply)
+        time.sleep(60 if told.startswith("took") else 0)
+        os._exit(0)
+
+    monkeypatch.setattr(sandbox_module, "REPLY_SECONDS", 0.2 if told.startswith("took") else 20.0)
+    monkeypatch.setattr(confined, "serve", serve)
+    taken = Sandbox(True, tmp_path)
+    with pytest.raises(CheckpointError, match=told):
+        bare(b"", taken)
+    taken.close()
+
+
+@pytest.mark.slow
+def test_a_pickle_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(confined, "CPU_SECONDS", 0)
+    monkeypatch.setattr(confined, "unpickled", lambda content: content and all(iter(lambda: True, False)))
+    monkeypatch.setattr(confined, "_warm_up", lambda: None)
+    stopped = Sandbox(True, tmp_path)
+    with pytest.raises(CheckpointError, match="stopped at one of its limits"):
+        bare(pickle.dumps([1]), stopped)
+    stopped.close()
 
 
 def test_without_consent_nothing_is_read(tmp_path: Path) -> None:
@@ -115,9 +258,14 @@ def test_without_consent_nothing_is_read(tmp_path: Path) -> None:
         Sandbox(False, tmp_path)
 
 
-def test_listed_classes_become_records(sandbox: Sandbox) -> None:
-    found = sandbox.load(pickle.dumps({"args": argparse.Namespace(layers=2), 3: (1.5, None, b"abc")}), "weights.pt")
-    assert found == {"args": Record("argparse.Namespace", (), {"layers": 2}), 3: (1.5, None, "<3 bytes>")}
+def test_listed_classes_become_records(sandbox: Sandbox, tmp_path: Path) -> None:
+    lists: dict[str, list[int]] = defaultdict(list)
+    lists["a"].append(1)
+    torch.save({"args": Namespace(layers=2, dtype=torch.bfloat16), 3: (1.5, None, b"abc"), "d": lists}, tmp_path / "w")
+    archive = Archive(tmp_path / "w", sandbox)
+    args = Record("argparse.Namespace", {"layers": 2, "dtype": "torch.bfloat16"})
+    assert archive.value == {"args": args, 3: (1.5, None, Record("bytes")), "d": {"a": [1]}}
+    archive.close()
 
 
 def test_the_confined_process_can_neither_open_nor_write_nor_fork(tmp_path: Path) -> None:
@@ -126,36 +274,71 @@ def test_the_confined_process_can_neither_open_nor_write_nor_fork(tmp_path: Path
     existing.write_text("")
     tmp_path.chmod(0o777)
     existing.chmod(0o666)
-    program = f"""
-        import os, resource, runpy, socket
-        confine = runpy.run_path({unpickler.__file__!r})["confine"]
-        confine()
-        def attempt(what):
-            try:
-                what()
-            except (OSError, ValueError):
-                return
-            os.write(1, b"escaped")
-        attempt(lambda: open({str(mark)!r}, "w"))
-        attempt(lambda: open({str(existing)!r}))
-        attempt(lambda: socket.socket())
-        attempt(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)))
-        attempt(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)))
-        attempt(lambda: os.fork() or os._exit(0))
-        os.write(1, b"confined")
-    """
-    done = subprocess.run([sys.executable, "-I", "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.stdout == "confined", done.stderr
+
+    def escapes(content: bytes) -> list[str]:
+        attempts: dict[str, Callable[[], object]] = {
+            "create": lambda: mark.open("w"),
+            "open": existing.open,
+            "connect": socket.socket,
+            "raise the limit of files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+            "raise the limit of sizes": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
+            "fork": lambda: os.fork() or os._exit(0),
+        }
+        found = []
+        for name, attempt in attempts.items():
+            with suppress(OSError, ValueError):
+                attempt()
+                found.append(name)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(confined, "unpickled", escapes)
+        patch.setattr(confined, "_warm_up", lambda: None)
+        confined_now = Sandbox(True, tmp_path)
+    assert bare(b"x", confined_now) == []
+    confined_now.close()
     assert not mark.exists()
 
 
-def test_a_tensor_outside_its_storage_is_damage(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_good_archives_are_read_under_a_low_memory_limit(tmp_path: Path) -> None:
+    torch.save({"weight": torch.arange(4.0)}, tmp_path / "weights.pt")
+
+    def read(rank: int) -> None:
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize() + (256 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        sandbox = Sandbox(True, tmp_path)
+        archive = Archive(tmp_path / "weights.pt", sandbox)
+        os._exit(archive.tensor(archive.value["weight"]).tolist() == [0.0, 1.0, 2.0, 3.0])
+
+    child = os.fork()
+    if child == 0:
+        try:
+            read(0)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_tensor_that_repeats_its_elements_is_not_spelled_out(sandbox: Sandbox, tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     torch.save({"expanded": torch.zeros(1).expand(1 << 40)}, path)
     archive = Archive(path, sandbox)
-    with pytest.raises(DamagedCheckpointError, match="leaves its storage"):
+    with pytest.raises(DamagedCheckpointError, match="repeats elements"):
         archive.tensor(archive.value["expanded"])
     archive.close()
+
+
+def test_legacy_and_compressed_archives_are_refused(sandbox: Sandbox, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"torch 1\.6"):
+        Archive(tmp_path / "old.pt", sandbox)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "new.pt")
+    with zipfile.ZipFile(tmp_path / "new.pt") as new, zipfile.ZipFile(tmp_path / "small.pt", "w") as small:
+        for entry in new.infolist():
+            small.writestr(entry.filename, new.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="compressed"):
+        Archive(tmp_path / "small.pt", sandbox)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 300, -1])

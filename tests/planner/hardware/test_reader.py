@@ -95,7 +95,7 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
         ("  num_nodes: 1\n", "  num_nodes: 1\n  host: {bandwidth: 12}\n", "host.bandwidth is 12, but must be"),
         ("name: two kinds\n", "", "machine.yaml:1: name is missing; add it"),
         ("name: two kinds\n", "name: one\nname: two\n", "machine.yaml:2: name stands twice in one mapping"),
-        ("name: two kinds\n", "name: [\n", "machine.yaml is no YAML"),
+        ("name: two kinds\n", "name: [\n", "machine.yaml is not readable YAML"),
         ("  devices_per_node: 4\n", "  devices_per_node: 0\n", "devices_per_node is 0, but must be a whole number"),
     ],
 )  # fmt: skip
@@ -123,10 +123,10 @@ def test_a_bandwidth_that_cannot_be_read_is_one_problem() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (f"name: x\ngroups: {'[' * 3000}{']' * 3000}\n", "nests lists or mappings too deeply"),
+        (f"name: x\ngroups: {'[' * 3000}{']' * 3000}\n", "nested deeper than 100 levels"),
         ("[1, 2]: box\n", "the file has a list or mapping for a key"),
-        (f"name: x # {'x' * LARGEST_FILE}\n", "a hardware file has at most"),
-        ("name: x\ngroups: &g\n- *g\n", "groups[0] is no mapping"),
+        (f"name: x # {'x' * LARGEST_FILE}\n", "at most 16,000,000 are read"),
+        ("name: x\ngroups: &g\n- *g\n", "line 3: aliases (*g) are not read"),
         (FILE.replace("memory_bytes: 80e9", "memory_bytes: 80"), "memory_bytes is 80, but must be from 1e3 to 1e24"),
         (FILE.replace("num_nodes: 1", "num_nodes: 1e300", 1), "num_nodes is 1e300, but must be a whole number from 1"),
     ],

@@ -1,0 +1,189 @@
+"""JSON and YAML of any origin, decoded totally: any bytes give a value or one error, in bounded time and memory.
+
+Values hold only finite numbers below 1e100 (YAML also has .inf and .nan), text that can be encoded, no key twice in
+one mapping, and at most MAX_DEPTH levels, so that code which walks them by recursion is safe.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin
+
+import yaml
+
+MAX_DEPTH = 100
+MAX_JSON_BYTES = 1 << 28
+MAX_YAML_CHARACTERS = 1 << 20
+"""PyYAML reads roughly 100,000 characters a second."""
+
+DECODING_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What code that takes a decoded value apart may raise where the value has another structure than expected."""
+
+Failure = Callable[[str], Exception]
+"""Makes the exception to raise out of a message: CheckpointError, for example."""
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
+_NOT_BRACKETS = re.compile(r"[^\[\]{}]+")
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_MAX_NUMBER_CHARACTERS = 100
+_LARGE_NUMBER = re.compile(r"\d{40}|[eE]\+?\d{3}")
+
+
+def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises FileNotFoundError or NotADirectoryError where there is no file, and otherwise `failure`: the file is
+    unreadable, larger than `max_bytes`, or not a regular file, which could block or never end.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
+                raise failure(f"{path} is not a regular file")
+            if state.st_size > max_bytes:
+                raise failure(f"{path} has {state.st_size:,} bytes; at most {max_bytes:,} are read")
+            content = file.read(max_bytes + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise failure(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > max_bytes:
+        raise failure(f"{path} has more than {max_bytes:,} bytes")
+    return content
+
+
+def read_json(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The value in a JSON file. Raises as `read_bytes` and `decode_json`."""
+    return decode_json(read_bytes(path, failure, max_bytes), str(path), failure)
+
+
+def decode_json(content: bytes, origin: str, failure: Failure) -> Any:
+    """The value of a JSON text in UTF-8. Raises `failure`, in one line that starts with `origin`."""
+    try:
+        text = content.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        _check_scalars(text)
+    except RecursionError:
+        raise failure(f"{origin} is not readable JSON: it is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise failure(f"{origin} is not readable JSON: {_one_line(error)}") from error
+    return value
+
+
+def is_of_type(value: Any, declared: Any) -> bool:
+    """Whether a decoded value is of a field's type: a class, a union, or a container whose contents are not looked at
+    except in a mapping to int. Integers are counts, sizes and ids, 0 or more; a bool is not one."""
+    if get_origin(declared) in (Union, UnionType):
+        return any(is_of_type(value, each) for each in get_args(declared))
+    if not isinstance(value, get_origin(declared) or declared):
+        return False
+    if isinstance(value, dict) and get_args(declared)[1:] == (int,):
+        return all(is_of_type(each, int) for each in value.values())
+    if isinstance(value, bool):
+        return declared is not int
+    return not isinstance(value, int) or value >= 0
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {twice!r} twice in one object; keep one of them")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}, which JSON does not have")
+
+
+def _check_scalars(text: str) -> None:
+    """Raise for a valid JSON text that is too deep, or has numbers or text that later code could not handle."""
+    number = _LARGE_NUMBER.search(text) and _LARGE_NUMBER.search(_STRING.sub("", text))
+    if number:
+        raise ValueError(f"it holds a number of 40 or more digits, or of 1e100 or more, at {number[0]!r}")
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        brackets = _NOT_BRACKETS.sub("", _STRING.sub("", text)).replace("{", "[").replace("}", "]")
+        for _ in range(MAX_DEPTH):
+            brackets = brackets.replace("[]", "")
+        if brackets:
+            raise RecursionError
+    if "\\u" in text:  # an escape can spell half of a surrogate pair, which no encoder takes
+        json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML of plain values: no aliases, no key twice, bounded depth, `3e-4` a number as in every other tool.
+
+    Aliases (`*name`) let a few lines stand for gigabytes, and configurations do not need them.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not read; write the value out"
+            )
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"lists or mappings are nested deeper than {MAX_DEPTH} levels")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBERS and len(node.value) > _MAX_NUMBER_CHARACTERS:
+            line = node.start_mark.line + 1
+            raise yaml.YAMLError(f"line {line}: a number has more than {_MAX_NUMBER_CHARACTERS} characters")
+        return node
+
+
+def _mapping(loader: StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    pairs = [(loader.construct_object(key, deep=True), key.start_mark.line + 1, value) for key, value in node.value]
+    found: dict[Any, Any] = {}
+    for key, line, value in pairs:
+        if isinstance(key, (dict, list)):
+            raise yaml.YAMLError(f"line {line}: a list or mapping is used as a key; write a name")
+        if key in found:
+            raise yaml.YAMLError(f"key {key!r} stands twice in one mapping (line {line}); keep one of them")
+        found[key] = loader.construct_object(value, deep=True)
+    return found
+
+
+StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+# YAML 1.1 reads 3e-4 as a string; users of every other tool write it.
+StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def decode_yaml(text: str, max_characters: int = MAX_YAML_CHARACTERS) -> Any:
+    """The plain value of a YAML text. Raises yaml.YAMLError, and nothing else."""
+    return _decoded(text, max_characters, lambda: yaml.load(text, Loader=StrictLoader))
+
+
+def compose_yaml(text: str, max_characters: int = MAX_YAML_CHARACTERS) -> yaml.Node | None:
+    """The node tree of a YAML text, without shared nodes. Raises yaml.YAMLError, and nothing else."""
+    node: yaml.Node | None = _decoded(text, max_characters, lambda: yaml.compose(text, Loader=StrictLoader))
+    return node
+
+
+def _decoded(text: str, max_characters: int, decode: Callable[[], Any]) -> Any:
+    if len(text) > max_characters:
+        raise yaml.YAMLError(f"it has {len(text):,} characters; at most {max_characters:,} are read")
+    try:
+        return decode()
+    except yaml.YAMLError:
+        raise
+    except DECODING_ERRORS as error:  # as of a date in month 13, or of an integer with 6,000 digits
+        raise yaml.YAMLError(f"a value cannot be read: {_one_line(error)}") from error

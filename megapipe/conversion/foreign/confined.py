@@ -1,0 +1,316 @@
+"""The confined process that looks into pickles for `sandbox.py`, which forks it.
+
+Each request is an open file and a range of its bytes; each reply is a JSON text after its length, which describes what
+the pickle in there holds. Archives of torch.save go to torch's own weights-only loader, on the meta device: it
+reads no storage and says where each one is. `.metadata` goes to `unpickler.py`.
+"""
+
+import ctypes
+import gc
+import io
+import json
+import os
+import pickle
+import re
+import resource
+import socket
+import struct
+import time
+import warnings
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.serialization import safe_globals
+
+from megapipe.conversion.foreign.unpickler import DTYPES as DTYPES
+from megapipe.conversion.foreign.unpickler import Inert, Refused, inert_classes, unpickled
+
+REQUEST = struct.Struct("<BQQ")
+"""Whether it is an archive, first byte, and the byte after the last."""
+LENGTH = struct.Struct("<Q")
+MAX_PICKLE_BYTES = 1 << 29
+"""The metadata of a checkpoint with a million shards has some 200 MB."""
+MAX_MEMBERS = 1_000_000
+MAX_DEPTH = 20
+"""Levels of containers; Megatron-LM's checkpoints have eight."""
+MEMORY_BYTES = 8 << 30
+"""Address space beyond that of the process as it starts."""
+CPU_SECONDS = 120
+"""For one request."""
+
+_VALUES_FOR_A_BYTE, _CHARACTERS_FOR_A_BYTE = 8, 64
+"""Largest reply in relation to the pickle, which can name one value again and again."""
+_NO_NEW_PRIVILEGES = 38  # linux/prctl.h
+_NOBODY = 65534
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_REFUSED_NAME = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
+_MEGATRON_ENUMS = (
+    "ModelType",
+    "Fp8Recipe",
+    "Fp4Recipe",
+    "LayerType",
+    "AttnType",
+    "AttnMaskType",
+    "AttnBackend",
+    "CudaGraphScope",
+    "PositionEmbeddingType",
+    "RerunDiagnostic",
+    "RerunMode",
+    "RerunState",
+)
+_ALLOWED = inert_classes(
+    {
+        "argparse": ("Namespace",),
+        "_io": ("BytesIO",),
+        "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+        "signal": ("Signals",),
+        "builtins": ("dict", "list", "int", "float"),
+        "numpy": ("ndarray", "dtype"),
+        "numpy.core.multiarray": ("_reconstruct", "scalar"),
+        "numpy._core.multiarray": ("_reconstruct", "scalar"),
+        **dict.fromkeys(
+            (
+                "megatron.core.enums",
+                "megatron.core.transformer.enums",
+                "megatron.core.rerun_state_machine",
+                "megatron.legacy.model.enums",
+                "megatron.model.enums",
+            ),
+            _MEGATRON_ENUMS,
+        ),
+    }
+)
+"""What torch's loader may meet in an archive besides tensors and plain values; nothing of these libraries is run."""
+_NAMESPACE = _ALLOWED["argparse.Namespace"]
+
+
+def _mapping(*factory: Any) -> OrderedDict[Any, Any]:
+    """Stands for a defaultdict: torch's loader fills no mapping of another type."""
+    return OrderedDict()
+
+
+class Window(io.RawIOBase):
+    """Bytes `start` to `stop` of a file, as a file of their own: DCP's files are archives one after the other."""
+
+    def __init__(self, descriptor: int, start: int, stop: int) -> None:
+        self._descriptor, self._start, self._size, self._position = descriptor, start, stop - start, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"position {base + offset} is before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._position))
+        content = os.pread(self._descriptor, count, self._start + self._position)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+class _Members:
+    """The directory of an archive. pickle_bytes: of its data.pkl."""
+
+    def __init__(self, window: Window) -> None:
+        with zipfile.ZipFile(window) as archive:
+            entries = archive.infolist()
+            if len(entries) > MAX_MEMBERS:
+                raise Refused(f"it has {len(entries):,} members; at most {MAX_MEMBERS:,} are read")
+            names = {entry.filename.partition("/")[2]: entry for entry in entries}
+            if len(names) < len(entries) or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise Refused("one of its members is there twice, or is compressed")
+            if "data.pkl" not in names:
+                raise Refused("it has no data.pkl")
+            if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
+                raise Refused("its numbers are big-endian")
+        self.pickle_bytes = names["data.pkl"].file_size
+        self._storages = {}
+        for name, entry in names.items():
+            if name.startswith("data/"):
+                window.seek(entry.header_offset)
+                _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size) or b"")
+                self._storages[entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes] = entry
+
+    def checksum(self, start: int, num_bytes: int) -> int:
+        """The CRC-32 of the storage that has exactly these bytes."""
+        entry = self._storages.get(start)
+        if entry is None or entry.file_size != num_bytes:
+            raise Refused(f"it has no storage of {num_bytes:,} bytes at byte {start:,}")
+        return entry.CRC
+
+
+class Encoder:
+    """A read pickle as JSON values. Objects are {kind: content}; lists and most scalars stand for themselves."""
+
+    def __init__(self, pickle_bytes: int, members: _Members | None = None) -> None:
+        self._values = 10_000 + _VALUES_FOR_A_BYTE * pickle_bytes
+        self._characters = 100_000 + _CHARACTERS_FOR_A_BYTE * pickle_bytes
+        self._members = members
+
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        """The JSON value. Raises Refused for one that is too large, too deep or refers to itself."""
+        self._values -= 1
+        if isinstance(value, str):
+            self._characters -= len(value)
+        if self._values < 0 or self._characters < 0:
+            raise Refused("it spells out far more values than it has bytes")
+        if depth > MAX_DEPTH:
+            raise Refused(f"it is nested deeper than {MAX_DEPTH} levels")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, (int, float)):
+            return value if abs(value) < 1e30 else {"other": type(value).__name__}  # NaN is not below it
+        if isinstance(value, str):
+            return value.encode("utf-8", "replace").decode()
+        if isinstance(value, list):
+            return [self.encode(each, depth + 1) for each in value]
+        if isinstance(value, (tuple, set, frozenset)):
+            return {"tuple": [self.encode(each, depth + 1) for each in value]}
+        if isinstance(value, dict):
+            pairs = value.items()
+            return {"dict": [[self.encode(key, depth + 1), self.encode(each, depth + 1)] for key, each in pairs]}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.dtype):
+            return str(value)
+        if isinstance(value, _NAMESPACE) or (isinstance(value, Inert) and self._members is None):
+            return {"record": [value.name, self.encode(value.state, depth + 1)]}
+        return {"other": getattr(value, "name", "") or type(value).__name__}
+
+    def _tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if self._members is None or tensor.layout != torch.strided or dtype not in DTYPES:
+            return {"other": f"tensor of {tensor.dtype}"}
+        storage = tensor.untyped_storage()
+        start = getattr(storage, "_checkpoint_offset", None)
+        if start is None:
+            return {"other": "tensor without a storage in the file"}
+        place = {
+            "dtype": dtype,
+            "start": start,
+            "num_bytes": storage.nbytes(),
+            "crc32": self._members.checksum(start, storage.nbytes()),
+            "offset": tensor.storage_offset(),
+            "shape": list(tensor.shape),
+            "stride": list(tensor.stride()),
+        }
+        return {"tensor": place}
+
+
+def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mapping[str, Any]:
+    """{"value": ...} of the pickle in these bytes of a file, {"refused": why}, or {"damaged": why}."""
+    try:
+        window = Window(descriptor, start, stop)
+        if not archive:
+            _check_size(stop - start)
+            return {"value": Encoder(stop - start).encode(unpickled(window.read(stop - start) or b""))}
+        members = _Members(window)
+        _check_size(members.pickle_bytes)
+        window.seek(0)
+        allowed = [(known, name) for name, known in _ALLOWED.items()]
+        with safe_globals([*allowed, (_mapping, "collections.defaultdict")]):
+            value = torch.load(window, map_location="meta", weights_only=True)
+        return {"value": Encoder(members.pickle_bytes, members).encode(value)}
+    except Refused as error:
+        return {"refused": str(error)}
+    except zipfile.BadZipFile as error:
+        return {"damaged": f"{error}; if it is from before torch 1.6, load and save it once with a newer torch"}
+    except MemoryError:
+        return {"refused": f"it needs more memory than the {MEMORY_BYTES >> 30} GiB or less that reading it may take"}
+    except Exception as error:  # a damaged or hostile pickle can end in any of them
+        refused = _REFUSED_NAME.search(str(error))
+        if refused is not None:
+            name = refused[1] if "." in refused[1] else f"builtins.{refused[1]}"
+            return {"refused": f"it names {name}, which is not on the list of what a checkpoint may hold"}
+        reason = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())[:300]
+        return {"damaged": f"{type(error).__name__}: {reason}"}
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_PICKLE_BYTES:
+        raise Refused(f"its pickle has {num_bytes:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
+
+
+def confine() -> None:
+    """Give up, for good, writing files, opening files and sockets, starting processes, and privileges.
+
+    Every limit is lowered to a value that a lower limit of the system allows.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    with open("/proc/self/statm", "rb") as file:
+        address_space = int(file.read().split()[0]) * resource.getpagesize()
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_FSIZE, 0)
+    _lower(resource.RLIMIT_AS, address_space + MEMORY_BYTES)
+    if os.geteuid() == 0:  # root could raise its limits again
+        try:
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        except OSError:
+            pass  # a container may forbid it; the limits hold for what does not undo them
+    _lower(resource.RLIMIT_NPROC, 0)
+    _lower(resource.RLIMIT_NOFILE, 4)  # the channel, two that lead nowhere, and the file of the request
+
+
+def _lower(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (limit, limit))
+
+
+def _allow_cpu(seconds: float) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(time.process_time() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _warm_up() -> None:
+    """Import what reading imports on first use: afterwards no file can be opened."""
+    with open(os.memfd_create("archive"), "w+b") as file:
+        torch.save({"tensor": torch.zeros(1), "args": Namespace(content=b"\xff")}, file)
+        file.flush()
+        described(file.fileno(), 0, file.tell(), archive=True)
+    unpickled(pickle.dumps({}))
+    b"name".decode("cp437")
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer requests until there are no more, in a process that was forked for it. Does not return."""
+    try:
+        gc.disable()  # finalizers of objects of the parent must not close descriptors that are others by now
+        warnings.simplefilter("ignore")
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for source, target in ((channel.detach(), 0), (nowhere, 1), (nowhere, 2)):
+            os.dup2(source, target)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2:
+                with suppress(OSError):  # listing the folder took one
+                    os.close(descriptor)
+        _warm_up()
+        confine()
+        with socket.socket(fileno=0) as requests:
+            while True:
+                request, descriptors, _, _ = socket.recv_fds(requests, REQUEST.size, 1)
+                if len(request) < REQUEST.size:
+                    os._exit(0)
+                archive, start, stop = REQUEST.unpack(request)
+                _allow_cpu(CPU_SECONDS)
+                reply = json.dumps(described(descriptors[0], start, stop, archive=bool(archive))).encode()
+                os.close(descriptors[0])
+                requests.sendall(LENGTH.pack(len(reply)) + reply)
+    finally:
+        os._exit(1)

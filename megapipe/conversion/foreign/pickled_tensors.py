@@ -1,0 +1,54 @@
+"""A state dict in an archive of torch.save, as Hugging Face folders have it in their `.bin` files."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megapipe.checkpoint.errors import DamagedCheckpointError
+from megapipe.conversion.foreign.archive import DTYPE_NAMES, Archive
+from megapipe.conversion.foreign.sandbox import Sandbox, TensorPlace
+
+
+class PickledTensor(NamedTuple):
+    """One tensor of a file. dtype: as safetensors names it."""
+
+    dtype: str
+    place: TensorPlace
+
+
+class PickledTensors:
+    """A `.bin` file read by tensor, with the methods of `TensorReader`. entries: its floating-point tensors by key.
+
+    Raises CheckpointError for a file that cannot be read or names a class that no checkpoint needs.
+    """
+
+    def __init__(self, path: Path, sandbox: Sandbox) -> None:
+        self._archive = Archive(path, sandbox)
+        value = self._archive.value
+        if not isinstance(value, dict):
+            self.close()
+            raise DamagedCheckpointError(f"{path} holds no state dict of tensors by name", "unreadable")
+        self.entries = {
+            str(key): PickledTensor(DTYPE_NAMES[place.dtype], place)
+            for key, place in value.items()
+            if isinstance(place, TensorPlace) and place.dtype in DTYPE_NAMES
+        }
+
+    def entry(self, key: str) -> PickledTensor:
+        """Where a tensor is. Raises DamagedCheckpointError when the file holds no such tensor of a known type."""
+        if key not in self.entries:
+            raise DamagedCheckpointError(f"{self._archive.path} holds no floating-point tensor {key!r}", "unreadable")
+        return self.entries[key]
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor, in memory of its own."""
+        return self._archive.tensor(self.entry(key).place)
+
+    def verify(self, key: str) -> list[str]:
+        """Read a tensor's storage: what is wrong with it, empty if nothing is."""
+        return self._archive.verify(self.entry(key).place)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._archive.close()
