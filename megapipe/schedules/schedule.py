@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from megapipe.schedules.errors import ScheduleError
 FORMAT_VERSION: Final = 1
 
 Mode = Literal["train", "forward"]
+Connection = tuple[int, int]
+"""Sending and receiving stage of a link between two ranks."""
 NumericalClass = Literal["A", "B", "C"]
 SectionName = Literal["prologue", "body", "epilogue"]
 KINDS: Final = {int(kind): kind for kind in Kind}
@@ -121,6 +124,19 @@ class Header:
         for index, route in enumerate(self.routes):
             preceding[index, list(route[1:])] = route[:-1]
         return preceding
+
+    @cached_property
+    def connections(self) -> tuple[Connection, ...]:
+        """Every link between ranks, in the order in which all ranks make them: activations to the next stage of a
+        route, then gradients back."""
+        found: dict[Connection, None] = {}
+        for route in self.routes:
+            for stage, following in pairwise(route):
+                if self.stages[stage].rank != self.stages[following].rank:
+                    found[stage, following] = None
+                    if self.mode == "train":
+                        found[following, stage] = None
+        return tuple(found)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Stages that live on a pipeline rank, ascending."""

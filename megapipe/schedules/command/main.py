@@ -60,12 +60,16 @@ def _validate(flags: argparse.Namespace) -> None:
         "weight_versions": report.weight_versions,
     }
     if flags.json:
-        print(json.dumps({"valid": True, "canonical_order": report.canonical_order, **numbers}))
+        facts = {"canonical_order": report.canonical_order, "lazy_links": report.lazy_links}
+        print(json.dumps({"valid": True, **facts, **numbers}))
         return
     order = "in micro-batch order" if report.canonical_order else "out of micro-batch order"
     print(f"{schedule.header.name} is valid; gradients are added {order}")
     for key, values in numbers.items():
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
+    if not report.lazy_links:
+        print("  note: its links must be connected before step 1, as megapipe does; with links that connect at their")
+        print("  first use (NCCL's default) the first step would hang")
 
 
 def _listed(values: Iterable[float]) -> str:
