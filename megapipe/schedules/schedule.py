@@ -126,6 +126,13 @@ class Header:
         return preceding
 
     @cached_property
+    def stages_sharing(self) -> tuple[int, ...]:
+        """Per stage, the number of stages that hold one copy of the model on its rank, itself included: it has one
+        over that of the copy's layers there."""
+        homes = [(place.rank, place.replica) for place in self.stages]
+        return tuple(homes.count(home) for home in homes)
+
+    @cached_property
     def connections(self) -> tuple[Connection, ...]:
         """Every link between ranks, in the order in which all ranks make them: activations to the next stage of a
         route, then gradients back."""
@@ -157,12 +164,23 @@ class Header:
         return (*range(units), *tied)
 
 
+class Origin(NamedTuple):
+    """The text that a schedule was read from, and the number of the line of each rank in each section."""
+
+    source: str
+    lines: dict[tuple[SectionName, int], int]
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A pipeline schedule: the one description of a step that validator, simulator, drawing and engine read."""
+    """A pipeline schedule: the one description of a step that validator, simulator, drawing and engine read.
+
+    ``origin``: for errors; None for a schedule that was not read from a text. Equality leaves it out.
+    """
 
     header: Header
     sections: Sections
+    origin: Origin | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

@@ -1,4 +1,4 @@
-"""The first step over links whose first use in each direction blocks the host until both ends use it, as NCCL's does."""
+"""The first step over links whose first use in each direction blocks until both ends use it, as with NCCL."""
 
 from collections.abc import Callable
 from datetime import timedelta

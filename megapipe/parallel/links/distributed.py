@@ -116,8 +116,8 @@ def gloo_links(
 def nccl_links(
     group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
 ) -> dict[Edge, DistributedLink]:
-    """This rank's ends of `edges`, connected, each over a communicator of its two ranks, so that no direction waits for
-    another.
+    """This rank's ends of `edges`, connected, each over a communicator of its two ranks, so that no direction waits
+    for another.
 
     A collective call over the pipeline's group. The communicators are split from the pipeline's, run on high-priority
     streams and use few thread blocks, because they copy while kernels compute.

@@ -10,8 +10,8 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Rows, kind_mask
-from megapipe.schedules.generators.looped import default_group_size
 from megapipe.schedules.gathers import ADDING, USES, residences_of
+from megapipe.schedules.generators.looped import default_group_size
 from megapipe.schedules.schedule import Schedule
 
 Floats = npt.NDArray[np.float64]

@@ -3,20 +3,24 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from megapipe.config.command_line import tool_parser, with_hyphens
-from megapipe.schedules.build import build
+from megapipe.schedules.build import build, order
 from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.generators.weight_halves import Times
-from megapipe.schedules.load_file import load_file
+from megapipe.schedules.load_file import load_file, read_file
 from megapipe.schedules.offload import Offload
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
 
 NEVER_FLUSHING_STEPS = 4
+LOWERING_FLAGS = {
+    "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False, "offload_weights": 0
+}  # fmt: skip
+"""Flags that change what lowering adds to the compute actions, and their defaults."""
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
 EXAMPLES = """\
 examples:
@@ -25,7 +29,7 @@ examples:
   tools/schedule.py draw --schedule zb_h1 --ranks 4 --microbatches 8 --output zb_h1.svg
   tools/schedule.py overlay runs/2bw/trace --output timeline.html
 
-docs/schedules.md tells what each schedule is for.
+docs/schedules.md explains what each schedule is for.
 """
 
 
@@ -41,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         ("show", "text timeline"),
         ("simulate", "makespan, bubble, activations, weight versions"),
         ("draw", "SVG, interactive HTML or Chrome/Perfetto trace"),
-        ("write", "the schedule in its text form"),
+        ("write", "the schedule as a text file to edit"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(GENERATORS)}")
@@ -49,6 +53,10 @@ def parser() -> argparse.ArgumentParser:
         _flags(command)
         if name == "draw":
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
+        if name == "write":
+            command.add_argument(
+                "--lowered", action="store_true", help="with every send, receive, reduction and update written out"
+            )
         if name == "show":
             command.add_argument("--width", type=int, default=120, help="most characters a line")
     compare = commands.add_parser("compare", help="a table over schedules")
@@ -130,10 +138,36 @@ def _flags(command: argparse.ArgumentParser) -> None:
     times.add_argument("--scalars-time", type=float, default=0.0, help="global norm and finite flag over all ranks")
 
 
+def order_of(flags: argparse.Namespace, name: str) -> Schedule:
+    """The compute actions of the schedule that the flags ask for, named or read from a file."""
+    for flag, value in LOWERING_FLAGS.items():
+        if getattr(flags, flag) != value:
+            shown = f"--{flag.replace('_', '-')}"
+            raise ScheduleError(
+                f"{shown} changes what lowering adds to the compute actions; add --lowered, or drop it"
+            )
+    if flags.file is not None:
+        schedule = read_file(flags.file)
+        if schedule.header.lowered:
+            raise ScheduleError(f"{flags.file} is lowered already; add --lowered to print it")
+        return schedule
+    return order(name, flags.ranks, flags.microbatches, **_arguments(flags, name))
+
+
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
     if getattr(flags, "file", None) is not None:
         return load_file(flags.file)
+    arguments = _arguments(flags, name)
+    stages = len(arguments["units_per_stage"])
+    return build(
+        name, flags.ranks, flags.microbatches, receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages),
+        offload=_offload(flags, stages), **arguments,
+    )  # fmt: skip
+
+
+def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Keyword arguments of :func:`order` for the named schedule."""
     generator = find_generator(name)
     if flags.placement is not None and flags.placement != generator.placement.__name__:
         raise ScheduleError(f"{name} places its stages {generator.placement.__name__}, not {flags.placement}")
@@ -146,13 +180,13 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     if "times" in generator.order_options or options.get("two_bp"):
         options["times"] = costs
     stages = flags.ranks * generator.number_of_chunks(cast(Options, options))
-    return build(
-        name, flags.ranks, flags.microbatches, units_per_stage=[flags.units] * stages,
-        data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
-        weight_buffers=flags.weight_buffers, whole_gradients=flags.whole_gradients,
-        receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages), offload=_offload(flags, stages),
-        **cast(Options, options),
-    )  # fmt: skip
+    return {
+        "units_per_stage": [flags.units] * stages,
+        "data_parallel": flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
+        "weight_buffers": flags.weight_buffers,
+        "whole_gradients": flags.whole_gradients,
+        **options,
+    }
 
 
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:

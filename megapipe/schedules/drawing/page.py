@@ -90,7 +90,8 @@ if (bars.some(bar => bar.critical)) {
 }
 const colourOf = rank => `hsl(${215 + 130 * rank / Math.max(1, data.curves.length - 1)} 60% 55%)`;
 data.curves.forEach((_, rank) => {
-  const name = element(document.getElementById("ranks"), "span", `<i style="background:${colourOf(rank)}"></i>rank ${rank}`);
+  const mark = `<i style="background:${colourOf(rank)}"></i>`;
+  const name = element(document.getElementById("ranks"), "span", `${mark}rank ${rank}`);
   name.onmouseenter = () => { pointed = rank; draw(); };
   name.onmouseleave = () => { pointed = null; draw(); };
 });

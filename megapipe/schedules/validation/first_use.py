@@ -1,8 +1,8 @@
 """Does the first step get through where the first use of a link or group is a rendezvous?
 
-NCCL connects two ranks when they first send or receive on a communicator, one direction at a time, and the members of a
-group in their first collective. The call does not return, on any member's host, until every member has made it. So a
-rank that posts an early receive does not go on to the send that the other side waits for.
+NCCL connects two ranks when they first send or receive on a communicator, one direction at a time, and the members of
+a group in their first collective. The call does not return, on any member's host, until every member has made it. So
+a rank that posts an early receive does not go on to the send that the other side waits for.
 """
 
 from collections.abc import Collection

@@ -59,8 +59,8 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     hanging = first_use_deadlock(table, header.connections)
     if hanging:
         raise ScheduleError(
-            f"{header.name} deadlocks in its first step where the first collective of a group blocks the host, as with "
-            f"NCCL: {hanging}; start the reductions in one order on all ranks"
+            f"{header.name} deadlocks in its first step where the first collective of a group blocks the host, as "
+            f"with NCCL: {hanging}; start the reductions in one order on all ranks"
         )
     report = Report(
         canonical_order=_adds_in_order(table),
