@@ -76,8 +76,8 @@ class Pipeline:
             loss: (the last layer's outputs, then a micro-batch's targets) -> loss summed over the micro-batch, 0-dim.
             sample: inputs of one micro-batch; only shapes and dtypes are looked at.
             microbatches: micro-batches of a step on each data-parallel replica.
-            schedule: a name of `megapipe.schedules.GENERATORS`, or the path of a schedule file (docs/schedules.md) with a
-                suffix or a folder in it.
+            schedule: a name of `megapipe.schedules.GENERATORS`, or the path of a schedule file (docs/schedules.md): a
+                name with a suffix or a folder.
             optimizer: its settings, clipping included; AdamW's defaults without.
             layers_per_stage: how many layers each stage runs; as even as possible by default.
             count: targets of a micro-batch -> its share in what the loss sum is divided by; rows by default.
@@ -103,15 +103,22 @@ class Pipeline:
         else:
             num_stages = len(given.header.stages)
         ranges = _ranges(len(layers), num_stages, ranks, layers_per_stage)
-        model = {
-            "units_per_stage": [len(members) for members in ranges],
-            "tied_groups": tied_stages(plan.specs, ranges),
-            "data_parallel": mesh.size("data") > 1,
-        }
+        units, tied = [len(members) for members in ranges], tied_stages(plan.specs, ranges)
+        replicated = mesh.size("data") > 1
         if given is None:
-            self.schedule = build(schedule, ranks, microbatches, **model, **options)
+            self.schedule = build(
+                schedule,
+                ranks,
+                microbatches,
+                units_per_stage=units,
+                tied_groups=tied,
+                data_parallel=replicated,
+                **options,
+            )
         else:
-            self.schedule = fit_for_training(given, ranks, microbatches, **model)
+            self.schedule = fit_for_training(
+                given, ranks, microbatches, units_per_stage=units, tied_groups=tied, data_parallel=replicated
+            )
         if self.schedule.header.updates_per_step > 1 and self._config.clip_norm is not None:
             raise PipelineError(
                 f"schedule {self.schedule.header.name} updates after every micro-batch, before the norm of the "

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedules import Schedule, ScheduleError, build, dumps, loads, validate
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.first_use import first_use_deadlock
+from megapipe.schedules.validation.first_use import FirstUses
 from tests.schedules.support import schedules
 
 
@@ -16,9 +16,9 @@ from tests.schedules.support import schedules
 @given(schedule=st.one_of(schedules(max_ranks=6, max_microbatches=13), schedules("forward")))
 def test_connected_links_get_every_first_step_through(schedule: Schedule) -> None:
     table = Table.unroll(schedule, 1 if schedule.flushes else 2)
-    assert first_use_deadlock(table, schedule.header.connections) == ""
+    assert FirstUses.of(table).deadlock(schedule.header.connections) == ""
     # The order of connecting does not matter, as long as it is the same on all ranks and leaves no link out.
-    assert first_use_deadlock(table, schedule.header.connections[::-1]) == ""
+    assert FirstUses.of(table).deadlock(schedule.header.connections[::-1]) == ""
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,16 @@ def test_links_that_connect_at_first_use_hang_some_schedules(
     schedule = build(name, ranks, 2 * ranks if ranks == 2 else ranks, **options)
     assert validate(schedule).lazy_links == gets_through
     table = Table.unroll(schedule, 1 if schedule.flushes else 2)
-    assert ("RECV" in first_use_deadlock(table, ())) != gets_through
+    assert ("RECV" in FirstUses.of(table).deadlock(())) != gets_through
 
 
 def test_a_link_that_is_not_connected_can_hang_the_step() -> None:
     schedule = build("interleaved_1f1b", 2, 8, chunks=2)
     table, connections = Table.unroll(schedule, 1), schedule.header.connections
     assert len(connections) == 6
-    assert first_use_deadlock(table, connections[2:]) == ""
-    assert first_use_deadlock(table, [(0, 1), (1, 0)]).startswith("rank 0 at RECV_ACTIVATION stage 2, micro-batch 0")
+    assert FirstUses.of(table).deadlock(connections[2:]) == ""
+    hanging = FirstUses.of(table).deadlock([(0, 1), (1, 0)])
+    assert hanging.startswith("rank 0 at RECV_ACTIVATION stage 2, micro-batch 0")
 
 
 def test_groups_that_first_reduce_in_a_circle_are_refused() -> None:

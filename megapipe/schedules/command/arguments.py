@@ -1,4 +1,4 @@
-"""The flags of ``tools/schedule.py`` and what they ask for."""
+"""The flags of ``tools/schedule.py``, and the schedules and costs that they select."""
 
 import argparse
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
     check = commands.add_parser("validate", help="check a schedule file")
-    check.add_argument("file", type=Path, help="text form; compute actions alone are lowered first")
+    check.add_argument("file", type=Path, help="schedule file; one with compute actions only is lowered first")
     _json(check)
     for name, text in (
         ("show", "text timeline"),
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(GENERATORS)}")
-        command.add_argument("--file", type=Path, help="a schedule in text form instead of a named one")
+        command.add_argument("--file", type=Path, help="schedule file instead of a named schedule")
         _flags(command)
         if name == "draw":
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
                 "--lowered", action="store_true", help="with every send, receive, reduction and update written out"
             )
         if name == "show":
-            command.add_argument("--width", type=int, default=120, help="most characters a line")
+            command.add_argument("--width", type=int, default=120, help="maximum characters per line")
     compare = commands.add_parser("compare", help="a table over schedules")
     compare.add_argument("--schedule", default=",".join(GENERATORS), help="names, separated by commas; all by default")
     _flags(compare)
@@ -81,33 +81,41 @@ def _flags(command: argparse.ArgumentParser) -> None:
     _json(command)
     shape = command.add_argument_group("shape")
     shape.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
-    shape.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
-    shape.add_argument("--chunks", type=int, help="stages a rank (default 2 where a schedule has several)")
+    shape.add_argument("--microbatches", type=int, default=8, help="micro-batches per step (default 8)")
+    shape.add_argument("--chunks", type=int, help="stages on each rank (default 2 for schedules with several)")
     shape.add_argument("--steps", type=int, help="optimizer steps (default 1; 4 for schedules that never flush)")
-    shape.add_argument("--units", type=int, default=1, help="units (layers) a stage (default 1)")
+    shape.add_argument("--units", type=int, default=1, help="units (layers) in each stage (default 1)")
     shape.add_argument(
-        "--weight-buffers", type=int, default=0, help="sharded weights: gathered units that a rank may hold at once"
+        "--weight-buffers", type=int, default=0, help="sharded weights: maximum number of gathered units on a rank"
     )
     shape.add_argument(
-        "--whole-gradients", type=int, default=0, help="sharded gradients: units that a rank may hold whole at once"
+        "--whole-gradients", type=int, default=0, help="sharded gradients: maximum number of whole units on a rank"
     )
     shape.add_argument(
-        "--recompute", type=int, metavar="K", help="keep the input of every K units alone and run them again"
+        "--recompute", type=int, metavar="K", help="keep only the input of every K units and recompute the rest"
     )
     shape.add_argument(
         "--offload", type=int, metavar="K", help="move the activations of every K-th unit to host memory and back"
     )
-    shape.add_argument("--prefetch", type=int, default=1, help="compute actions between a reload and its backward")
     shape.add_argument(
-        "--offload-state", action="store_true", help="optimizer state on the device around updates alone"
+        "--prefetch", type=int, default=1, help="compute actions between a reload and its backward (default 1)"
+    )
+    shape.add_argument(
+        "--offload-state", action="store_true", help="keep optimizer state on the device only around updates"
     )
     shape.add_argument(
         "--offload-weights", type=int, default=0, metavar="N",
-        help="weights and optimizer state in host memory: units whose weights a rank may hold at once",
+        help="weights and optimizer state in host memory: maximum number of units with weights on the device",
     )  # fmt: skip
-    shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
-    options = command.add_argument_group("options of single schedules")
-    options.add_argument("--group-size", type=int, help="interleaved_1f1b: micro-batches in a row through a chunk")
+    shape.add_argument(
+        "--receive-ahead", type=int, default=1, help="compute actions between a receive and its use (default 1)"
+    )
+    options = command.add_argument_group("options of particular schedules")
+    options.add_argument(
+        "--group-size",
+        type=int,
+        help="interleaved_1f1b: micro-batches in a row through a chunk (default: see docs/schedules.md)",
+    )
     options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
     options.add_argument(
         "--vertical-sync", action="store_true", default=None, help="pipedream: one version everywhere"
@@ -115,23 +123,31 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--two-bp", action="store_true", default=None, help="split backwards, weight halves when idle"
     )
-    options.add_argument("--max-pending", type=int, help="with --two-bp: most weight halves that wait")
-    options.add_argument("--memory-limit", type=float, help="zb_auto: most micro-batches that a rank holds")
-    options.add_argument("--placement", help="refuse a schedule that places its stages otherwise")
-    times = command.add_argument_group("times, of one whole rank's share of the model, in any unit")
+    options.add_argument("--max-pending", type=int, help="with --two-bp: maximum number of postponed weight halves")
+    options.add_argument(
+        "--memory-limit", type=float, help="zb_auto: maximum number of micro-batches that a rank holds"
+    )
+    options.add_argument(
+        "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"
+    )
+    times = command.add_argument_group("times of one rank's share of the model, in any unit")
     times.add_argument("--forward", type=float, default=1.0)
-    times.add_argument("--recompute-time", type=float, help="of what runs again; default: the forward's")
-    times.add_argument("--backward", type=float, help="default: its halves' sum, or twice the forward")
+    times.add_argument("--recompute-time", type=float, help="recomputation (default: as the forward)")
+    times.add_argument(
+        "--backward", type=float, help="whole backward (default: the sum of its halves, or twice the forward)"
+    )
     times.add_argument("--backward-input", type=float)
     times.add_argument("--backward-weight", type=float)
-    times.add_argument("--latency", type=float, default=0.0, help="of a message between ranks")
-    times.add_argument("--bandwidth", type=float, help="bytes a time unit between two ranks; with --message")
-    times.add_argument("--message", type=float, help="bytes of a micro-batch's activations; with --bandwidth")
-    times.add_argument("--blocking-sends", action="store_true", help="a send holds its rank until it has arrived")
+    times.add_argument("--latency", type=float, default=0.0, help="latency of a message between ranks")
+    times.add_argument("--bandwidth", type=float, help="bytes per time unit between two ranks; needs --message")
+    times.add_argument("--message", type=float, help="bytes of a micro-batch's activations; needs --bandwidth")
+    times.add_argument(
+        "--blocking-sends", action="store_true", help="a send blocks its rank until the message has arrived"
+    )
     times.add_argument("--update-time", type=float, default=0.0, help="optimizer step of a rank's share")
     times.add_argument("--reduce-time", type=float, default=0.0, help="gradient reduction of a rank's share")
     times.add_argument(
-        "--gather-time", type=float, default=0.0, help="weights of a rank's share, gathered or copied in"
+        "--gather-time", type=float, default=0.0, help="gathering or copying in the weights of a rank's share"
     )
     times.add_argument("--offload-time", type=float, default=0.0, help="copy of a micro-batch's activations, one way")
     times.add_argument("--offload-state-time", type=float, default=0.0, help="copy of the optimizer state, one way")
@@ -170,7 +186,9 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     """Keyword arguments of :func:`order` for the named schedule."""
     generator = find_generator(name)
     if flags.placement is not None and flags.placement != generator.placement.__name__:
-        raise ScheduleError(f"{name} places its stages {generator.placement.__name__}, not {flags.placement}")
+        raise ScheduleError(
+            f"{name} places its stages {generator.placement.__name__}, not {flags.placement}; drop --placement"
+        )
     costs = _times(flags)
     options: dict[str, object] = {
         key: getattr(flags, key)
@@ -217,7 +235,7 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
     """The times of the flags for the stages of a schedule."""
     if (flags.bandwidth is None) != (flags.message is None):
         raise ScheduleError(
-            "--bandwidth and --message go together: the one is in bytes a time unit, the other in bytes"
+            "--bandwidth (bytes per time unit) and --message (bytes) go together: give both or neither"
         )
     if flags.bandwidth is not None and flags.bandwidth <= 0:
         raise ScheduleError(f"--bandwidth {flags.bandwidth:g} must be above 0")

@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; 0 on success, 2 on an error that the user can mend."""
+    """Run the command line; 0 on success, 2 on an error that the user can fix."""
     flags = parse(arguments)
     try:
         COMMANDS[flags.command](flags)

@@ -10,14 +10,18 @@ def draw_html(simulation: Simulation) -> str:
     header = simulation.table.header
     bars = bars_of(simulation)
     figures = [
-        ["whole run", f"{simulation.finish:g}", "from the first action of any rank to the last one: the time axis"],
+        ["first to last action", f"{simulation.finish:g}", "over all ranks: the length of the time axis"],
         ["longest rank", f"{simulation.makespan:g}", "from a rank's first forward to its last action (makespan)"],
         [
             "bubble from the first forward on",
             f"{simulation.bubble:.2%}",
             "its idle time over its work, first wait left out",
         ],
-        ["idle in the whole run", f"{simulation.idle:.2%}", "all idle time of the busiest rank over its work"],
+        [
+            "idle from first to last action",
+            f"{simulation.idle:.2%}",
+            "all idle time of the busiest rank over its work",
+        ],
         ["peak activations", f"{max(simulation.peak_activations):g}", "micro-batches on the fullest rank"],
         ["weight versions", f"{max(simulation.weight_versions)}", "copies of the weights a rank keeps"],
         ["class", header.numerical_class, "A: bit-equal to one process, B: to its own recursion, C: in tolerance"],

@@ -6,13 +6,14 @@ a rank that posts an early receive does not go on to the send that the other sid
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Kind
-from megapipe.schedules.schedule import Connection
-from megapipe.schedules.table import Table
+from megapipe.schedules.actions import Action, Ints, Kind
+from megapipe.schedules.schedule import Connection, Header
+from megapipe.schedules.table import Table, first_row_per
 from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at
 
@@ -22,43 +23,61 @@ _Meeting = Connection | frozenset[int]
 """A link, or the ranks of a group that reduces."""
 
 
-def first_use_deadlock(table: Table, connected: Collection[Connection]) -> str:
-    """Return which ranks wait for one another in the first uses of links and groups; "" where all get through.
+@dataclass(frozen=True)
+class FirstUses:
+    """What each rank uses first in a lowered schedule, in program order: a link or a group, and the action."""
 
-    Args:
-        table: a lowered schedule, unrolled.
-        connected: links that all ranks connect at start, one after the other in this order.
-    """
-    header = table.header
-    ranks = [place.rank for place in header.stages]
-    members: dict[_Meeting, Collection[int]] = {}
-    programs: list[list[tuple[_Meeting, Action | None]]] = [[] for _ in range(header.num_ranks)]
-    for connection in connected:
-        for rank in (ranks[stage] for stage in connection):
-            programs[rank].append((connection, None))
-    met: set[tuple[int, _Meeting]] = {(rank, meeting) for rank, each in enumerate(programs) for meeting, _ in each}
-    for row in _candidates(table):
-        meeting, rank = _meeting(table, row), int(table.rank[row])
-        if len(meeting) > 1 and (rank, meeting) not in met:
-            met.add((rank, meeting))
-            programs[rank].append((meeting, action_at(table, row)))
-    for program in programs:
-        for meeting, _ in program:
-            own = meeting if isinstance(meeting, frozenset) else {ranks[stage] for stage in meeting}
-            members.setdefault(meeting, own)
-    return _stuck(programs, members)
+    header: Header
+    by_rank: list[list[tuple[_Meeting, Action]]]
+
+    @classmethod
+    def of(cls, table: Table) -> "FirstUses":
+        """The first uses of an unrolled table."""
+        uses: list[list[tuple[_Meeting, Action]]] = [[] for _ in range(table.header.num_ranks)]
+        met: set[tuple[int, _Meeting]] = set()
+        for row in _candidates(table):
+            meeting, rank = _meeting(table, row), int(table.rank[row])
+            if len(meeting) > 1 and (rank, meeting) not in met:
+                met.add((rank, meeting))
+                uses[rank].append((meeting, action_at(table, row)))
+        return cls(table.header, uses)
+
+    def deadlock(self, connected: Collection[Connection]) -> str:
+        """Return where ranks wait for one another for ever; "" where all get through.
+
+        Args:
+            connected: links that all ranks connect at start, one after the other in this order.
+        """
+        ranks = [place.rank for place in self.header.stages]
+        programs: list[list[tuple[_Meeting, Action | None]]] = [[] for _ in self.by_rank]
+        for connection in connected:
+            for rank in (ranks[stage] for stage in connection):
+                programs[rank].append((connection, None))
+        known = set(connected)
+        for program, uses in zip(programs, self.by_rank, strict=True):
+            program += [(meeting, action) for meeting, action in uses if meeting not in known]
+        members: dict[_Meeting, set[int]] = {}
+        for meeting in {meeting for program in programs for meeting, _ in program}:
+            members[meeting] = set(meeting) if isinstance(meeting, frozenset) else {ranks[stage] for stage in meeting}
+        return _stuck(programs, members)
 
 
 def _candidates(table: Table) -> list[int]:
-    """The first row of every rank, kind, stage, unit and route: among them are all first uses, in program order."""
-    rows = table.rows_with(
-        *_SENDERS, *_RECEIVERS, Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS, Kind.REDUCE_TIED
-    )  # fmt: skip
-    route = table.microbatch[rows] % len(table.header.routes)
-    places = np.stack([table.rank[rows], table.kind[rows], table.stage[rows], table.unit[rows], route])
-    _, first = np.unique(places, axis=1, return_index=True)
-    found: list[int] = np.sort(rows[first]).tolist()
-    return found
+    """Rows among which are all first uses, in program order: the first of each kind, stage and route or unit."""
+    routes, header = len(table.header.routes), table.header
+    found: list[Ints] = []
+    for kind in (*_SENDERS, *_RECEIVERS):
+        rows = table.rows_with(kind)
+        keys = table.stage[rows] * np.int64(routes) + table.microbatch[rows] % routes
+        found.append(first_row_per(keys, rows, table.num_stages * routes))
+    for kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
+        rows = table.rows_with(kind)
+        found.append(first_row_per(table.rank[rows], rows, header.num_ranks))
+    rows = table.rows_with(Kind.REDUCE_TIED)
+    units = max(header.units_per_stage) + len(header.tied_groups)
+    found.append(first_row_per(table.stage[rows] * np.int64(units) + table.unit[rows], rows, table.num_stages * units))
+    every = np.concatenate(found)
+    return sorted(every[every >= 0].tolist())
 
 
 def _meeting(table: Table, row: int) -> _Meeting:
@@ -75,7 +94,7 @@ def _meeting(table: Table, row: int) -> _Meeting:
     return (stage, other) if kind in _SENDERS else (other, stage)
 
 
-def _stuck(programs: list[list[tuple[_Meeting, Action | None]]], members: dict[_Meeting, Collection[int]]) -> str:
+def _stuck(programs: list[list[tuple[_Meeting, Action | None]]], members: dict[_Meeting, set[int]]) -> str:
     at = [0] * len(programs)
     moved = True
     while moved:
@@ -85,7 +104,7 @@ def _stuck(programs: list[list[tuple[_Meeting, Action | None]]], members: dict[_
             if at[rank] < len(program):
                 waiting.setdefault(program[at[rank]][0], set()).add(rank)
         for meeting, present in waiting.items():
-            if present == set(members[meeting]):
+            if present == members[meeting]:
                 moved = True
                 for rank in present:
                     at[rank] += 1

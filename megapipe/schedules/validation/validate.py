@@ -13,7 +13,7 @@ from megapipe.schedules.table import Table
 from megapipe.schedules.validation.buffers import check_buffers
 from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields
-from megapipe.schedules.validation.first_use import first_use_deadlock
+from megapipe.schedules.validation.first_use import FirstUses
 from megapipe.schedules.validation.gathers import check_gathers
 from megapipe.schedules.validation.gradients import check_gradients
 from megapipe.schedules.validation.header import check_header
@@ -56,7 +56,8 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
         _check(table)
-    hanging = first_use_deadlock(table, header.connections)
+    first_uses = FirstUses.of(table)
+    hanging = first_uses.deadlock(header.connections)
     if hanging:
         raise ScheduleError(
             f"{header.name} deadlocks in its first step where the first collective of a group blocks the host, as "
@@ -67,7 +68,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
         peak_activations=peak_activations(table) if header.mode == "train" else (0.0,) * header.num_ranks,
         pending_weight_halves=pending_weight_halves(table),
         weight_versions=header.weight_versions,
-        lazy_links=not first_use_deadlock(table, ()),
+        lazy_links=not first_uses.deadlock(()),
     )
     budget = np.inf if activation_budget is None else activation_budget
     for rank, peak in enumerate(report.peak_activations):
