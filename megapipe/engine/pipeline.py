@@ -9,6 +9,7 @@ for result in pipeline.step(inputs, targets):
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -32,6 +33,8 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.generators.registry import Options, find_generator
+from megapipe.schedules.load_file import fit_for_training, is_file_name, read_file
+from megapipe.schedules.schedule import Schedule
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -73,38 +76,53 @@ class Pipeline:
             loss: (the last layer's outputs, then a micro-batch's targets) -> loss summed over the micro-batch, 0-dim.
             sample: inputs of one micro-batch; only shapes and dtypes are looked at.
             microbatches: micro-batches of a step on each data-parallel replica.
-            schedule: a name of `megapipe.schedules.GENERATORS`.
+            schedule: a name of `megapipe.schedules.GENERATORS`, or the path of a schedule file (docs/schedules.md): a
+                name with a suffix or a folder.
             optimizer: its settings, clipping included; AdamW's defaults without.
             layers_per_stage: how many layers each stage runs; as even as possible by default.
             count: targets of a micro-batch -> its share in what the loss sum is divided by; rows by default.
             seed: for layers that are made here.
             timeout: seconds that a rank waits for another one.
-            options: the schedule's, such as `chunks`; see `megapipe.schedules.generators.registry.Options`.
+            options: the named schedule's, such as `chunks`; see `megapipe.schedules.generators.registry.Options`. A
+                file takes none.
 
         Raises:
             PipelineError: layers or settings that cannot be run.
-            ScheduleError: a schedule that does not exist or cannot run so many micro-batches.
+            ScheduleError: a schedule that does not exist, cannot run that many micro-batches, or is a file made for
+                something else.
         """
         self._mesh = mesh
         self._config = _checked_settings(mesh, optimizer or OptimizerConfig(), timeout)
         self._sample = as_tensors(sample)
         self._microbatches = microbatches
         plan = _agreed(mesh, plan_layers(layers, _checked_sample(self._sample)))
-        chunks = find_generator(schedule).number_of_chunks(options)
-        ranges = _ranges(len(layers), mesh.size("pipeline"), chunks, layers_per_stage)
-        self.schedule = build(
-            schedule,
-            mesh.size("pipeline"),
-            microbatches,
-            units_per_stage=[len(members) for members in ranges],
-            tied_groups=tied_stages(plan.specs, ranges),
-            data_parallel=mesh.size("data") > 1,
-            **options,
-        )
+        ranks = mesh.size("pipeline")
+        given = _from_file(schedule, options) if is_file_name(schedule) else None
+        if given is None:
+            num_stages = ranks * find_generator(schedule).number_of_chunks(options)
+        else:
+            num_stages = len(given.header.stages)
+        ranges = _ranges(len(layers), num_stages, ranks, layers_per_stage)
+        units, tied = [len(members) for members in ranges], tied_stages(plan.specs, ranges)
+        replicated = mesh.size("data") > 1
+        if given is None:
+            self.schedule = build(
+                schedule,
+                ranks,
+                microbatches,
+                units_per_stage=units,
+                tied_groups=tied,
+                data_parallel=replicated,
+                **options,
+            )
+        else:
+            self.schedule = fit_for_training(
+                given, ranks, microbatches, units_per_stage=units, tied_groups=tied, data_parallel=replicated
+            )
         if self.schedule.header.updates_per_step > 1 and self._config.clip_norm is not None:
             raise PipelineError(
-                f"schedule {schedule} updates after every micro-batch, before the norm of the step's gradients is "
-                "known; turn clipping off with OptimizerConfig(clip_norm=None)"
+                f"schedule {self.schedule.header.name} updates after every micro-batch, before the norm of the "
+                "step's gradients is known; turn clipping off with OptimizerConfig(clip_norm=None)"
             )
         self._modules = ModuleStages(layers, plan, ranges, mesh, self.schedule, loss, seed)
         self.stages = self._modules.stages
@@ -250,8 +268,8 @@ def _checked_settings(mesh: Mesh, config: OptimizerConfig, timeout: float) -> Op
             )
     if config.name == "muon":
         raise PipelineError(
-            "optimizer muon is for hidden matrices alone, and which of any module's matrices are embeddings or heads "
-            "nobody has told; use adamw or sgd"
+            "optimizer muon is for hidden matrices only, and the library does not know which matrices of a module are "
+            "embeddings or heads; use adamw or sgd"
         )
     problems = config.problems()
     if problems:
@@ -276,12 +294,20 @@ def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
     return plan
 
 
-def _ranges(num_layers: int, num_ranks: int, chunks: int, by_hand: Sequence[int] | None) -> tuple[range, ...]:
-    num_stages = num_ranks * chunks
+def _from_file(path: str, options: Options) -> Schedule:
+    if options:
+        raise PipelineError(
+            f"schedule {path} is a file, which takes no options, and {', '.join(options)} was given; leave it out, or "
+            "name a schedule"
+        )
+    return read_file(Path(path))
+
+
+def _ranges(num_layers: int, num_stages: int, num_ranks: int, by_hand: Sequence[int] | None) -> tuple[range, ...]:
     if num_layers < num_stages:
         raise PipelineError(
-            f"{num_layers} layers cannot fill {num_stages} stages ({num_ranks} pipeline ranks, {chunks} each); cut "
-            "the model into more layers, or use fewer ranks or chunks"
+            f"{num_layers} layers cannot fill {num_stages} stages ({num_ranks} pipeline ranks, "
+            f"{num_stages // num_ranks} each); cut the model into more layers, or use fewer ranks or chunks"
         )
     if by_hand is None:
         bounds = balance_layers([1.0] * num_layers, num_stages)

@@ -171,7 +171,7 @@ def _require_gradients(trials: Sequence[_Trial]) -> None:
                 layer = f"layer {index} ({type(trial.skeleton).__name__})"
                 why = f"nothing that {layer} returns depends on it"
                 if id(parameter) in _behind(trial.outputs):
-                    why = f"the layers behind {layer} drop or detach what it is used for"
+                    why = f"the layers after {layer} drop or detach its result"
                 raise PipelineError(
                     f"parameter {index}.{name} gets no gradient: {why}; remove it, or register it as a buffer"
                 )

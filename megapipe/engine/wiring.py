@@ -64,10 +64,9 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
     for part in pipeline.all_gather_object({s: (stage.inputs, stage.outputs) for s, stage in stages.items()}):
         shapes.update(part)
     crossings = _crossings(schedule, shapes)
-    edges = [edge for crossing in crossings for edge in (crossing.activation, crossing.gradient)]
-    if schedule.header.mode == "forward":
-        edges = [crossing.activation for crossing in crossings]
-    links = pool.links(edges)
+    by_stages = {(each.stage, each.next_stage): each.activation for each in crossings}
+    by_stages |= {(each.next_stage, each.stage): each.gradient for each in crossings}
+    links = pool.links([by_stages[connection] for connection in schedule.header.connections])
     header, device = schedule.header, mesh.device
     training = header.mode == "train"
     transfers = Transfers({}, {}, {}, {})

@@ -136,7 +136,7 @@ def forward_only(schedule: Schedule) -> Schedule:
         updates_per_step=1,
         gradient_buffers=1,
     )
-    return Schedule(header, Sections.flushing(body))
+    return Schedule(header, Sections.flushing(body), schedule.origin)
 
 
 def _checked_units(units_per_stage: Sequence[int] | None, num_stages: int) -> tuple[int, ...]:

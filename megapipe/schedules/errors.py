@@ -1,5 +1,5 @@
-"""The one exception of the schedules room."""
+"""The exception of the schedules package."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, read or run; the message names the rule that it breaks and the way out."""
+    """A schedule that cannot be built, read or run; the message names the rule that it breaks and how to fix it."""

@@ -47,13 +47,13 @@ def check_weight_buffers(schedule: Schedule) -> None:
     shared = header.weight_buffers > 0 and not header.weights_in_host
     if shared and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
-            f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is nobody "
-            "to gather from; say data_parallel too, or leave weight_buffers out"
+            f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is no "
+            "rank to gather from; add data_parallel, or leave weight_buffers out"
         )
     if header.whole_gradients and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
             f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is "
-            "nobody to share them with; say data_parallel too, or leave whole_gradients out"
+            "no rank to shard them with; add data_parallel, or leave whole_gradients out"
         )
     if header.weights_in_host and not schedule.flushes:
         raise ScheduleError(

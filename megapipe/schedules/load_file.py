@@ -8,6 +8,7 @@ from megapipe.config.untrusted import read_bytes
 from megapipe.schedules.actions import KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.build import forward_only
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.generators.registry import GENERATORS
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
@@ -16,9 +17,9 @@ from megapipe.schedules.validation import validate
 
 
 def read_file(path: Path) -> Schedule:
-    """The schedule in a text file, as it stands there: compute actions alone, or lowered.
+    """Return the schedule in a text file as written: compute actions alone, or lowered.
 
-    Raises ScheduleError for a file that cannot be read, with line and column for text that is no schedule.
+    Raises ScheduleError for a file that cannot be read, with line and column for text that is not a schedule.
     """
     try:
         text = read_bytes(path, ScheduleError).decode("utf-8")
@@ -26,6 +27,11 @@ def read_file(path: Path) -> Schedule:
         why = error.strerror if isinstance(error, OSError) else error
         raise ScheduleError(f"cannot read {path}: {why}; name a text file of a schedule") from None
     return loads(text, str(path))
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether the name of a schedule is that of a text file: a path, or a name with a suffix."""
+    return name not in GENERATORS and (Path(name).suffix != "" or len(Path(name).parts) > 1)
 
 
 def load_file(path: Path) -> Schedule:
@@ -107,6 +113,12 @@ def fit_for_training(
 
 def _check_route(header: Header) -> None:
     """Training cuts the model into stages in their order and runs each micro-batch through all of them."""
+    if any(place.replica for place in header.stages):
+        raise _mismatch(
+            header,
+            "it runs several copies of the model through one pipeline",
+            "training does not add up the gradients of such copies; give every stage replica 0",
+        )
     stages = tuple(range(len(header.stages)))
     moved = [stage for stage, place in enumerate(header.stages) if place != StagePlace(stage, 0, place.rank)]
     if header.routes != (stages,) or moved:
@@ -145,6 +157,6 @@ def _shown(value: object) -> str:
 
 def _mismatch(header: Header, problem: str, rule: str) -> ScheduleError:
     return ScheduleError(
-        f"schedule {header.name} from a file does not fit: {problem}, and {rule}. Change the file (tools/schedule.py "
-        "write prints one to start from) or the run"
+        f"schedule {header.name} from a file does not fit this run: {problem}, and {rule}. Change the file or the run "
+        "(tools/schedule.py write prints a file to start from)"
     )

@@ -1,6 +1,7 @@
 """What a schedule keeps in memory by its order alone, whatever the times."""
 
 import numpy as np
+import numpy.typing as npt
 
 from megapipe.schedules.actions import Kind, Mask
 from megapipe.schedules.offload import activations_moved
@@ -9,10 +10,10 @@ from megapipe.schedules.table import Table
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:
-    """Most activations alive at once on each rank, in micro-batches of the whole rank's layers.
+    """Peak number of activations alive on each rank, in micro-batches of the rank's layers of one copy of the model.
 
-    An activation lives from its forward to its backward, or to the input half of a split one. Of what runs again it
-    lives from then on; the inputs that are kept till then are not counted. In host memory it is not counted either.
+    An activation lives from its forward to its backward, or to the input half of a split one. A recomputed activation
+    lives from its recomputation on; the inputs kept until then are not counted. Nor is anything in host memory.
     """
     return _peaks(table, activations_made(table), activations_gone(table))
 
@@ -54,9 +55,15 @@ def pending_weight_halves(table: Table) -> tuple[float, ...]:
     return _peaks(table, table.is_kind(Kind.BACKWARD_INPUT), table.is_kind(Kind.BACKWARD_WEIGHT))
 
 
+def rank_shares(table: Table) -> npt.NDArray[np.float64]:
+    """Return for each row the part of its rank's layers of one copy of the model that it computes, shape [rows]."""
+    stages = np.array(table.header.stages_sharing, dtype=np.int64)[table.stage]
+    shares: npt.NDArray[np.float64] = 1.0 / (np.where(table.unit < 0, 1, table.units) * stages)
+    return shares
+
+
 def _peaks(table: Table, opening: Mask, closing: Mask) -> tuple[float, ...]:
-    stages_on_rank = np.bincount(table.header.stage_ranks, minlength=table.header.num_ranks)
-    share = 1.0 / (np.where(table.unit < 0, 1, table.units) * stages_on_rank[table.rank])
+    share = rank_shares(table)
     change = np.where(opening, share, 0.0) - np.where(closing, share, 0.0)
     peaks = []
     for first, last in zip(table.offsets, table.offsets[1:], strict=False):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from megapipe.schedules.errors import ScheduleError
 FORMAT_VERSION: Final = 1
 
 Mode = Literal["train", "forward"]
+Connection = tuple[int, int]
+"""Sending and receiving stage of a link between two ranks."""
 NumericalClass = Literal["A", "B", "C"]
 SectionName = Literal["prologue", "body", "epilogue"]
 KINDS: Final = {int(kind): kind for kind in Kind}
@@ -122,6 +125,26 @@ class Header:
             preceding[index, list(route[1:])] = route[:-1]
         return preceding
 
+    @cached_property
+    def stages_sharing(self) -> tuple[int, ...]:
+        """Per stage, the number of stages that hold one copy of the model on its rank, itself included: it has one
+        over that of the copy's layers there."""
+        homes = [(place.rank, place.replica) for place in self.stages]
+        return tuple(homes.count(home) for home in homes)
+
+    @cached_property
+    def connections(self) -> tuple[Connection, ...]:
+        """Every link between ranks, in the order in which all ranks make them: activations to the next stage of a
+        route, then gradients back."""
+        found: dict[Connection, None] = {}
+        for route in self.routes:
+            for stage, following in pairwise(route):
+                if self.stages[stage].rank != self.stages[following].rank:
+                    found[stage, following] = None
+                    if self.mode == "train":
+                        found[following, stage] = None
+        return tuple(found)
+
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Stages that live on a pipeline rank, ascending."""
         return tuple(stage for stage, place in enumerate(self.stages) if place.rank == rank)
@@ -141,12 +164,23 @@ class Header:
         return (*range(units), *tied)
 
 
+class Origin(NamedTuple):
+    """The text that a schedule was read from, and the number of the line of each rank in each section."""
+
+    source: str
+    lines: dict[tuple[SectionName, int], int]
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A pipeline schedule: the one description of a step that validator, simulator, drawing and engine read."""
+    """A pipeline schedule: the one description of a step that validator, simulator, drawing and engine read.
+
+    ``origin``: for errors; None for a schedule that was not read from a text. Equality leaves it out.
+    """
 
     header: Header
     sections: Sections
+    origin: Origin | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

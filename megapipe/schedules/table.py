@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from megapipe.schedules.actions import KIND, MICROBATCH, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask, Rows, kind_mask
-from megapipe.schedules.schedule import Header, Schedule
+from megapipe.schedules.schedule import Header, Origin, Schedule, SectionName
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Table:
     section: Ints
     num_sections: int
     steps: int
+    origin: Origin | None = None
 
     @classmethod
     def unroll(cls, schedule: Schedule, steps: int) -> "Table":
@@ -34,8 +35,17 @@ class Table:
         rank, section = np.repeat(np.array(places, dtype=np.int64), sizes, axis=0).T
         rows = np.concatenate([part for rank_parts in parts for part in rank_parts])
         return cls(
-            schedule.header, rows, np.ascontiguousarray(rank), np.ascontiguousarray(section), len(parts[0]), steps
-        )
+            schedule.header, rows, np.ascontiguousarray(rank), np.ascontiguousarray(section), len(parts[0]), steps,
+            schedule.origin,
+        )  # fmt: skip
+
+    def place_of(self, row: int) -> str:
+        """The rank of a row, and where it was read from a text, the line there."""
+        rank, section = int(self.rank[row]), int(self.section[row])
+        if self.origin is None:
+            return f"rank {rank}"
+        name: SectionName = "prologue" if section == 0 else "epilogue" if section == self.num_sections - 1 else "body"
+        return f"rank {rank} ({self.origin.source}, line {self.origin.lines[name, rank]})"
 
     @cached_property
     def kind(self) -> Rows:

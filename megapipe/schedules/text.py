@@ -22,7 +22,7 @@ import numpy as np
 
 from megapipe.schedules.actions import Action, Rows, empty_rows
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName, Sections
+from megapipe.schedules.schedule import SECTIONS, Origin, Schedule, SectionName, Sections
 from megapipe.schedules.text_header import MAGIC, HeaderReader, write_header
 from megapipe.schedules.tokens import read_action, write_action
 from megapipe.schedules.words import Line, split_lines
@@ -51,13 +51,16 @@ def loads(text: str, source: str = "schedule") -> Schedule:
         reader.read(line)
     header = reader.finish(source)
     found: dict[SectionName, tuple[Rows, ...]] = {}
+    numbers: dict[tuple[SectionName, int], int] = {}
     for start, end in pairwise([*starts, len(lines)]):
         name = _section_name(lines[start], found)
         found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks)
+        numbers |= {(name, rank): line.number for rank, line in enumerate(lines[start + 1 : end])}
     if "body" not in found:
         raise ScheduleError(f"{source}: there is no section 'body'")
     empty = tuple(empty_rows() for _ in range(header.num_ranks))
-    return Schedule(header, Sections(found.get("prologue", empty), found["body"], found.get("epilogue", empty)))
+    sections = Sections(found.get("prologue", empty), found["body"], found.get("epilogue", empty))
+    return Schedule(header, sections, Origin(source, numbers))
 
 
 def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:

@@ -1,6 +1,7 @@
 """The header lines of the text form."""
 
 import difflib
+from dataclasses import fields
 from typing import Any, Final
 
 from megapipe.schedules.errors import ScheduleError
@@ -32,17 +33,16 @@ _KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied")
 
 
 def write_header(header: Header) -> list[str]:
-    """The header as lines; every field is written out."""
-    lines = [
-        f"{MAGIC} {header.format_version}",
-        f"name {header.name}",
-        f"mode {header.mode}",
-        f"class {header.numerical_class}",
-        *(f"{key} {getattr(header, field)}" for key, field in _NUMBERS.items()),
-        *(f"{key} {'yes' if getattr(header, key) else 'no'}" for key in _FLAGS),
-    ]
+    """Return the header as lines; what has its default value is left out, except the class."""
+    defaults = {each.name: each.default for each in fields(Header)}
+    lines = [f"{MAGIC} {header.format_version}", f"name {header.name}", f"class {header.numerical_class}"]
+    if header.mode != "train":
+        lines.append(f"mode {header.mode}")
+    numbers = ((key, field, getattr(header, field)) for key, field in _NUMBERS.items())
+    lines += [f"{key} {value}" for key, field, value in numbers if value != defaults[field]]
+    lines += [f"{key} yes" for key in _FLAGS if getattr(header, key)]
     for stage, place in enumerate(header.stages):
-        fields = {
+        said = {
             "rank": place.rank,
             "part": place.part,
             "replica": place.replica,
@@ -51,8 +51,11 @@ def write_header(header: Header) -> list[str]:
             "activation_slots": header.activation_slots[stage] if header.activation_slots else 0,
             "gradient_slots": header.gradient_slots[stage] if header.gradient_slots else 0,
         }
-        lines.append(f"stage {stage} " + " ".join(f"{key} {value}" for key, value in fields.items()))
-    lines += ["route " + " ".join(map(str, route)) for route in header.routes]
+        usual = _STAGE_FIELDS | {"part": stage}
+        words = (f"{key} {value}" for key, value in said.items() if value != usual[key])
+        lines.append(" ".join([f"stage {stage}", *words]))
+    if header.routes != (tuple(range(len(header.stages))),):
+        lines += ["route " + " ".join(map(str, route)) for route in header.routes]
     lines += ["tied " + " ".join(map(str, group)) for group in header.tied_groups]
     return lines
 
@@ -63,7 +66,8 @@ class HeaderReader:
     def __init__(self, first: Line) -> None:
         if first.number_at(2) != FORMAT_VERSION:
             raise first.error(
-                first.words[2], f"format {first.words[2].text} is not {FORMAT_VERSION}, the one known here"
+                first.words[2],
+                f"format {first.words[2].text} cannot be read; this version reads format {FORMAT_VERSION}",
             )
         first.expect_length(3)
         self._fields: dict[str, Any] = {}

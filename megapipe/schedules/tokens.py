@@ -47,11 +47,11 @@ def read_action(word: str) -> Action:
     match = _WORD.fullmatch(word)
     if match is None:
         raise ScheduleError(
-            f"{word!r} is no action: write KIND stage /unit .micro-batch :slice @version ^slot, as F2.7"
+            f"{word!r} is not an action: write KIND stage /unit .micro-batch :slice @version ^slot, as F2.7"
         )
     letters, *fields = match.groups()
     if letters not in _KINDS:
-        raise ScheduleError(f"{letters!r} in {word!r} is no kind of action: known are {', '.join(_KINDS)}")
+        raise ScheduleError(f"{letters!r} in {word!r} is not a kind of action; the kinds are {', '.join(_KINDS)}")
     values = [-1 if field is None else int(field) for field in fields]
     if max(values) > _LARGEST:
         raise ScheduleError(f"{max(values)} in {word!r} is too large: columns hold 32-bit integers")

@@ -1,4 +1,4 @@
-"""Lines and words of the text form, each knowing where it stands."""
+"""Lines and words of the text form, each with its place in the text."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Line(NamedTuple):
         if len(self.words) > length:
             raise self.error(self.words[length], f"unexpected {self.words[length].text!r}")
         if len(self.words) < length:
-            raise self.error(self.words[-1], f"{self.words[0].text!r} wants {length - 1} values")
+            raise self.error(self.words[-1], f"{self.words[0].text!r} takes {length - 1} values")
 
     def number_at(self, index: int, least: int = 0) -> int:
         """The whole number at a word; raises ScheduleError where there is none or it is below ``least``."""
@@ -39,7 +39,7 @@ class Line(NamedTuple):
             raise self.error(self.words[-1], f"a number must follow {self.words[-1].text!r}")
         word = self.words[index]
         if re.fullmatch(r"\d{1,9}", word.text) is None or int(word.text) < least:
-            raise self.error(word, f"{word.text!r} is no whole number from {least} on")
+            raise self.error(word, f"{word.text!r} is not a whole number of at least {least}")
         return int(word.text)
 
     def choice_at(self, index: int, choices: tuple[str, ...]) -> str:

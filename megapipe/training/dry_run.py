@@ -29,6 +29,7 @@ from megapipe.planner.rank import RankPrediction
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank
+from megapipe.planner.runs.scheduling import schedule_name
 from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Header
@@ -79,7 +80,7 @@ class DryRun:
         return {
             "world_size": self.world_size,
             "microbatches": self.microbatches,
-            "schedule": self.config.schedule.file or self.config.schedule.name,
+            "schedule": schedule_name(self.config),
             "actions": self.actions,
             "device": self.device,
             "seconds": self.seconds,

@@ -1,14 +1,14 @@
-"""Loss, perplexity and, where the model counts them, right predictions on the validation split."""
+"""Loss, perplexity and, for models that count them, right predictions on the validation split."""
 
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.step import StepInput, StepResult
+from megapipe.engine.step import Counts, StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.records import EvaluationRecord
@@ -18,10 +18,10 @@ from megapipe.training.wishes import start_asking
 
 
 class Evaluation:
-    """Forward passes over always the same validation samples, in order, without dropout, on the newest weights.
+    """Forward passes over the same validation samples every time, in order, without dropout, on the newest weights.
 
-    samples: the validation split. Of it the first `evaluation.samples`, rounded up to whole batches of
-    `batch.global_size`, so that they are the same ones on every layout.
+    samples: the validation split. The first `evaluation.samples` of it are used, rounded up to whole batches of
+    `batch.global_size`, so that every layout uses the same ones.
     """
 
     def __init__(self, config: PretrainConfig, mesh: Mesh, replica: Replica, samples: Samples) -> None:
@@ -37,25 +37,22 @@ class Evaluation:
     def run(self, step: int, stop: Callable[[], bool] = lambda: False) -> EvaluationRecord | None:
         """Evaluate after `step` steps. A collective call; every rank gets the same losses.
 
-        stop: asked behind every batch; where it is true on any rank, the evaluation is given up on all, one batch
-        later, and gives None.
+        stop: called after every batch; when it returns True on any rank, all ranks stop evaluating one batch later
+        and return None.
 
         The mean is over tokens, not over batches. Micro-batches' fp32 sums are added in float64, which is exact for
         sums of like size: their order, the layout's, does not matter.
         """
         start = time.perf_counter()
-        # Rows: sums of losses, their counts, right predictions; a column for each term of the loss.
+        # Rows and columns as in batch_sums.
         totals = torch.zeros(3, len(self._family.loss_terms), dtype=torch.float64, device=self._mesh.device)
         stopped = start_asking(self._mesh, stop())
         with self._loader.steps(consumed=0) as batches:
             for batch in itertools.islice(batches, self._num_batches):
                 result = self._engine.run(StepInput(step, batch.contexts, batch.token_counts))
                 if self._counts_loss:
-                    sums = _sums(result)
-                    totals[0] += sums[0]
-                    totals[1] += torch.tensor(batch.token_counts).view(len(batch.token_counts), -1).sum(0)
-                    totals[2] += sums[1] if len(sums) > 1 else torch.nan  # which the sum over ranks keeps
-                # The answer is awaited a batch later: the first stage need not stand still until the last one is done.
+                    totals += batch_sums(result, batch.token_counts)
+                # The answer is awaited one batch later, so that the first stage does not wait for the last one.
                 if stopped():
                     return None
                 stopped = start_asking(self._mesh, stop())
@@ -81,13 +78,21 @@ class Evaluation:
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss; infinite where that exceeds a float."""
+    """Return e to the power of the loss; infinite if that overflows a float."""
     try:
         return math.exp(loss)
     except OverflowError:
         return math.inf
 
 
-def _sums(result: StepResult) -> list[torch.Tensor]:
-    """What the last stage gave for each micro-batch, losses and perhaps right predictions, summed in float64."""
-    return [torch.stack(each).double().sum(0) for each in zip(*result.outputs, strict=True)]
+def batch_sums(result: StepResult, token_counts: Sequence[Counts]) -> torch.Tensor:
+    """Return the sums over a batch's micro-batches as float64 of shape [3, loss terms], on the outputs' device.
+
+    Rows: losses, loss tokens, right predictions. Where the model does not count the last, they are NaN, which the sum
+    over ranks keeps.
+    """
+    sums = [torch.stack(each).double().sum(0) for each in zip(*result.outputs, strict=True)]
+    losses = torch.atleast_1d(sums[0])
+    counts = torch.tensor(token_counts, dtype=torch.float64).view(len(token_counts), -1).sum(0).to(losses.device)
+    right = torch.atleast_1d(sums[1]) if len(sums) > 1 else torch.full_like(losses, torch.nan)
+    return torch.stack([losses, counts, right])

@@ -13,7 +13,7 @@ from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.runs.batch_plan import BatchPlan
-from megapipe.planner.runs.scheduling import eager_cost
+from megapipe.planner.runs.scheduling import eager_cost, schedule_name
 from megapipe.planner.runs.validation import data_parallel_size
 from megapipe.training import loss_curve, metrics
 from megapipe.training.determinism import require_determinism
@@ -161,7 +161,7 @@ def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     used = f" ({active:,} used by a token)" if config.model.num_experts is not None else ""
     say(
         f"{sum(unique.values()):,} parameters{used} on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
-        f"{config.schedule.name}, {config.training.precision} on {mesh.device.type}"
+        f"{schedule_name(config)}, {config.training.precision} on {mesh.device.type}"
     )
     peak = device_peak(mesh.device, cast(Precision, config.training.precision))
     say(f"MFU is the share of {peak}")
@@ -182,7 +182,8 @@ def _listeners(config: PretrainConfig, mesh: Mesh, position: Position) -> Listen
     total = BatchPlan.of(config.batch).consumed_after(training.last_step - position.step, position.consumed)
     trackers = open_trackers(config, position.step > 0, _print)
     file = metrics.MetricsFile(Path(training.directory))
-    file.event("start", step=position.step, config=asdict(config), layout=dict(mesh.shape.sizes))
+    name = schedule_name(config)
+    file.event("start", step=position.step, config=asdict(config), layout=dict(mesh.shape.sizes), schedule=name)
     skipped = SkippedSamplesFile(Path(training.directory))
     return Listeners([file, skipped, *trackers, open_display(training.steps, training.log_every, total)])
 

@@ -1,6 +1,7 @@
 """Pipeline over plain torch modules, against torch's own autograd and optimizer in one process."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from megapipe.engine.pipeline import Pipeline
 from megapipe.parallel.mesh import Mesh
+from megapipe.schedules import dumps, order
 from megapipe.schedules.actions import Kind
 from tests.engine.library_models import (
     ROWS,
@@ -81,6 +83,13 @@ def test_processes_give_the_same_bits() -> None:
     layers = adoptable(2)
     outcomes = run_mesh({"pipeline": 2}, train, layers, "zb_h1", 4, backend="processes", timeout=120.0)
     assert_same_bits(merged(outcomes), plain(layers, 4))
+
+
+def test_a_schedule_file_trains_as_its_named_schedule(tmp_path: Path) -> None:
+    layers, path = adoptable(), tmp_path / "mine.txt"
+    path.write_text(dumps(order("zb_v", 2, 6)), encoding="utf-8")
+    outcomes = run_threads({"pipeline": 2}, train, layers, str(path), 6)
+    assert_same_bits(merged(outcomes), plain(layers, 6))
 
 
 @pytest.mark.parametrize("update", ["lazy", "eager"])

@@ -80,7 +80,7 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "cut off": (
         [nn.Linear(8, 8), Detaching(), nn.Linear(8, 8)],
         {},
-        r"parameter 0.weight gets no gradient: the layers behind layer 0 \(Linear\) drop or detach",
+        r"parameter 0.weight gets no gradient: the layers after layer 0 \(Linear\) drop or detach",
     ),
     "no tensor": ([nn.LSTM(8, 8)], {}, "a layer returned tuple; it must return a tensor or a tuple of tensors"),
     "maker": ([lambda: 3], {}, "made a int; it must make a torch.nn.Module"),
@@ -99,7 +99,13 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "muon": (
         [nn.Linear(8, 8)],
         {"optimizer": OptimizerConfig(name="muon")},
-        "which of any module's matrices are embeddings or heads nobody has told",
+        "the library does not know which matrices of a module are embeddings or heads",
+    ),
+    "no file": ([nn.Linear(8, 8)], {"schedule": "mine.txt"}, "cannot read mine.txt: No such file or directory"),
+    "file and options": (
+        [nn.Linear(8, 8)],
+        {"schedule": "mine.txt", "two_bp": True},
+        "schedule mine.txt is a file, which takes no options, and two_bp was given",
     ),
     "clipping": ([nn.Linear(8, 8)], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
 }

@@ -26,7 +26,9 @@ def test_a_recomputation_of_nothing_is_refused(capsys):
 
 def test_list_names_every_schedule(capsys):
     assert [row["name"] for row in json.loads(output(capsys, "list", "--json"))] == list(GENERATORS)
-    assert all(name in output(capsys, "list") for name in GENERATORS)
+    table = output(capsys, "list")
+    assert all(name in table for name in GENERATORS)
+    assert "`" not in table
 
 
 def test_simulate_gives_the_promised_keys(capsys):
@@ -88,6 +90,29 @@ def test_files_round_trip(capsys, tmp_path):
     assert "is valid" in output(capsys, "validate", str(path))
 
 
+def test_write_prints_the_form_that_the_guide_teaches(capsys, tmp_path):
+    shape = ("--schedule", "1f1b", "--ranks", "2", "--microbatches", "4")
+    guide = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    short = output(capsys, "write", *shape)
+    for line in short.splitlines():
+        assert line in guide or line.startswith(("name", "class"))
+    path = tmp_path / "mine.txt"
+    path.write_text(short)
+    lowered = output(capsys, "write", "--lowered", *shape)
+    assert output(capsys, "write", "--file", str(path)) == short
+    assert output(capsys, "write", "--lowered", "--file", str(path)) == lowered == dumps(build("1f1b", 2, 4))
+    assert main(["write", "--recompute", "1", *shape]) == 2
+    assert "--recompute changes what lowering adds" in capsys.readouterr().err
+
+
+def test_validate_says_whose_links_must_be_connected(capsys, tmp_path):
+    for name, connects in (("1f1b", True), ("interleaved_1f1b", False)):
+        path = tmp_path / f"{name}.txt"
+        path.write_text(dumps(build(name, 2, 4)))
+        assert json.loads(output(capsys, "validate", str(path), "--json"))["lazy_links"] is connects
+        assert ("must be connected before step 1" in output(capsys, "validate", str(path))) is not connects
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".json"])
 def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
     path = tmp_path / f"drawing{suffix}"
@@ -126,7 +151,8 @@ def test_validate_shows_where_a_file_goes_wrong(capsys, tmp_path):
     path = tmp_path / "broken.txt"
     path.write_text(dumps(build("1f1b", 2, 2)).replace("RA1.1^1 ", ""))
     assert main(["validate", str(path)]) == 2
-    assert "rank 1, RECV_ACTIVATION stage 1, micro-batch 1: it never happens" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"rank 1 ({path}, line 11), RECV_ACTIVATION stage 1, micro-batch 1: it never happens" in error
 
 
 def test_the_tool_imports_no_torch():

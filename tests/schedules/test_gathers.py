@@ -134,7 +134,7 @@ def test_each_broken_rule_is_named(old, new, message):
 
 
 def test_what_cannot_shard_its_weights_says_why():
-    with pytest.raises(ScheduleError, match="nobody to gather from"):
+    with pytest.raises(ScheduleError, match="no rank to gather from"):
         build("1f1b", 2, 4, weight_buffers=2)
     with pytest.raises(ScheduleError, match="weight_buffers -1 is below 0"):
         build("1f1b", 2, 4, data_parallel=True, weight_buffers=-1)

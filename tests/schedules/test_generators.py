@@ -1,9 +1,23 @@
 """The orders that the papers give, and that every built schedule trains the model that one process would."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megapipe.schedules import GENERATORS, Kind, ScheduleError, build, check_microbatches, order, validate
+from megapipe.schedules import (
+    GENERATORS,
+    Kind,
+    ScheduleError,
+    build,
+    check_microbatches,
+    order,
+    rank_costs,
+    simulate,
+    validate,
+)
+from megapipe.schedules.generators.looped import default_group_size
 from tests.schedules.interpreter import run
 from tests.schedules.serial import serial
 from tests.schedules.support import schedules, words
@@ -172,3 +186,46 @@ def test_pipedream_refuses_weights_tied_across_ranks():
 def test_a_never_flushing_schedule_runs_at_least_the_step_it_begins():
     with pytest.raises(ScheduleError, match="cannot run 0 steps"):
         build("2bw", 2, 2).expand(0)
+
+
+def ragged_shapes():
+    """Ranks, whole rounds of micro-batches, what is left over, chunks."""
+    for ranks, rounds, chunks in itertools.product(range(2, 9), range(1, 5), range(2, 5)):
+        yield from ((ranks, rounds, left, chunks) for left in range(1, ranks))
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=st.sampled_from(list(ragged_shapes())))
+def test_default_group_of_a_ragged_batch_is_the_better_one(shape):
+    check_default_group(*shape)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", list(ragged_shapes()))
+def test_default_group_of_every_ragged_batch(shape):
+    check_default_group(*shape)
+
+
+def check_default_group(ranks, rounds, left, chunks):
+    microbatches = ranks * rounds + left
+    larger = -(-microbatches // rounds)
+    found = {}
+    for size in (ranks, larger):
+        schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks, group_size=size)
+        run = simulate(schedule, rank_costs(schedule.header))
+        found[size] = run.makespan, max(run.peak_activations)
+    default = default_group_size(ranks, microbatches, chunks)
+    assert default == (larger if found[larger][1] <= found[ranks][1] + 2 + 1e-9 else ranks)
+    assert found[default][0] <= found[ranks][0] + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks", "size", "makespan"),
+    [(8, 9, 2, 9, 37.5), (8, 17, 3, 9, 58.0), (8, 15, 4, 8, 51.75), (8, 16, 2, 8, 58.5), (8, 5, 2, 8, None)],
+)
+def test_default_groups_of_some_batches(ranks, microbatches, chunks, size, makespan):
+    assert default_group_size(ranks, microbatches, chunks) == size
+    schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks)
+    assert schedule == build("interleaved_1f1b", ranks, microbatches, chunks=chunks, group_size=size)
+    if makespan is not None:
+        assert simulate(schedule, rank_costs(schedule.header)).makespan == pytest.approx(makespan)

@@ -56,7 +56,7 @@ def test_copies_of_weights_take_turns_with_reloads_of_activations():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("weights_in_host yes", "weights_in_host no", "nobody to gather from"),
+        ("weights_in_host yes", "weights_in_host no", "no rank to gather from"),
         ("weight_buffers 2", "weight_buffers 0", "has no buffers to bring them to"),
         ("GW0/1.0@0 F0/0.0@0", "F0/0.0@0", "not gathered here"),
         ("RE0/0.0@1 U0/0.0@1 OF0/0.0@1", "U0/0.0@1", "changes them where they are not"),

@@ -98,7 +98,7 @@ def test_what_does_not_fit_together_is_refused():
         """
     with pytest.raises(ScheduleError, match=r"circle deadlocks.*rank 0"):
         lower(loads(circle))
-    with pytest.raises(ScheduleError, match="stage 1, micro-batch 0"):
+    with pytest.raises(ScheduleError, match="FORWARD stage 0, micro-batch 0: no stage takes its output"):
         lower(loads(circle.replace("F1.0 B1.0", "")))
     with pytest.raises(ScheduleError, match="lowering adds them"):
         lower(loads(circle.replace("B0.0 F0.0", "F0.0 SA0.0 B0.0")))

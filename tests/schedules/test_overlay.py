@@ -169,15 +169,18 @@ def test_given_times_replace_the_measured_ones(traced: Path, capsys: pytest.Capt
     assert found["about"]["model"] == {"num_layers": 4}
 
 
-def test_clocks_that_differ_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("clock_error", "warns"), [(1_000, True), (4_000_000, False), (0, False)])
+def test_only_clocks_of_different_hosts_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], clock_error: int, warns: bool
+) -> None:
     schedule = scheduled("1f1b")
 
     def early(event, rank):
         return event._replace(start=event.start - 3_000_000 * rank, end=event.end - 3_000_000 * rank)
 
-    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), change=early)
+    write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), change=early, clock_error=clock_error)
     assert main(["overlay", str(tmp_path)]) == 0
-    assert "a message seems to arrive 3 ms before it was sent" in capsys.readouterr().out
+    assert ("a message seems to arrive 3 ms before it was sent" in capsys.readouterr().out) is warns
 
 
 def drawn(directory: Path, suffix: str) -> str:

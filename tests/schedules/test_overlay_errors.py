@@ -58,7 +58,7 @@ def broken(traced: Path, how: str) -> None:
     ("how", "message"),
     [
         ("missing", "lacks rank-1.json: the run had 4 ranks"),
-        ("cut", "rank-1.json is no whole JSON document"),
+        ("cut", "rank-1.json is not a complete JSON document"),
         ("format", "has format 'megapipe trace 9', and 'megapipe trace 1' is the one known"),
         ("list", "has format None"),
         ("field", "rank-1.json lacks 'events'"),
@@ -68,7 +68,7 @@ def broken(traced: Path, how: str) -> None:
         ("schedule", "rank-1.json and rank-0.json were recorded in different schedules"),
         ("text", "schedule.txt is not the schedule that"),
         ("no text", "cannot read"),
-        ("position", "as action 999 of its body, which the schedule 1f1b beside it has not"),
+        ("position", "as action 999 of its body, which the schedule 1f1b in the same folder does not have"),
         ("empty", "holds no rank-N.json; give the folder that --profile.trace named"),
     ],
 )
@@ -97,4 +97,4 @@ def test_wrong_flags_are_told(traced: Path, flags: str, message: str, capsys: py
 
 def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overlay", str(tmp_path / "nothing")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err

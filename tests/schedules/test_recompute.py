@@ -57,8 +57,8 @@ def test_spans_are_checked():
     [
         (" R0/0.0@0", " R0/0.0@0 R0/0.0@0", "a second time"),
         (" R0/0.0@0", " R0.0@0", "no forward of this chunk or unit"),
-        (" R0/0.0@0 B0/0.0@0", " B0/0.0@0 R0/0.0@0", "stands behind it"),
-        (" F0/0.0@0 R0/0.0@0", " R0/0.0@0 F0/0.0@0", "stands behind it"),
+        (" R0/0.0@0 B0/0.0@0", " B0/0.0@0 R0/0.0@0", "comes after it"),
+        (" F0/0.0@0 R0/0.0@0", " R0/0.0@0 F0/0.0@0", "comes after it"),
         (" R0/0.0@0", " R0/0.0@1", "reads version 0"),
     ],
 )

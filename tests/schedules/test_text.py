@@ -50,23 +50,23 @@ def test_a_hand_written_schedule_runs():
 @pytest.mark.parametrize(
     ("old", "new", "line", "column", "message"),
     [
-        ("F0.1", "F0,1", 9, 14, "is no action"),
-        ("B1.0", "X1.0", 10, 14, "no kind of action"),
+        ("F0.1", "F0,1", 9, 14, "is not an action"),
+        ("B1.0", "X1.0", 10, 14, "not a kind of action"),
         ("F1.1", "F1.99999999999", 10, 19, "too large"),
         ("rank 1:", "rank 2:", 10, 1, "expected 'rank 1:'"),
         ("microbatches 2", "microbatch 2", 3, 1, "did you mean 'microbatches'"),
-        ("microbatches 2", "microbatches two", 3, 14, "no whole number from 1"),
+        ("microbatches 2", "microbatches two", 3, 14, "not a whole number of at least 1"),
         ("microbatches 2", "microbatches 2 3", 3, 16, "unexpected '3'"),
         ("microbatches 2", "name again", 3, 1, "comes twice"),
         ("stage 1 rank 1", "stage 2 rank 1", 6, 7, "expected stage 1"),
         ("stage 1 rank 1", "stage 1 units 1", 6, 7, "lacks its rank"),
         ("stage 1 rank 1", "stage 1 rank 1 unit 2", 6, 16, "'unit' is none of"),
-        ("units 2", "units 0", 5, 22, "no whole number from 1"),
+        ("units 2", "units 0", 5, 22, "not a whole number of at least 1"),
         ("body", "route 0 5\nbody", 7, 9, "stage 5 is not defined"),
         ("body", "route 0 0\nbody", 7, 1, "visits a stage once"),
         ("body", "mode both\nbody", 7, 6, "none of train, forward"),
         ("body", "body\nbody", 7, 1, "has 0 rank lines"),
-        ("megapipe schedule 1", "megapipe schedule 9", 1, 19, "format 9"),
+        ("megapipe schedule 1", "megapipe schedule 9", 1, 19, "format 9 cannot"),
     ],
 )
 def test_errors_name_line_and_column(old, new, line, column, message):

@@ -24,11 +24,11 @@ def broken(old: str, new: str, **arguments: object) -> str:
         ("B0.0@0^0", "BI0.0@0^0", ["BACKWARD_WEIGHT stage 0, micro-batch 0", "never happens"]),
         ("B0.0@0^0", "B0.0@0^0 BI0.0@0^0 BW0.0@0", ["whole and in halves"]),
         ("B0.0@0^0", "B0/0.0@0^0", ["both be whole or both come in units"]),
-        ("B0.0@0^0", "BW0.0@0 BI0.0@0^0", ["BACKWARD_WEIGHT", "needs BACKWARD_INPUT", "stands behind"]),
+        ("B0.0@0^0", "BW0.0@0 BI0.0@0^0", ["BACKWARD_WEIGHT", "needs BACKWARD_INPUT", "comes after"]),
         ("SA0.1 ", "", ["SEND_ACTIVATION stage 0, micro-batch 1", "never happens"]),
         ("SA0.0", "SA0.0 SA0.0", ["second time"]),
-        ("RA1.0^0 F1.0@0^0", "F1.0@0^0 RA1.0^0", ["needs RECV_ACTIVATION", "stands behind"]),
-        ("F0.0@0 SA0.0", "SA0.0 F0.0@0", ["needs FORWARD", "stands behind"]),
+        ("RA1.0^0 F1.0@0^0", "F1.0@0^0 RA1.0^0", ["needs RECV_ACTIVATION", "comes after"]),
+        ("F0.0@0 SA0.0", "SA0.0 F0.0@0", ["needs FORWARD", "comes after"]),
         ("DC.1 RA1.0^0", "RA1.0^0", ["rank 1", "REDUCE_COUNTS micro-batch 1", "never happens"]),
         ("DS.1 U0/0.1@1", "U0/0.1@1 DS.1", ["UPDATE", "needs REDUCE_SCALARS"]),
         ("B0.1@0^1 DS.1", "DS.1 B0.1@0^1", ["REDUCE_SCALARS", "needs BACKWARD"]),
@@ -74,11 +74,11 @@ def test_units_missing_reductions_and_tied_sums():
 def test_receives_out_of_order_are_refused():
     text = dumps(build("gpipe", 2, 3, receive_ahead=2))
     assert "RA1.0^0 RA1.1^1" in text
-    with pytest.raises(ScheduleError, match="must stand in the order of the sends"):
+    with pytest.raises(ScheduleError, match="must be posted in the order of the sends"):
         validate(loads(text.replace("RA1.0^0 RA1.1^1", "RA1.1^1 RA1.0^0")))
 
 
-def test_a_deadlock_under_blocking_sends_tells_the_circle():
+def test_a_deadlock_under_blocking_sends_names_the_circle():
     text = dumps(build("1f1b", 2, 2)).replace("SA0.1 RG0.1^1", "SA0.1").replace("B0.0@0^0", "B0.0@0^0 RG0.1^1")
     validate(loads(text))
     late = dumps(build("1f1b", 2, 4))
@@ -89,8 +89,8 @@ def test_a_deadlock_under_blocking_sends_tells_the_circle():
         validate(loads(late))
     message = str(error.value)
     assert "ranks 0, 1 wait for one another" in message
-    assert "rank 0 stands at SEND_ACTIVATION stage 0, micro-batch 1 and waits for rank 1" in message
-    assert "rank 1 stands at SEND_GRADIENT stage 1, micro-batch 0 and waits for rank 0" in message
+    assert "rank 0 (schedule, line 10) is at SEND_ACTIVATION stage 0, micro-batch 1 and waits for rank 1" in message
+    assert "rank 1 (schedule, line 11) is at SEND_GRADIENT stage 1, micro-batch 0 and waits for rank 0" in message
 
 
 def test_collectives_start_in_one_order():
@@ -98,7 +98,7 @@ def test_collectives_start_in_one_order():
     text = dumps(schedule)
     swapped = text.replace("DT1/1.0 DT1/2.0", "DT1/2.0 DT1/1.0")
     assert swapped != text
-    with pytest.raises(ScheduleError, match=r"rank 1, REDUCE_TIED.*rank 0 starts REDUCE_TIED stage 0, unit 1"):
+    with pytest.raises(ScheduleError, match=r"rank 1 \(.*\), REDUCE_TIED.*rank 0 starts REDUCE_TIED stage 0, unit 1"):
         validate(loads(swapped))
 
 

@@ -31,6 +31,7 @@ def write_trace(
     change: Callable[[Event, int], Event] = lambda event, rank: event,
     run: str = "a run",
     data: int = 1,
+    clock_error: int = 0,
 ) -> None:
     """Write what ranks would that take exactly the costs, in milliseconds.
 
@@ -50,7 +51,9 @@ def write_trace(
         place = {"data": replica, "pipeline": rank, "tensor": 0}
         write_rank(
             directory,
-            RankTrace(run, fingerprint(text), number, layout, place, {"model": {"num_layers": 4}}, 0, ranks[rank]),
+            RankTrace(
+                run, fingerprint(text), number, layout, place, {"model": {"num_layers": 4}}, clock_error, ranks[rank]
+            ),
         )
 
 

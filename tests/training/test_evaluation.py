@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.costs.gpt import gpt_layers
-from megapipe.engine.step import StepInput
+from megapipe.engine.step import StepInput, StepResult
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.evaluation import Evaluation, perplexity
+from megapipe.training.evaluation import Evaluation, batch_sums, perplexity
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
@@ -127,3 +128,16 @@ def test_perplexity_beyond_a_float_is_infinite() -> None:
     assert perplexity(2.0) == math.exp(2.0)
     assert perplexity(1e4) == math.inf
     assert math.isnan(perplexity(math.nan))
+
+
+@pytest.mark.parametrize("counts", [(5.0, 7.0), ((5.0, 2.0), (7.0, 1.0))])
+def test_a_batch_is_summed_on_its_outputs_device(counts: tuple[float | tuple[float, ...], ...]) -> None:
+    terms = 1 if isinstance(counts[0], float) else 2
+    with FakeTensorMode():  # refuses to add tensors of two devices, as CUDA does
+        output = torch.ones(terms, device="cuda")
+        totals = torch.zeros(3, terms, dtype=torch.float64, device="cuda")
+        totals += batch_sums(StepResult(0, 0.0, 0.0, outputs=((output,), (output,))), counts)
+    assert totals.device.type == "cuda"
+    on_host = batch_sums(StepResult(0, 0.0, 0.0, outputs=((torch.ones(terms),), (torch.ones(terms),))), counts)
+    assert on_host[:2].tolist() == [[2.0] * terms, [12.0, 3.0][:terms]]
+    assert on_host[2].isnan().all()

@@ -10,8 +10,9 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig, RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.config.schedule import ScheduleConfig
+from megapipe.planner.runs.scheduling import schedule_name
 from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
-from megapipe.schedules import GENERATORS, build
+from megapipe.schedules import GENERATORS, build, order
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.text import dumps
 from megapipe.training.validate import validate
@@ -136,8 +137,42 @@ def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None
         expect_refusal(config, splits)
         if name not in ("pipedream", "2bw"):
             file = tmp_path / f"{name}.txt"
-            file.write_text(dumps(build(name, 1, 8)), encoding="utf-8")
+            file.write_text(dumps(order(name, 1, 8)), encoding="utf-8")
             expect_refusal(replace(config, schedule=replace(ScheduleConfig(), file=str(file))), splits)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (dumps(build("1f1b", 2, 4)), "it was made for units (layers) by stage [1, 1], and this run has [3, 1]"),
+        (
+            dumps(order("1f1b", 2, 4)).replace("F1.1 B1.1", "B1.1 F1.1"),
+            "line 10), BACKWARD stage 1, micro-batch 1, version 0: it",
+        ),
+        (
+            dumps(order("1f1b", 2, 4)).replace("F1.1 B1.1", "F1.1 F1.1"),
+            "line 10), FORWARD stage 1, micro-batch 1: it app",
+        ),
+        (dumps(order("1f1b", 2, 4)).replace("stage 1", "stage 1 replica 1"), "does not add up the gradients of such"),
+    ],
+)
+def test_a_schedule_file_is_held_against_the_model_at_once(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(text.replace("stage 1 replica 1 rank 1", "stage 1 rank 1 replica 1"), encoding="utf-8")
+    config = make(
+        schedule={"file": str(file)},
+        parallel={"pipeline": 2},
+        batch={"global_size": 8, "micro_size": 2},
+        model={"tie_embeddings": False},
+    )
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world_size=2)
+    assert len(caught.value.problems) == 1
+    assert problem in caught.value.problems[0]
+    assert "\n" not in caught.value.problems[0]
+    file.write_text(dumps(order("1f1b", 2, 4)).replace("name 1f1b", "name mine"), encoding="utf-8")
+    validate(config, world_size=2)
+    assert schedule_name(config) == "mine"
 
 
 def expect_refusal(config: PretrainConfig, refused: bool) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -61,6 +62,17 @@ class DistributedLink(Link):
             raise self.failure(number, f"the receive failed: {error}") from error
         return _DistributedTransfer(self, number, work, buffer)
 
+    def connect(self, device: torch.device) -> None:
+        """Exchange one element with the peer, before any message; returns once both ends have made the call.
+
+        NCCL connects one direction of a communicator at its first use, and the host call waits there until the peer's
+        host makes the opposite call. Both ends connect here, so that no later send or receive waits for its peer.
+        """
+        element = torch.zeros(1, dtype=torch.uint8, device=device)
+        transfer = self.send(element) if self._sends else self.receive(element)
+        transfer.wait()
+        self._started = 0
+
     def _next_number(self) -> int:
         self._started += 1
         return self._started - 1
@@ -88,23 +100,29 @@ class _DistributedTransfer(Transfer):
         self._work = self._tensor = None
 
 
-def gloo_links(group: DistributedGroup, edges: Sequence[Edge], timeout: float) -> dict[Edge, Link]:
-    """This rank's ends of `edges`. The tag is the channel."""
+def gloo_links(
+    group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
+) -> dict[Edge, DistributedLink]:
+    """This rank's ends of `edges`, connected. The tag is the channel. A collective call over the pipeline's group."""
     wait_timeout = timedelta(seconds=timeout)
-    return {
+    links = {
         edge: DistributedLink(edge, group, timeout, group, edge.channel, wait_timeout)
         for edge in edges
         if group.rank in (edge.source, edge.destination)
     }
+    return _connected(links, device)
 
 
-def nccl_links(group: DistributedGroup, edges: Sequence[Edge], timeout: float) -> dict[Edge, Link]:
-    """This rank's ends of `edges`, each over a communicator of its two ranks, so that no direction waits for another.
+def nccl_links(
+    group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
+) -> dict[Edge, DistributedLink]:
+    """This rank's ends of `edges`, connected, each over a communicator of its two ranks, so that no direction waits
+    for another.
 
     A collective call over the pipeline's group. The communicators are split from the pipeline's, run on high-priority
-    streams and take few thread blocks, since they copy beside the kernels that compute.
+    streams and use few thread blocks, because they copy while kernels compute.
     """
-    links: dict[Edge, Link] = {}
+    links: dict[Edge, DistributedLink] = {}
     for edge in edges:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = _NCCL_MAXIMUM_BLOCKS
@@ -118,4 +136,11 @@ def nccl_links(group: DistributedGroup, edges: Sequence[Edge], timeout: float) -
         )
         if pair is not None:
             links[edge] = DistributedLink(edge, group, timeout, DistributedGroup(str(edge), pair), 0, None)
+    return _connected(links, device)
+
+
+def _connected(links: dict[Edge, DistributedLink], device: torch.device) -> dict[Edge, DistributedLink]:
+    """Connect the links one after the other; all ranks have them in one order, so that this cannot hang."""
+    for link in links.values():
+        link.connect(device)
     return links

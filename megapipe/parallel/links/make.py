@@ -38,11 +38,11 @@ def make_links(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeo
     assert isinstance(group, DistributedGroup)  # an edge needs two ranks, and these are processes
     if mesh.device.type == "cuda":
         _check_kind(kind, ("nccl",), "processes on GPUs")
-        return nccl_links(group, edges, timeout)
+        return {**nccl_links(group, edges, timeout, mesh.device)}
     _check_kind(kind, ("shared_memory", "gloo"), "processes on CPUs")
     if _memory_is_shared(group, kind):
         return shared_memory_links(group, edges, timeout)
-    return gloo_links(group, edges, timeout)
+    return {**gloo_links(group, edges, timeout, mesh.device)}
 
 
 def _check_edges(edges: Sequence[Edge], pipeline_size: int) -> None:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from megapipe.schedules import Options, order
 from megapipe.schedules.actions import KIND, STAGE, Kind
+from megapipe.schedules.generators.looped import default_group_size
 
 ROUNDS = 3
 """Micro-batches a pipeline rank, or groups of them where those are larger, after which no schedule that alternates
@@ -26,6 +27,8 @@ def most_held(name: str, num_ranks: int, num_microbatches: int, chunks: int, opt
         return tuple(np.array([[min(num_ranks - rank, num_microbatches), 0.0]]) for rank in range(num_ranks))
     if name == "modular" and not options.get("two_bp", False):
         return (np.array([[num_microbatches] * chunks + [0.0] * chunks], dtype=np.float64),) * num_ranks
+    if name == "interleaved_1f1b" and "group_size" not in options:  # it depends on micro-batches that are not shown
+        options = {**options, "group_size": default_group_size(num_ranks, num_microbatches, chunks)}
     # Weight halves that are put off without a limit pile up to the end.
     rounds = ROUNDS * max(num_ranks, options.get("group_size", 1))
     shown = num_microbatches if options.get("two_bp", False) else min(num_microbatches, rounds)

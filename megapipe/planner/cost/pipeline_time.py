@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.schedules import Options, build, rank_costs, simulate
+from megapipe.schedules.generators.looped import default_group_size
 
 Floats = npt.NDArray[np.float64]
 
@@ -161,11 +162,12 @@ def _one_group(pipeline: Pipeline, count: int) -> float:
 
 
 def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
-    """A last group that is smaller than the pipeline leaves its places empty: of all work where it is the only one,
-    of backwards behind others."""
+    """A last group that is smaller than the pipeline leaves places empty: of all work where it is the only group, of
+    backwards where it follows others."""
     size, chunks = pipeline.size, pipeline.chunks
     fill = _others(pipeline, pipeline.fill.sum(axis=0)) / chunks
-    empty = size - count if count < size else -count % size
+    group = default_group_size(size, count, chunks)
+    empty = max(0, size - (count - (-(-count // group) - 1) * group))
     lost = pipeline.fill if count < size else pipeline.backward
     missing = empty * (chunks - 1) / chunks * float(lost.sum(axis=0).mean())
     messages = max(pipeline.loops, _busy_links(pipeline, count, fill))
@@ -249,7 +251,12 @@ def waiting_of(name: str, options: Options, pipeline: Pipeline, num_microbatches
     """
     if pipeline.size == 1:
         return Waiting(0.0, 0.0, "one pipeline rank")
-    if name in FORMULAS and not options.get("two_bp", False) and options.get("group_size") in (None, pipeline.size):
+    usual_group = True
+    if name == "interleaved_1f1b":
+        group = default_group_size(pipeline.size, num_microbatches, pipeline.chunks)
+        usual_group = options.get("group_size", group) == group
+        options = {"group_size": group, **options}  # the default depends on micro-batches that are not simulated
+    if name in FORMULAS and not options.get("two_bp", False) and usual_group:
         return FORMULAS[name](pipeline, num_microbatches)
     ranks = pipeline.size
     phases = (pipeline.forward, pipeline.input_half, pipeline.weight_half)

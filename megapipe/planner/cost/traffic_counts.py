@@ -11,6 +11,7 @@ from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Rows, kind_mask
 from megapipe.schedules.gathers import ADDING, USES, residences_of
+from megapipe.schedules.generators.looped import default_group_size
 from megapipe.schedules.schedule import Schedule
 
 Floats = npt.NDArray[np.float64]
@@ -76,10 +77,15 @@ def _counted(
     whole_gradients: int,
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """By shown rank and chunk, gathers and sums of a micro-batch on average. shown: ranks and their chunks' units."""
-    plain = _order(name, options, ranks, min(count, ROUNDS * ranks))
-    few = plain.header.num_microbatches if plain.flushes else min(count, max(PERIODIC, ROUNDS * ranks))
+    period = ranks
+    if name == "interleaved_1f1b":
+        given = {"group_size": default_group_size(ranks, count, len(shown[0][1]))} | dict(options)
+        options = tuple(sorted(given.items()))  # the default depends on micro-batches that are not shown
+        period = max(ranks, int(given["group_size"]))  # type: ignore[call-overload]
+    plain = _order(name, options, ranks, min(count, ROUNDS * period))
+    few = plain.header.num_microbatches if plain.flushes else min(count, max(PERIODIC, ROUNDS * period))
     long = plain if plain.flushes else _order(name, options, ranks, few)
-    fewer = (ROUNDS - 1) * ranks
+    fewer = (ROUNDS - 1) * period
     short = _order(name, options, ranks, fewer) if count > few and plain.flushes else None
     found = []
     for rank, units in shown:

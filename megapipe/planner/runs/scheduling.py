@@ -34,6 +34,13 @@ def schedule_options(config: PretrainConfig) -> Options:
     return options
 
 
+def schedule_name(config: PretrainConfig) -> str:
+    """Return the name of the schedule, for a schedule file the one in its header. Raises ScheduleError."""
+    if config.schedule.file:
+        return read_file(Path(config.schedule.file)).header.name
+    return config.schedule.name
+
+
 def num_stages(config: PretrainConfig) -> int:
     """Stages of the model, over all pipeline ranks. Raises ScheduleError."""
     if config.schedule.file:

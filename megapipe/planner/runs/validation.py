@@ -9,7 +9,9 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.costs.token_order import TokenOrder, chunks_per_rank, order_of
 from megapipe.planner.runs.batch_plan import ramp_problems
-from megapipe.planner.runs.scheduling import schedule_problems
+from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.runs.scheduling import build_schedule, schedule_problems
+from megapipe.schedules import ScheduleError
 
 
 def data_parallel_size(config: PretrainConfig, world_size: int) -> int:
@@ -32,7 +34,26 @@ def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
     problems = problems or ramp_problems(config.batch, config.batch.micro_size * replicas)
     problems += tensor_problems(config.model, config.parallel.tensor) or context_problems(config)
     problems += config.zero.replica_problems(replicas * config.parallel.context)
-    return problems or schedule_problems(config, replicas)
+    return problems or schedule_problems(config, replicas) or _file_problems(config, world_size)
+
+
+def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """Why a schedule file does not fit the model and the layout, one message at most."""
+    if not config.schedule.file:
+        return []
+    replicas = data_parallel_size(config, world_size) * config.parallel.context
+    try:
+        layout = StageLayout.of(config)
+        build_schedule(
+            config,
+            num_microbatches(config, world_size),
+            units_per_stage=layout.units_per_stage,
+            tied_groups=layout.tied,
+            data_parallel=replicas > 1 or config.parallel.sequence,
+        )
+    except ScheduleError as error:
+        return [f"schedule.file: {str(error).splitlines()[0]}"]
+    return []
 
 
 def token_order(config: PretrainConfig) -> TokenOrder:

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from megapipe.config.schedule import ScheduleConfig
 from megapipe.planner.search.layouts import Shape
+from megapipe.schedules.generators.looped import default_group_size
 
 Floats = npt.NDArray[np.float64]
 
@@ -36,7 +37,7 @@ def held_at_least(schedule: ScheduleConfig, shape: Shape, chunks: int, count: in
 def _interleaved(pipeline: int, chunks: int, count: int, group_size: int | None) -> Floats:
     """Groups of micro-batches pass all chunks one after the other, (v - 1) g + 2 (p - 1 - r) forwards and the one
     behind them ahead of the first backward (`schedules.generators.looped`)."""
-    group = min(pipeline if group_size is None else group_size, count)
+    group = min(default_group_size(pipeline, count, chunks) if group_size is None else group_size, count)
     ranks = np.arange(pipeline)[:, None]
     forwards = (chunks - 1) * group + np.minimum(2 * (pipeline - 1 - ranks), 2 * group) + 1
     before = np.arange(chunks)[None] * group

@@ -1,22 +1,26 @@
-"""The flags of ``tools/schedule.py`` and what they ask for."""
+"""The flags of ``tools/schedule.py``, and the schedules and costs that they select."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from megapipe.config.command_line import tool_parser, with_hyphens
-from megapipe.schedules.build import build
+from megapipe.schedules.build import build, order
 from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.generators.weight_halves import Times
-from megapipe.schedules.load_file import load_file
+from megapipe.schedules.load_file import load_file, read_file
 from megapipe.schedules.offload import Offload
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
 
 NEVER_FLUSHING_STEPS = 4
+LOWERING_FLAGS = {
+    "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False, "offload_weights": 0
+}  # fmt: skip
+"""Flags that change what lowering adds to the compute actions, and their defaults."""
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
 EXAMPLES = """\
 examples:
@@ -25,7 +29,7 @@ examples:
   tools/schedule.py draw --schedule zb_h1 --ranks 4 --microbatches 8 --output zb_h1.svg
   tools/schedule.py overlay runs/2bw/trace --output timeline.html
 
-docs/schedules.md tells what each schedule is for.
+docs/schedules.md explains what each schedule is for.
 """
 
 
@@ -35,22 +39,26 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
     check = commands.add_parser("validate", help="check a schedule file")
-    check.add_argument("file", type=Path, help="text form; compute actions alone are lowered first")
+    check.add_argument("file", type=Path, help="schedule file; one with compute actions only is lowered first")
     _json(check)
     for name, text in (
         ("show", "text timeline"),
         ("simulate", "makespan, bubble, activations, weight versions"),
         ("draw", "SVG, interactive HTML or Chrome/Perfetto trace"),
-        ("write", "the schedule in its text form"),
+        ("write", "the schedule as a text file to edit"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(GENERATORS)}")
-        command.add_argument("--file", type=Path, help="a schedule in text form instead of a named one")
+        command.add_argument("--file", type=Path, help="schedule file instead of a named schedule")
         _flags(command)
         if name == "draw":
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
+        if name == "write":
+            command.add_argument(
+                "--lowered", action="store_true", help="with every send, receive, reduction and update written out"
+            )
         if name == "show":
-            command.add_argument("--width", type=int, default=120, help="most characters a line")
+            command.add_argument("--width", type=int, default=120, help="maximum characters per line")
     compare = commands.add_parser("compare", help="a table over schedules")
     compare.add_argument("--schedule", default=",".join(GENERATORS), help="names, separated by commas; all by default")
     _flags(compare)
@@ -73,33 +81,41 @@ def _flags(command: argparse.ArgumentParser) -> None:
     _json(command)
     shape = command.add_argument_group("shape")
     shape.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
-    shape.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
-    shape.add_argument("--chunks", type=int, help="stages a rank (default 2 where a schedule has several)")
+    shape.add_argument("--microbatches", type=int, default=8, help="micro-batches per step (default 8)")
+    shape.add_argument("--chunks", type=int, help="stages on each rank (default 2 for schedules with several)")
     shape.add_argument("--steps", type=int, help="optimizer steps (default 1; 4 for schedules that never flush)")
-    shape.add_argument("--units", type=int, default=1, help="units (layers) a stage (default 1)")
+    shape.add_argument("--units", type=int, default=1, help="units (layers) in each stage (default 1)")
     shape.add_argument(
-        "--weight-buffers", type=int, default=0, help="sharded weights: gathered units that a rank may hold at once"
+        "--weight-buffers", type=int, default=0, help="sharded weights: maximum number of gathered units on a rank"
     )
     shape.add_argument(
-        "--whole-gradients", type=int, default=0, help="sharded gradients: units that a rank may hold whole at once"
+        "--whole-gradients", type=int, default=0, help="sharded gradients: maximum number of whole units on a rank"
     )
     shape.add_argument(
-        "--recompute", type=int, metavar="K", help="keep the input of every K units alone and run them again"
+        "--recompute", type=int, metavar="K", help="keep only the input of every K units and recompute the rest"
     )
     shape.add_argument(
         "--offload", type=int, metavar="K", help="move the activations of every K-th unit to host memory and back"
     )
-    shape.add_argument("--prefetch", type=int, default=1, help="compute actions between a reload and its backward")
     shape.add_argument(
-        "--offload-state", action="store_true", help="optimizer state on the device around updates alone"
+        "--prefetch", type=int, default=1, help="compute actions between a reload and its backward (default 1)"
+    )
+    shape.add_argument(
+        "--offload-state", action="store_true", help="keep optimizer state on the device only around updates"
     )
     shape.add_argument(
         "--offload-weights", type=int, default=0, metavar="N",
-        help="weights and optimizer state in host memory: units whose weights a rank may hold at once",
+        help="weights and optimizer state in host memory: maximum number of units with weights on the device",
     )  # fmt: skip
-    shape.add_argument("--receive-ahead", type=int, default=1, help="compute actions between a receive and its use")
-    options = command.add_argument_group("options of single schedules")
-    options.add_argument("--group-size", type=int, help="interleaved_1f1b: micro-batches in a row through a chunk")
+    shape.add_argument(
+        "--receive-ahead", type=int, default=1, help="compute actions between a receive and its use (default 1)"
+    )
+    options = command.add_argument_group("options of particular schedules")
+    options.add_argument(
+        "--group-size",
+        type=int,
+        help="interleaved_1f1b: micro-batches in a row through a chunk (default: see docs/schedules.md)",
+    )
     options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
     options.add_argument(
         "--vertical-sync", action="store_true", default=None, help="pipedream: one version everywhere"
@@ -107,36 +123,72 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--two-bp", action="store_true", default=None, help="split backwards, weight halves when idle"
     )
-    options.add_argument("--max-pending", type=int, help="with --two-bp: most weight halves that wait")
-    options.add_argument("--memory-limit", type=float, help="zb_auto: most micro-batches that a rank holds")
-    options.add_argument("--placement", help="refuse a schedule that places its stages otherwise")
-    times = command.add_argument_group("times, of one whole rank's share of the model, in any unit")
+    options.add_argument("--max-pending", type=int, help="with --two-bp: maximum number of postponed weight halves")
+    options.add_argument(
+        "--memory-limit", type=float, help="zb_auto: maximum number of micro-batches that a rank holds"
+    )
+    options.add_argument(
+        "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"
+    )
+    times = command.add_argument_group("times of one rank's share of the model, in any unit")
     times.add_argument("--forward", type=float, default=1.0)
-    times.add_argument("--recompute-time", type=float, help="of what runs again; default: the forward's")
-    times.add_argument("--backward", type=float, help="default: its halves' sum, or twice the forward")
+    times.add_argument("--recompute-time", type=float, help="recomputation (default: as the forward)")
+    times.add_argument(
+        "--backward", type=float, help="whole backward (default: the sum of its halves, or twice the forward)"
+    )
     times.add_argument("--backward-input", type=float)
     times.add_argument("--backward-weight", type=float)
-    times.add_argument("--latency", type=float, default=0.0, help="of a message between ranks")
-    times.add_argument("--bandwidth", type=float, help="bytes a time unit between two ranks; with --message")
-    times.add_argument("--message", type=float, help="bytes of a micro-batch's activations; with --bandwidth")
-    times.add_argument("--blocking-sends", action="store_true", help="a send holds its rank until it has arrived")
+    times.add_argument("--latency", type=float, default=0.0, help="latency of a message between ranks")
+    times.add_argument("--bandwidth", type=float, help="bytes per time unit between two ranks; needs --message")
+    times.add_argument("--message", type=float, help="bytes of a micro-batch's activations; needs --bandwidth")
+    times.add_argument(
+        "--blocking-sends", action="store_true", help="a send blocks its rank until the message has arrived"
+    )
     times.add_argument("--update-time", type=float, default=0.0, help="optimizer step of a rank's share")
     times.add_argument("--reduce-time", type=float, default=0.0, help="gradient reduction of a rank's share")
     times.add_argument(
-        "--gather-time", type=float, default=0.0, help="weights of a rank's share, gathered or copied in"
+        "--gather-time", type=float, default=0.0, help="gathering or copying in the weights of a rank's share"
     )
     times.add_argument("--offload-time", type=float, default=0.0, help="copy of a micro-batch's activations, one way")
     times.add_argument("--offload-state-time", type=float, default=0.0, help="copy of the optimizer state, one way")
     times.add_argument("--scalars-time", type=float, default=0.0, help="global norm and finite flag over all ranks")
 
 
+def order_of(flags: argparse.Namespace, name: str) -> Schedule:
+    """The compute actions of the schedule that the flags ask for, named or read from a file."""
+    for flag, value in LOWERING_FLAGS.items():
+        if getattr(flags, flag) != value:
+            shown = f"--{flag.replace('_', '-')}"
+            raise ScheduleError(
+                f"{shown} changes what lowering adds to the compute actions; add --lowered, or drop it"
+            )
+    if flags.file is not None:
+        schedule = read_file(flags.file)
+        if schedule.header.lowered:
+            raise ScheduleError(f"{flags.file} is lowered already; add --lowered to print it")
+        return schedule
+    return order(name, flags.ranks, flags.microbatches, **_arguments(flags, name))
+
+
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
     if getattr(flags, "file", None) is not None:
         return load_file(flags.file)
+    arguments = _arguments(flags, name)
+    stages = len(arguments["units_per_stage"])
+    return build(
+        name, flags.ranks, flags.microbatches, receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages),
+        offload=_offload(flags, stages), **arguments,
+    )  # fmt: skip
+
+
+def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Keyword arguments of :func:`order` for the named schedule."""
     generator = find_generator(name)
     if flags.placement is not None and flags.placement != generator.placement.__name__:
-        raise ScheduleError(f"{name} places its stages {generator.placement.__name__}, not {flags.placement}")
+        raise ScheduleError(
+            f"{name} places its stages {generator.placement.__name__}, not {flags.placement}; drop --placement"
+        )
     costs = _times(flags)
     options: dict[str, object] = {
         key: getattr(flags, key)
@@ -146,13 +198,13 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     if "times" in generator.order_options or options.get("two_bp"):
         options["times"] = costs
     stages = flags.ranks * generator.number_of_chunks(cast(Options, options))
-    return build(
-        name, flags.ranks, flags.microbatches, units_per_stage=[flags.units] * stages,
-        data_parallel=flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
-        weight_buffers=flags.weight_buffers, whole_gradients=flags.whole_gradients,
-        receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages), offload=_offload(flags, stages),
-        **cast(Options, options),
-    )  # fmt: skip
+    return {
+        "units_per_stage": [flags.units] * stages,
+        "data_parallel": flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
+        "weight_buffers": flags.weight_buffers,
+        "whole_gradients": flags.whole_gradients,
+        **options,
+    }
 
 
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
@@ -183,7 +235,7 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
     """The times of the flags for the stages of a schedule."""
     if (flags.bandwidth is None) != (flags.message is None):
         raise ScheduleError(
-            "--bandwidth and --message go together: the one is in bytes a time unit, the other in bytes"
+            "--bandwidth (bytes per time unit) and --message (bytes) go together: give both or neither"
         )
     if flags.bandwidth is not None and flags.bandwidth <= 0:
         raise ScheduleError(f"--bandwidth {flags.bandwidth:g} must be above 0")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megapipe.schedules.command.arguments import costs_of, parse, schedule_of, steps_of
+from megapipe.schedules.command.arguments import costs_of, order_of, parse, schedule_of, steps_of
 from megapipe.schedules.command.overlay import run_overlay
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.errors import ScheduleError
@@ -20,13 +20,13 @@ from megapipe.schedules.validation import validate
 
 DRAWINGS = {".svg": draw_svg, ".html": draw_html, ".json": draw_trace}
 COLUMNS = (
-    ("schedule", 16), ("class", 5), ("bubble", 7), ("makespan", 9), ("activations", 11), ("weights", 7),
+    ("schedule", 16), ("class", 5), ("bubble", 7), ("steps", 5), ("time/step", 9), ("activations", 11), ("weights", 7),
     ("exposed", 8),
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; 0 on success, 2 on an error that the user can mend."""
+    """Run the command line; 0 on success, 2 on an error that the user can fix."""
     flags = parse(arguments)
     try:
         COMMANDS[flags.command](flags)
@@ -48,7 +48,7 @@ def _list(flags: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        print(f"{row['name']:<17} {row['class']}  {row['placement']:<12} {row['summary']}")
+        print(f"{row['name']:<17} {row['class']}  {row['placement']:<12} {row['summary'].replace('``', '')}")
 
 
 def _validate(flags: argparse.Namespace) -> None:
@@ -60,12 +60,16 @@ def _validate(flags: argparse.Namespace) -> None:
         "weight_versions": report.weight_versions,
     }
     if flags.json:
-        print(json.dumps({"valid": True, "canonical_order": report.canonical_order, **numbers}))
+        facts = {"canonical_order": report.canonical_order, "lazy_links": report.lazy_links}
+        print(json.dumps({"valid": True, **facts, **numbers}))
         return
     order = "in micro-batch order" if report.canonical_order else "out of micro-batch order"
     print(f"{schedule.header.name} is valid; gradients are added {order}")
     for key, values in numbers.items():
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
+    if not report.lazy_links:
+        print("  note: its links must be connected before step 1, as megapipe does; with links that connect at their")
+        print("  first use (NCCL's default) the first step would hang")
 
 
 def _listed(values: Iterable[float]) -> str:
@@ -119,7 +123,8 @@ def _show(flags: argparse.Namespace) -> None:
         print(draw_trace(simulation), end="")
         return
     print(draw_terminal(simulation, flags.width, colour=sys.stdout.isatty()))
-    print(f"bubble {simulation.bubble:.4g}, makespan {simulation.makespan:g}")
+    longest = f"longest rank: bubble {simulation.bubble:.4g}, makespan {simulation.makespan:g}"
+    print(f"{longest} from its first forward on; whole run: {simulation.finish:g}")
 
 
 def _compare(flags: argparse.Namespace) -> None:
@@ -149,13 +154,17 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             print(f"{row['schedule']:>{COLUMNS[0][1]}}  {row['error']}")
             continue
         cells = (
-            row["schedule"], row["class"], f"{row['bubble']:.4f}", f"{row['makespan']:.5g}",
+            row["schedule"], row["class"], f"{row['bubble']:.4f}", f"{row['steps']}",
+            f"{row['makespan'] / row['steps']:.5g}",
             f"{max(row['peak_activations']):g}", f"{max(row['weight_versions'])} + {row['gradient_buffers']}",
-            f"{row['exposed_communication']:.4g}",
+            f"{row['exposed_communication'] / row['steps']:.4g}",
         )  # fmt: skip
         print("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)))
-    print("\nactivations: micro-batches on the fullest rank; weights: versions + gradient buffers; exposed: time that")
-    print("transfers between ranks and weight gathers add to the makespan")
+    print(
+        "\nsteps: simulated; schedules that never flush run several. time/step: longest time of a rank over the steps."
+    )
+    print("activations: micro-batches on the fullest rank; weights: versions + gradient buffers; exposed: time that")
+    print("transfers between ranks and weight gathers add to a step")
 
 
 def _draw(flags: argparse.Namespace) -> None:
@@ -174,7 +183,7 @@ def _draw(flags: argparse.Namespace) -> None:
 
 
 def _write(flags: argparse.Namespace) -> None:
-    text = dumps(schedule_of(flags, flags.schedule))
+    text = dumps(schedule_of(flags, flags.schedule) if flags.lowered else order_of(flags, flags.schedule))
     print(json.dumps({"text": text}) if flags.json else text, end="\n" if flags.json else "")
 
 

@@ -64,9 +64,8 @@ def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -
         given = getattr(flags, name)
         if given is not None and given < 0:
             raise ScheduleError(f"--{name.replace('_', '-')} {given:g} is below 0; times are milliseconds")
-    shares = [len(header.stages_on(place.rank)) for place in header.stages]
     stage_times: dict[str, Any] = {
-        name: tuple(getattr(flags, name) / share for share in shares)
+        name: tuple(getattr(flags, name) / share for share in header.stages_sharing)
         for name in STAGE_TIMES
         if getattr(flags, name) is not None
     }

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.memory import activations_gone, activations_made
+from megapipe.schedules.memory import activations_gone, activations_made, rank_shares
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation.simulate import Simulation
 from megapipe.schedules.table import Table
@@ -77,8 +77,7 @@ def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: 
 def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]:
     """Per rank the (time, micro-batches of activations alive) at every change, counted as in ``peak_activations``."""
     table = simulation.table
-    on_rank = np.bincount(table.header.stage_ranks, minlength=table.header.num_ranks)
-    share = 1.0 / (np.where(table.unit < 0, 1, table.units) * on_rank[table.rank])
+    share = rank_shares(table)
     opening, closing = np.flatnonzero(activations_made(table)), np.flatnonzero(activations_gone(table))
     curves = []
     for rank in range(table.header.num_ranks):

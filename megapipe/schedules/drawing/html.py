@@ -10,8 +10,18 @@ def draw_html(simulation: Simulation) -> str:
     header = simulation.table.header
     bars = bars_of(simulation)
     figures = [
-        ["bubble", f"{simulation.bubble:.2%}", "idle time over ideal time"],
-        ["makespan", f"{simulation.makespan:g}", "longest time on any one rank"],
+        ["first to last action", f"{simulation.finish:g}", "over all ranks: the length of the time axis"],
+        ["longest rank", f"{simulation.makespan:g}", "from a rank's first forward to its last action (makespan)"],
+        [
+            "bubble from the first forward on",
+            f"{simulation.bubble:.2%}",
+            "its idle time over its work, first wait left out",
+        ],
+        [
+            "idle from first to last action",
+            f"{simulation.idle:.2%}",
+            "all idle time of the busiest rank over its work",
+        ],
         ["peak activations", f"{max(simulation.peak_activations):g}", "micro-batches on the fullest rank"],
         ["weight versions", f"{max(simulation.weight_versions)}", "copies of the weights a rank keeps"],
         ["class", header.numerical_class, "A: bit-equal to one process, B: to its own recursion, C: in tolerance"],
@@ -23,7 +33,7 @@ def draw_html(simulation: Simulation) -> str:
         [(bar.rank, bar, "") for bar in bars],
         simulation.finish,
         Curves(
-            "Activations alive, in micro-batches of a whole rank's layers",
+            "Activations alive on each rank, in micro-batches of the rank's layers",
             "micro-batches of activations alive",
             activation_curves(simulation),
             1.0,

@@ -79,7 +79,7 @@ def draw_overlay_html(overlay: Overlay) -> str:
         ["predicted bubble", f"{predicted.bubble:.1%}", "the same, predicted"],
     ]
     title = "Behind the prediction, in ms, a curve a rank"
-    curves = Curves(title, "ms behind the prediction", overlay.lag, 0.001)
+    curves = Curves(title, "ms later than predicted", overlay.lag, 0.001)
     return html_page(headline(overlay), figures, lines, bars, overlay.finish, curves)
 
 

@@ -32,6 +32,8 @@ h1 { margin: 0 0 12px; font-size: 20px; }
 canvas { display: block; width: 100%; cursor: grab; touch-action: none; }
 canvas.dragging { cursor: grabbing; }
 h2 { margin: 14px 24px 2px; font-size: 13px; color: var(--soft); font-weight: 600; }
+#ranks span { margin-left: 14px; cursor: default; white-space: nowrap; }
+#ranks i { display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: 3px; }
 #tooltip { position: fixed; pointer-events: none; display: none; z-index: 2; max-width: 360px; padding: 8px 12px;
            border-radius: 8px; background: #10141b; color: #f4f6f9; font-size: 13px;
            box-shadow: 0 6px 24px rgb(0 0 0 / 30%); }
@@ -43,7 +45,7 @@ h2 { margin: 14px 24px 2px; font-size: 13px; color: var(--soft); font-weight: 60
 <header><h1>@TITLE@</h1><div id="figures"></div></header>
 <div id="bar"></div>
 <canvas id="timeline"></canvas>
-<h2>@CURVES@</h2>
+<h2>@CURVES@<span id="ranks"></span></h2>
 <canvas id="curves"></canvas>
 <div id="tooltip" role="tooltip"></div>
 <script id="data" type="application/json">@DATA@</script>
@@ -64,7 +66,7 @@ for (const line of data.lines) {
   bottom += line.size + line.gap;
 }
 const view = { from: 0, to: data.finish };
-let hovered = null, hoverTime = null, showCritical = true;
+let hovered = null, hoverTime = null, pointed = null, showCritical = true;
 const timeline = document.getElementById("timeline"), curves = document.getElementById("curves");
 const tooltip = document.getElementById("tooltip");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -86,6 +88,13 @@ if (bars.some(bar => bar.critical)) {
   const toggle = element(controls, "label", '<input type="checkbox" id="critical" checked> critical path');
   toggle.firstChild.onchange = event => { showCritical = event.target.checked; draw(); };
 }
+const colourOf = rank => `hsl(${215 + 130 * rank / Math.max(1, data.curves.length - 1)} 60% 55%)`;
+data.curves.forEach((_, rank) => {
+  const mark = `<i style="background:${colourOf(rank)}"></i>`;
+  const name = element(document.getElementById("ranks"), "span", `${mark}rank ${rank}`);
+  name.onmouseenter = () => { pointed = rank; draw(); };
+  name.onmouseleave = () => { pointed = null; draw(); };
+});
 element(controls, "button", "whole run").onclick = () => { view.from = 0; view.to = data.finish; draw(); };
 element(controls, "span", "wheel: zoom, drag: move, hover: details").id = "hint";
 
@@ -187,7 +196,7 @@ function drawCurves() {
   context.rect(LEFT, 0, widthOf(curves), CURVES);
   context.clip();
   data.curves.forEach((curve, rank) => {
-    const chosen = hovered && hovered.rank === rank;
+    const some = pointed !== null ? pointed : hovered && hovered.rank, chosen = some === rank;
     context.beginPath();
     let last = 0;
     context.moveTo(xOf(0), y(0));
@@ -197,8 +206,8 @@ function drawCurves() {
       last = value;
     }
     context.lineTo(xOf(data.finish), y(last));
-    context.strokeStyle = `hsl(${215 + 130 * rank / Math.max(1, data.curves.length - 1)} 60% 55%)`;
-    context.globalAlpha = hovered && !chosen ? 0.25 : 1;
+    context.strokeStyle = colourOf(rank);
+    context.globalAlpha = some !== null && !chosen ? 0.25 : 1;
     context.lineWidth = chosen ? 3 : 1.5;
     context.stroke();
   });

@@ -15,10 +15,7 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
     height = TOP + ROW_HEIGHT * header.num_ranks + LEGEND + 8
-    title = (
-        f"{header.name}: {header.num_ranks} ranks, {header.num_microbatches} micro-batches, "
-        f"bubble {simulation.bubble:.1%} of the ideal time"
-    )
+    title = f"{header.name}: {header.num_ranks} ranks, {header.num_microbatches} micro-batches, {_idle(simulation)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
@@ -33,6 +30,14 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
     parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
     parts += legend(bars, TOP + ROW_HEIGHT * header.num_ranks + 8, LEFT)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _idle(simulation: Simulation) -> str:
+    """The bubble, and what the picture shows where that is more: ranks also wait for their first forward."""
+    bubble, idle = f"{simulation.bubble:.1%}", f"{simulation.idle:.1%}"
+    if bubble == idle:
+        return f"bubble {bubble} of the ideal time"
+    return f"bubble {bubble} of the ideal time ({idle} with the wait for the first forward)"
 
 
 def _bar(bar: Bar, scale: float) -> str:

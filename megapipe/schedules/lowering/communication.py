@@ -72,18 +72,28 @@ def _match(table: Table, producers: Ints, consumers: Ints, target: Ints) -> tupl
     given = target[producers] * num_microbatches + table.microbatch[producers]
     taken = table.key[consumers]
     given_order, taken_order = np.argsort(given, kind="stable"), np.argsort(taken, kind="stable")
-    if not np.array_equal(given[given_order], taken[taken_order]):
-        odd = np.setxor1d(given, taken)
-        detail = (
-            f"first at stage {odd[0] // num_microbatches}, micro-batch {odd[0] % num_microbatches}"
-            if len(odd)
-            else "twice"
-        )
-        raise ScheduleError(
-            f"{table.header.name} cannot be lowered: a stage's output has no taker or an input no giver, {detail}; "
-            "every micro-batch must pass every stage of its route exactly once, forward and backward"
-        )
+    for rows, keys in ((producers, given), (consumers, taken)):
+        _, first = np.unique(keys, return_index=True)
+        repeated = np.delete(rows, first)
+        if len(repeated):
+            raise _misfit(table, int(repeated.min()), "it appears a second time")
+    for rows, keys, others, problem in (
+        (producers, given, taken, "no stage takes its output"),
+        (consumers, taken, given, "no stage gives its input"),
+    ):
+        alone = rows[~np.isin(keys, others)]
+        if len(alone):
+            raise _misfit(table, int(alone.min()), problem)
     return producers[given_order], consumers[taken_order]
+
+
+def _misfit(table: Table, row: int, problem: str) -> ScheduleError:
+    kind, stage, microbatch = Kind(int(table.kind[row])), table.stage[row], table.microbatch[row]
+    return ScheduleError(
+        f"{table.header.name} cannot be lowered: {table.place_of(row)}, {kind.name} stage {stage}, micro-batch "
+        f"{microbatch}: {problem}; every micro-batch must pass every stage of its route exactly once, forward and "
+        "backward"
+    )
 
 
 def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Ints:
@@ -152,8 +162,12 @@ def _early_enough(table: Table, messages: Messages, post: Ints, progress: Progre
         blocked = stuck[stuck < len(post)]
         if len(blocked) == 0:
             raise ScheduleError(
-                f"{table.header.name} deadlocks: its compute actions wait for one another in a circle, first on rank "
-                f"{table.rank[at[0]]} at stage {table.stage[at[0]]}, micro-batch {table.microbatch[at[0]]}"
+                f"{table.header.name} deadlocks: its compute actions wait for one another in a circle: "
+                + "; ".join(
+                    f"{table.place_of(row)} at {Kind(int(table.kind[row])).name} stage {table.stage[row]}, "
+                    f"micro-batch {table.microbatch[row]}"
+                    for row in at.tolist()
+                )
             )
         post[blocked] = frontier[table.rank[messages.consumer[blocked]]]
         progress.release(blocked)

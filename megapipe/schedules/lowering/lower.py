@@ -71,7 +71,7 @@ def lower(
     table, _ = insert(table, insertions)
     table = assign_slots(table, flushes=schedule.flushes)
     header = replace(table.header, lowered=True)
-    return Schedule(header, _sections(table, flushes=schedule.flushes))
+    return Schedule(header, _sections(table, flushes=schedule.flushes), schedule.origin)
 
 
 def _with_recompute(table: Table, messages: Messages, post: Ints, spans: Spans) -> tuple[Table, Messages, Ints]:

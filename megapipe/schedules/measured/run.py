@@ -124,7 +124,8 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
             if not 0 <= event.position < len(expected) or expected[event.position] != event.action:
                 raise ScheduleError(
                     f"rank-{trace.rank}.json has {event.action} as action {event.position} of its {event.section}, "
-                    f"which the schedule {schedule.header.name} beside it has not; trace again into an empty folder"
+                    f"which the schedule {schedule.header.name} in the same folder does not have; trace again "
+                    "into an empty folder"
                 )
             mine.setdefault(Execution(event.section, event.step), {})[event.position] = event
         found.append(mine)

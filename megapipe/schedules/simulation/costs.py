@@ -64,7 +64,7 @@ def rank_costs(
     offload: float = 0.0,
     offload_state: float = 0.0,
 ) -> Costs:
-    """Costs from times of one whole rank's share of the model, shared equally by the stages of a rank.
+    """Return costs from the times of one rank's layers of one copy of the model, which its stages share equally.
 
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. What runs again takes ``recompute``, or as long as the forward.
@@ -82,8 +82,7 @@ def rank_costs(
     )  # fmt: skip
     if min(*times, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must not be negative and compute must take some: got {times}")
-    share = [len(header.stages_on(place.rank)) for place in header.stages]
-    per_stage = [tuple(time / count for count in share) for time in times]
+    per_stage = [tuple(time / count for count in header.stages_sharing) for time in times]
     return Costs(
         forward=per_stage[0],
         recompute=per_stage[1],

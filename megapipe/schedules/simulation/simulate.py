@@ -58,8 +58,14 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Idle time as a part of the ideal time: ``makespan / ideal - 1``."""
+        """Idle time as a part of the ideal time, without the wait for the first forward: ``makespan / ideal - 1``."""
         return self.makespan / self.ideal - 1.0
+
+    @property
+    def idle(self) -> float:
+        """All idle time of the busiest rank as a part of the ideal time, the waits before its first forward and after
+        its last action included: ``finish / ideal - 1``."""
+        return self.finish / self.ideal - 1.0
 
     @property
     def bubble_rate(self) -> float:

@@ -10,7 +10,7 @@ _GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def check_coverage(table: Table) -> None:
-    """Raise ScheduleError at the first action that is missing or stands twice."""
+    """Raise ScheduleError at the first action that is missing or appears twice."""
     on_route = _on_route(table)
     _check_compute(table, on_route)
     _check_messages(table, on_route)
@@ -81,7 +81,7 @@ def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
 def _repeated(table: Table, rows: Ints, keys: Ints) -> Exception:
     order = np.argsort(keys, kind="stable")
     second = rows[order][1:][keys[order][1:] == keys[order][:-1]][0]
-    return failure(table, int(second), "it stands here a second time")
+    return failure(table, int(second), "it appears a second time")
 
 
 def _refuse(table: Table, kind: Kind, wrong: Mask, problem: str) -> None:
@@ -148,7 +148,7 @@ def _require_each(table: Table, kind: Kind, wanted: list[tuple[int, int, int, in
     for row in table.rows_with(kind).tolist():
         place = tuple(int(column[row]) for column in (table.rank, table.stage, table.unit, table.microbatch))
         if place not in due:
-            raise failure(table, row, "it stands here a second time" if place in wanted else "nothing asks for it")
+            raise failure(table, row, "it appears a second time" if place in wanted else "nothing asks for it")
         due.discard(place)
     if due:
         rank, stage, unit, microbatch = min(due)

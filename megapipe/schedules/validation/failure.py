@@ -18,17 +18,19 @@ def action_at(table: Table, row: int) -> Action:
 
 def failure(table: Table, row: int, problem: str) -> ScheduleError:
     """An error at a row: its rank, its action, the problem, and the rank's rows around it."""
-    rank = int(table.rank[row])
-    return ScheduleError(
-        f"{table.header.name}, rank {rank}, {describe(action_at(table, row))}: {problem}\n{neighbourhood(table, row)}"
-    )
+    where = f"{table.header.name}, {table.place_of(row)}, {describe(action_at(table, row))}"
+    return ScheduleError(f"{where}: {problem}\n{neighbourhood(table, row)}")
 
 
 def missing(table: Table, rank: int, action: Action, problem: str) -> ScheduleError:
-    """An error for an action that a rank should have and has not; shows how the rank begins."""
+    """An error for an action that a rank lacks; shows the rank's first actions."""
     first, last = table.offsets[rank : rank + 2].tolist()
-    shown = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
-    return ScheduleError(f"{table.header.name}, rank {rank}, {describe(action)}: {problem}\n{shown}")
+    if last == first:
+        return ScheduleError(
+            f"{table.header.name}, rank {rank}, {describe(action)}: {problem}\n  rank {rank} has no actions"
+        )
+    where = f"{table.header.name}, {table.place_of(first)}, {describe(action)}"
+    return ScheduleError(f"{where}: {problem}\n{neighbourhood(table, first)}")
 
 
 def neighbourhood(table: Table, row: int) -> str:

@@ -51,7 +51,7 @@ def _require_once(table: Table, kinds: tuple[Ints, ...], places: Ints) -> None:
     for rows in kinds:
         ordered = rows[np.argsort(places[rows], kind="stable")]
         again = np.append(False, places[ordered][1:] == places[ordered][:-1])
-        _refuse(table, ordered, again, "it stands here a second time")
+        _refuse(table, ordered, again, "it appears a second time")
 
 
 def _check_pairs(table: Table, out: Ints, back: Ints, places: Ints) -> None:

@@ -12,7 +12,7 @@ from megapipe.schedules.validation.failure import action_at, failure, neighbourh
 
 
 def check_links(dependencies: Dependencies) -> None:
-    """Raise ScheduleError where a link's receives stand in another order than its sends."""
+    """Raise ScheduleError if a link's receives are posted in another order than its sends."""
     table, messages = dependencies.table, dependencies.messages
     link = table.rank[messages.send] * table.header.num_ranks + table.rank[messages.receive]
     sent = np.lexsort((messages.send, link))
@@ -22,7 +22,7 @@ def check_links(dependencies: Dependencies) -> None:
         send, receive = int(messages.send[sent[index]]), int(messages.receive[received[index]])
         problem = (
             f"rank {table.rank[send]} sends {describe(action_at(table, send))} on this link at that point; receives "
-            "must stand in the order of the sends"
+            "must be posted in the order of the sends"
         )
         raise failure(table, receive, problem)
 
@@ -73,7 +73,7 @@ def check_progress(dependencies: Dependencies) -> None:
 
 
 def _deadlock(table: Table, waits: Needs, stuck: Ints) -> ScheduleError:
-    """Follow the waits from one stuck rank until they close, and tell the circle."""
+    """Follow the waits from one stuck rank until they close, and report the circle."""
     waits_of = {int(table.rank[waits.row[index]]): index for index in stuck}
     rank = min(waits_of)
     seen: list[int] = []
@@ -85,7 +85,7 @@ def _deadlock(table: Table, waits: Needs, stuck: Ints) -> ScheduleError:
     for member in circle:
         row, needed = (int(column[waits_of[member]]) for column in (waits.row, waits.needed))
         lines.append(
-            f"rank {member} stands at {describe(action_at(table, row))} and waits for rank {table.rank[needed]} to "
-            f"reach {describe(action_at(table, needed))}\n{neighbourhood(table, row)}"
+            f"{table.place_of(row)} is at {describe(action_at(table, row))} and waits for rank {table.rank[needed]} "
+            f"to reach {describe(action_at(table, needed))}\n{neighbourhood(table, row)}"
         )
     return ScheduleError("\n".join(lines))

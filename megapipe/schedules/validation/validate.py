@@ -13,6 +13,7 @@ from megapipe.schedules.table import Table
 from megapipe.schedules.validation.buffers import check_buffers
 from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields
+from megapipe.schedules.validation.first_use import FirstUses
 from megapipe.schedules.validation.gathers import check_gathers
 from megapipe.schedules.validation.gradients import check_gradients
 from megapipe.schedules.validation.header import check_header
@@ -30,13 +31,15 @@ class Report:
 
     ``canonical_order``: on every stage gradients are added in micro-batch order, as one process would.
     ``peak_activations`` and ``pending_weight_halves``: per rank, in micro-batches of the whole rank's layers.
-    ``weight_versions``: copies of the weights per rank.
+    ``weight_versions``: copies of the weights per rank. ``lazy_links``: the first step also gets through where a link
+    connects at its first use, which blocks both hosts, as NCCL does; megapipe connects all links at start.
     """
 
     canonical_order: bool
     peak_activations: tuple[float, ...]
     pending_weight_halves: tuple[float, ...]
     weight_versions: tuple[int, ...]
+    lazy_links: bool
 
 
 def validate(schedule: Schedule, *, activation_budget: float | None = None) -> Report:
@@ -53,11 +56,19 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
         _check(table)
+    first_uses = FirstUses.of(table)
+    hanging = first_uses.deadlock(header.connections)
+    if hanging:
+        raise ScheduleError(
+            f"{header.name} deadlocks in its first step where the first collective of a group blocks the host, as "
+            f"with NCCL: {hanging}; start the reductions in one order on all ranks"
+        )
     report = Report(
         canonical_order=_adds_in_order(table),
         peak_activations=peak_activations(table) if header.mode == "train" else (0.0,) * header.num_ranks,
         pending_weight_halves=pending_weight_halves(table),
         weight_versions=header.weight_versions,
+        lazy_links=not first_uses.deadlock(()),
     )
     budget = np.inf if activation_budget is None else activation_budget
     for rank, peak in enumerate(report.peak_activations):

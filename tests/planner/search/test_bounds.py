@@ -3,15 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+import megapipe.planner.search.bounds as bounds_module
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.in_flight import most_held
 from megapipe.planner.cost.model import estimate
+from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.scheduling import schedule_options
-from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.bounds import FILLS, LayoutBounds
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 from megapipe.planner.search.plan import slowest_times
@@ -22,45 +24,72 @@ from tests.planner.search.runs import machine, run, runs
 ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v", "zb_auto", "2bw", "pipedream")
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    base=runs(),
-    devices=st.sampled_from([2, 4, 6, 8, 12, 16]),
-    schedule=st.sampled_from(ALL),
-    node=st.sampled_from([2, 3, 4, 8]),
-    inside=st.sampled_from([1e8, 1e10, 1e12]),
-    two_bp=st.booleans(),
-    many=st.sampled_from([None, 12, 18, 25]),
-    numbers=st.randoms(use_true_random=False),
-)
-def test_bounds_hold(
-    base: PretrainConfig,
-    devices: int,
-    schedule: str,
-    node: int,
-    inside: float,
-    two_bp: bool,
-    many: int | None,
-    numbers: object,
-) -> None:
-    if many is not None:
-        base = replace(base, model=replace(base.model, num_layers=many))
-    split = two_bp and schedule in ("1f1b", "interleaved_1f1b", "gpipe")
+@st.composite
+def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, list[Layout]]:
+    """A run, a machine, and some of the layouts that a search would compare: where there are any, those of several
+    pipeline ranks, which bounds of schedules are about."""
+    base = draw(runs())
+    looped = schedule in ("interleaved_1f1b", "modular")
     base = replace(
         base,
+        model=replace(base.model, num_layers=draw(st.sampled_from([base.model.num_layers, 12, 18, 25]))),
+        batch=replace(base.batch, global_size=draw(st.sampled_from([base.batch.global_size, 24, 33, 48, 64]))),
         optimizer=replace(base.optimizer, clip_norm=None),
-        schedule=replace(base.schedule, two_bp=split, name=schedule),
+        schedule=replace(
+            base.schedule,
+            name=schedule,
+            two_bp=(looped or schedule in ("1f1b", "gpipe")) and draw(st.booleans()),
+            group_size=draw(st.sampled_from([None, None, 1, 5])) if schedule == "interleaved_1f1b" else None,
+        ),
     )
-    hardware = machine(memory=1e15, inside=inside, outside=inside / 10, node=node)
-    space = SearchSpace(schedules=(schedule,), max_context=2)
-    layouts = list(Layouts(base, devices, frozenset(), space))
-    bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
-    for layout in numbers.sample(layouts, min(6, len(layouts))):  # type: ignore[attr-defined]
-        seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, [layout]))
+    inside = draw(st.sampled_from([1e8, 1e10, 1e12]))
+    hardware = machine(1e15, inside, inside / 10, draw(st.sampled_from([2, 3, 4, 8])))
+    devices = draw(st.sampled_from([2, 4, 6, 8, 12, 16]))
+    layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=(schedule,), max_context=4)))
+    layouts = [each for each in layouts if each.shape.pipeline > 1] or layouts
+    return base, hardware, draw(st.randoms(use_true_random=False)).sample(layouts, min(6, len(layouts)))
+
+
+def check_bounds(base: PretrainConfig, hardware: Hardware, layouts: list[Layout]) -> None:
+    for layout in layouts:
+        shape = layout.shape
+        devices = shape.data * shape.pipeline * shape.context * shape.tensor
+        bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
+        seconds, num_bytes = (each[0] for each in bounds.of(shape, [layout]))
         exact = estimate(layout.applied(base), hardware)
         assert 0 <= seconds <= exact.step_seconds * (1 + 1e-9)
         assert 0 < bounds.closer(layout) <= exact.step_seconds
         assert 0 < num_bytes <= exact.peak_bytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_bounds_hold(schedule: str, data: st.DataObject) -> None:
+    check_bounds(*data.draw(searches(schedule)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ALL)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_bounds_hold_in_thousands_of_layouts(schedule: str, data: st.DataObject) -> None:
+    check_bounds(*data.draw(searches(schedule)))
+
+
+def test_a_schedule_without_a_bubble_that_is_taken_to_fill_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The property test is wide enough: a wrong bound does not pass it."""
+    generating = settings(
+        max_examples=8, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False
+    )
+    for schedule in ("zb_h2", "2bw"):
+        monkeypatch.setattr(bounds_module, "FILLS", {*FILLS, schedule})
+        with pytest.raises(AssertionError):
+            generating(given(searches(schedule))(_check_one))()
+
+
+def _check_one(search: tuple[PretrainConfig, Hardware, list[Layout]]) -> None:
+    check_bounds(*search)
 
 
 def test_bounds_are_near_enough_to_prune() -> None:

@@ -1,0 +1,45 @@
+"""The first step over links whose first use in each direction blocks until both ends use it, as with NCCL."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megapipe.parallel.links.make as make
+from megapipe.parallel.mesh import Mesh
+from tests.engine.library_models import adoptable, assert_same_bits, merged, plain, train
+from tests.support.meshes import run_mesh
+
+PATIENCE = timedelta(seconds=20)
+
+
+def train_over_connecting_links(mesh: Mesh, layers: list[nn.Module]) -> Any:
+    """Train over gloo whose sends and receives connect like NCCL's; the first ones must be the start-up's."""
+    store, used = dist.distributed_c10d._get_default_store(), []
+    send, receive = dist.isend, dist.irecv
+
+    def connecting(call: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+        def first_use_waits(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+            source, destination = (mesh.rank, peer) if sends else (peer, mesh.rank)
+            link = f"{source}->{destination}/{tag}"
+            if link not in used:
+                used.append(link)
+                store.set(f"{link} used by {mesh.rank}", "")
+                store.wait([f"{link} used by {peer}"], PATIENCE)
+            return call(tensor, peer, group, tag)
+
+        return first_use_waits
+
+    dist.isend, dist.irecv = connecting(send, True), connecting(receive, False)
+    make.host_identity = lambda: ("", "")  # as of ranks on several hosts: no shared memory
+    return train(mesh, layers, "interleaved_1f1b", 4, {"chunks": 2}), used
+
+
+def test_first_step_gets_through_where_first_uses_block() -> None:
+    layers = adoptable()
+    outcomes, used = zip(*run_mesh({"pipeline": 2}, train_over_connecting_links, layers), strict=True)
+    assert_same_bits(merged(list(outcomes)), plain(layers, 4))
+    assert len(used[0]) == len(used[1]) == 6
