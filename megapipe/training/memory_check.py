@@ -187,20 +187,22 @@ def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> boo
         | {"data": data_parallel_size(config, world_size)}
     )
     # Ranks of one pipeline coordinate are alike, except for Muon's shards of whole matrices.
-    apart = config.optimizer.name == "muon" and config.zero.stage > 0
-    places = [rank if apart else shape.coordinates(rank)["pipeline"] for rank in range(world_size)]
-    first = {place: rank for rank, place in reversed(list(enumerate(places)))}
+    if config.optimizer.name == "muon" and config.zero.stage > 0:
+        first = list(range(world_size))
+    else:
+        places = range(shape.sizes["pipeline"])
+        first = [shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0}) for place in places]
     most = max((each.num_bytes for rank in ranks for each in _free_of(rank)), default=UNLIMITED)
-    need_of: dict[int, Need] = {}
-    needs = _needs(config, world_size, device, list(first.values()))
-    for place, need in zip(first, needs, strict=True):
+    needs: list[Need] = []
+    for need in _needs(config, world_size, device, first):
         if max(need) > most:
             return False
-        need_of[place] = need
-    if world_size == len(ranks):
-        return all(each.missing <= 0 for each in _places(ranks, [need_of[place] for place in places]))
-    largest = Need(max(each.device for each in need_of.values()), max(each.host for each in need_of.values()))
-    return all(each.missing <= 0 for each in _places(ranks, [largest] * len(ranks)))
+        needs.append(need)
+    if world_size > len(ranks):
+        needs = [Need(max(each.device for each in needs), max(each.host for each in needs))] * len(ranks)
+    elif len(needs) < world_size:
+        needs = [needs[shape.coordinates(rank)["pipeline"]] for rank in range(world_size)]
+    return all(each.missing <= 0 for each in _places(ranks, needs))
 
 
 def _free_of(rank: Rank) -> Iterator[Free]:
