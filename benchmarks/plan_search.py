@@ -36,13 +36,12 @@ from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.pipedream.transformer import TransformerShape
 from megapipe.planner.pipedream.two_buffered import Machine, plan
 from megapipe.planner.search.differences import differences
-from megapipe.planner.search.plan import Effort, search_speed
+from megapipe.planner.search.plan import QUICK, Effort, search_speed
 
-QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False)
 PARTS = {
     "best_alone": QUICK,
-    "simulated": Effort(slowest=0, alternatives=False),
-    "with_front": Effort(alternatives=False),
+    "simulated": Effort(slowest=0, alternatives=False, hints=False),
+    "with_front": Effort(alternatives=False, hints=False),
     "everything": Effort(),
 }
 """What a search may do, each with all that the one before it does."""

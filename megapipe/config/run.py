@@ -81,6 +81,9 @@ class TrainingConfig:
     """Run every transformer block through torch.compile, which takes a minute or so at the start of a run."""
     deterministic: bool = False
     """Refuse operations whose result may differ from run to run on one device (slower on GPUs)."""
+    memory_check: Literal["refuse", "warn"] = "refuse"
+    """What to do where the predicted memory of a run exceeds the free memory of a device or host: refuse to start, or
+    warn and train regardless."""
     log_every: int = 10
     """Steps between log lines."""
     directory: str = "runs/default"

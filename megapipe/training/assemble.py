@@ -1,6 +1,7 @@
 """From a configuration, a mesh and a schedule to this rank's stages: the one place where model and layout meet."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,8 @@ from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.schedules.schedule import Header
 from megapipe.training.families import family_of
 
+BUILDING_SECONDS = 2.0
+"""Building a model that takes longer than this prints its progress."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,8 +49,11 @@ class Assembly:
         header: Header,
         kernels: Registry = OPS,
         sharding: Sharding = WHOLE,
+        built: Callable[[], None] = lambda: None,
     ) -> None:
+        """built: called after each unit of this rank has its initial weights."""
         self._config = config
+        self._built = built
         self._mesh = mesh
         self._layout = layout
         self._header = header
@@ -119,6 +125,29 @@ class Assembly:
         """Fill in the initial weights; on the meta device there is nothing to fill."""
         if self._mesh.device.type != "meta":
             state.initialize(self._config.training.seed)
+        self._built()
+
+
+def building_progress(
+    say: Callable[[str], None] | None, layout: StageLayout, stages: Iterable[int]
+) -> Callable[[], None]:
+    """Return a function to call after each built unit: it prints how far building is, after two seconds and then
+    whenever the time has doubled. stages: of this rank. say: None prints nothing."""
+    if say is None:
+        return lambda: None
+    total = sum(len(layout.ranges[stage]) for stage in stages)
+    began, done, next_line = time.monotonic(), 0, BUILDING_SECONDS
+
+    def built() -> None:
+        nonlocal done, next_line
+        done += 1
+        seconds = time.monotonic() - began
+        if done < total and seconds >= next_line:
+            next_line = 2 * seconds
+            left = seconds / done * (total - done)
+            say(f"building the model: {done} of {total} layers on rank 0, about {left:.0f} s left")
+
+    return built
 
 
 def recompute_parts(stages: Iterable[Stage], parts: Collection[RecomputedPart]) -> None:

@@ -9,7 +9,8 @@ import torch
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.command.planning import measured_times
+from megapipe.planner.command.arguments import MEMORY_RESERVE
+from megapipe.planner.command.planning import measured_times, provenance
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.recompute_auto import limited
@@ -17,7 +18,7 @@ from megapipe.planner.report.words import layout_told, seconds_told
 from megapipe.planner.search.plan import Effort, search_speed
 
 AUTO = "auto"
-BEST_ALONE = Effort(slowest=0.0, alternatives=False)
+BEST_ALONE = Effort(slowest=0.0, alternatives=False, hints=False)
 SIZE_TOLERANCE = 0.2
 """By how much a GPU's memory may differ from its preset's, whose makers count GB where drivers count GiB."""
 
@@ -39,8 +40,10 @@ def planned(
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
     pinned = given.fields
     if config.recompute.method == "auto":
-        config, hardware = limited(config, hardware)
+        config, hardware = limited(config, hardware)  # its budget is a reserve already
         pinned -= {"recompute.method"}
+    else:
+        hardware = hardware.with_share(1 - MEMORY_RESERVE)
     times = measured_times(hardware, world_size)
     findings = search_speed(config, hardware, world_size, pinned, times=times, effort=BEST_ALONE)
     best = findings.best
@@ -52,7 +55,8 @@ def planned(
         chosen = replace(chosen, recompute=replace(auto, hardware=named))
     told = (
         f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(chosen)}; predicted "
-        f"{seconds_told(best.estimate.step_seconds)} a step, {findings.layouts:,} layouts looked at"
+        f"{seconds_told(best.estimate.step_seconds)} a step ({provenance(hardware)}), {findings.layouts:,} layouts "
+        "looked at"
     )
     return chosen, told
 

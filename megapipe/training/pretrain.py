@@ -25,6 +25,7 @@ from megapipe.training.guards import Guards
 from megapipe.training.host_memory import keep_freed_memory
 from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
 from megapipe.training.loop import Position, TrainingLoop
+from megapipe.training.memory_check import check_memory
 from megapipe.training.muon_shards import muon_shards
 from megapipe.training.precision import with_precision
 from megapipe.training.profile import Profiler
@@ -87,7 +88,8 @@ def _train(
     with Checkpointer(config, mesh, say) as checkpointer:
         config = with_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
-        replica = Replica(config, mesh, family_of(config).layers, heartbeat=heartbeat)
+        check_memory(config, mesh, say)
+        replica = Replica(config, mesh, family_of(config).layers, heartbeat=heartbeat, say=say)
         choices = kernel_choices(config, mesh.device, replica.kernels)
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:

@@ -31,6 +31,7 @@ from megapipe.schedules.schedule import Mode
 from megapipe.training.action_places import ActionPlaces
 from megapipe.training.assemble import (
     Assembly,
+    building_progress,
     compile_blocks,
     recompute_parts,
     share_samples_of,
@@ -52,10 +53,11 @@ class Replica:
         layers: tuple[LayerSpec, ...],
         swaps: Swaps | None = None,
         heartbeat: Heartbeat | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """swaps: what moves tensors to host memory and back; by default of this rank's device.
 
-        heartbeat: told of every action.
+        heartbeat: told of every action. say: prints how far building is, where it takes more than two seconds.
         """
         self._heartbeat = heartbeat
         self._config = config
@@ -76,7 +78,8 @@ class Replica:
         count = config.zero.num_shards(replicas.size)
         muon = config.optimizer.name == "muon"
         sharding = Sharding(config.zero.stage, replicas.rank % count, count, muon) if count > 1 else WHOLE
-        assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels, sharding)
+        built = building_progress(say, self.layout, self.schedule.header.stages_on(self.rank))
+        assembly = Assembly(config, mesh, self.layout, self.schedule.header, self.kernels, sharding, built)
         self.stages: dict[int, Stage] = assembly.stages()
         if config.parallel.sequence:
             shard_sequences(self.stages, self.layout, mesh.group("tensor"), config.parallel.sequence_chunks)

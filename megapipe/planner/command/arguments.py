@@ -17,6 +17,9 @@ from megapipe.planner.search.findings import Objective
 
 MOST_DEVICES = 1_000_000
 """Ranks of a plan; no machine has as many, and every node of them is looked at."""
+MEMORY_RESERVE = 0.05
+"""Share of a device's memory that plans keep free by default: on 80 GB 4 GB, for a CUDA context (0.5 GB), NCCL's
+buffers (1 to 2 GB) and fragments."""
 NO_DATA = "DATA"
 """Stands for the data.prefix of a configuration that is written without one."""
 
@@ -44,7 +47,18 @@ class Request:
         """The machine that --hardware names, less --memory_reserve. ConfigError without one."""
         if self.flags["hardware"] is None:
             raise ConfigError(f"--hardware is missing; name a file or one of {', '.join(PRESETS)}")
-        return load_hardware(self.flags["hardware"]).with_reserve(self.flags.get("memory_reserve", 0.0) * 1e9)
+        hardware, reserve = load_hardware(self.flags["hardware"]), self.flags.get("memory_reserve")
+        return (
+            hardware.with_share(1 - self.default_reserve())
+            if reserve is None
+            else hardware.with_reserve(reserve * 1e9)
+        )
+
+    def default_reserve(self) -> float:
+        """The share of each device's memory that is kept free where no flag says how much. None under recompute.method
+        auto, which has a budget of its own, and for commands that measure."""
+        given = self.flags.get("memory_reserve") is not None or "memory_reserve" not in self.flags
+        return 0.0 if given or self.config.recompute.method == "auto" else MEMORY_RESERVE
 
     def devices(self) -> int:
         """Ranks: --devices, or what the sizes of the layout make; both must agree where both are given."""
@@ -78,8 +92,9 @@ def _machine(parser: ArgumentParser) -> None:
     parser.add_argument("--hardware", type=str, help=f"file, or one of {', '.join(PRESETS)}")
     parser.add_argument("--devices", type=int, help="ranks in all (default: what the sizes of the layout make)")
     parser.add_argument(
-        "--memory_reserve", type=float, default=0.0, metavar="GB",
-        help="of every device, kept free for what is there beside tensors: driver, messages, fragments (default 0)",
+        "--memory_reserve", type=float, metavar="GB",
+        help="memory of every device to keep free for CUDA, NCCL and the allocator's fragments "
+        f"(default {MEMORY_RESERVE:.0%} of it)",
     )  # fmt: skip
 
 
@@ -116,12 +131,17 @@ def _search(parser: ArgumentParser) -> None:
         "devices or fewer; the largest model that fits (default speed)",
     )  # fmt: skip
     parser.add_argument(
-        "--schedules", type=str, help="names to try, separated by commas (default 1f1b,interleaved_1f1b)"
+        "--schedules",
+        type=str,
+        help="names to try with every division of ranks, separated by commas (default "
+        "1f1b,interleaved_1f1b, and others on the most promising divisions)",
     )
     parser.add_argument(
         "--models", type=str, nargs="+", metavar="FILE", help="for the objective size (default: --model, scaled)"
     )
-    parser.add_argument("--per_layer", action="store_true", help="also advise on each layer's strategy (Galvatron)")
+    parser.add_argument(
+        "--per_layer", action="store_true", help="also print Galvatron's plan, which megapipe cannot train"
+    )
     parser.add_argument("--two_buffered", action="store_true", help="also ask PipeDream-2BW's own planner")
     parser.add_argument("--top", type=int, default=5, help="layouts that are listed (default 5)")
     parser.add_argument(

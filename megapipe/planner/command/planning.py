@@ -11,20 +11,50 @@ from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Efficiency, Hardware
 from megapipe.planner.hardware.precision import with_named_precision
+from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.measured.times import MeasuredTimes
 from megapipe.planner.report.words import HOUR, count_told, duration_told
 from megapipe.planner.runs.layout import layers_of
 
+FITTED_PRESETS = ("a100-80", "h100")
+"""Presets whose efficiency was fitted to published runs; presets of the same chips have the same."""
 PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
 """Precisions, the fastest first that trains without care."""
 
 
-def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig, list[str]]:
+NEVER_MEASURED = "times were never measured on this code"
+
+
+def provenance(hardware: Hardware) -> str:
+    """Where an output's times come from, in a line."""
+    if hardware.measured is not None:
+        return "times of layers were measured on one node of this machine; all else is a model that was not"
+    fitted = {load_hardware(name).groups[0].device.efficiency: name for name in FITTED_PRESETS}
+    devices = {group.device.name: group.device.efficiency for group in hardware.groups}
+    parts = []
+    for device, efficiency in devices.items():
+        if efficiency == Efficiency():
+            parts.append(
+                f"{device} has no known efficiency, so its speeds are an upper bound (plan.py profile measures it, "
+                "plan.py fit finds it from runs)"
+            )
+        elif efficiency in fitted:
+            parts.append(f"{device} is fitted to Megatron-LM's published runs on {fitted[efficiency]}")
+        else:
+            parts.append(f"{device} has the efficiency that the hardware file gives")
+    return f"{NEVER_MEASURED}; {'; '.join(parts)}"
+
+
+def planned_config(
+    request: Request, hardware: Hardware, *, layout_open: bool = False
+) -> tuple[PretrainConfig, list[str]]:
     """The configuration to plan, and remarks on what was chosen for it.
 
-    Where no file and no flag says anything of a model, it is the default one, and a remark tells which. Where none
-    says a precision, it is the first of bf16, fp16, fp32 that all devices multiply in; a
-    file without one trains in fp32, and is planned so. What auto would time is told by the devices' peaks.
+    layout_open: a search sets the layout, so rules between its fields are not checked here.
+
+    If neither a file nor a flag names a model, it is the default one, and a remark says which. If none names a
+    precision, it is the first of bf16, fp16, fp32 that all devices multiply in; with --config, it is fp32, in which
+    training would run that file. A remark says which and why. What auto would time follows from the devices' peaks.
 
     Raises ConfigError with every rule that single fields break; data.prefix may be missing.
     """
@@ -36,19 +66,29 @@ def planned_config(request: Request, hardware: Hardware) -> tuple[PretrainConfig
             f"the model is the default one, {model.num_layers} layers of {model.hidden_size}, as none was given: "
             "--model FILE or --model.field VALUE names another"
         )
-    if "training.precision" not in request.given and not request.flags.get("config"):
+    if "training.precision" not in request.given and request.flags.get("config"):
+        remarks.append(
+            f"training.precision {config.training.precision}, the default that training uses, as the configuration "
+            "names none; --training.precision bf16 plans mixed precision"
+        )
+    elif "training.precision" not in request.given:
         common = [name for name in PREFERRED if all(name in group.device.peak_flops for group in hardware.groups)]
         if common:
             config = replace(config, training=replace(config.training, precision=common[0]))
-            remarks.append(f"training.precision {common[0]}, as none was given")
+            remarks.append(
+                f"training.precision {common[0]}, the first of {', '.join(PREFERRED)} that the devices "
+                "have, as none was given"
+            )
     config, remark = with_named_precision(config, (group.device for group in hardware.groups))
     remarks += [] if remark is None else [remark]
-    check_fields(config)
-    nominal = [group.device.name for group in hardware.groups if group.device.efficiency == Efficiency()]
-    if nominal and hardware.measured is None:
+    if not layout_open:
+        check_fields(config)
+    remarks.append(provenance(hardware))
+    reserved = request.default_reserve()
+    if reserved:
         remarks.append(
-            f"{', '.join(nominal)}: no efficiency is known, so that speeds are bounds that real runs stay below; "
-            "plan.py profile measures it, plan.py fit finds it from runs"
+            f"{reserved:.0%} of each device's memory is reserved for CUDA, NCCL and fragments; --memory_reserve GB "
+            "sets another amount"
         )
     return config, remarks
 

@@ -87,7 +87,7 @@ def _write(
         _write_pictures(folder, pictures)
     if html is not None:
         page = draw_page(
-            f"{layout_told(answer.config)}",
+            f"{run_told(answer.config, hardware, answer.world_size)}: {layout_told(answer.config)}",
             _figures(answer),
             prediction.simulation,
             [*_sections(hardware, answer, pictures), *extra],

@@ -4,7 +4,6 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from megapipe.config.errors import ConfigError
@@ -20,11 +19,13 @@ from megapipe.planner.command.planning import (
     checkpoint_told,
     measured_times,
     planned_config,
+    provenance,
     run_told,
 )
 from megapipe.planner.cost.model import predict
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.recompute_auto import limited
+from megapipe.planner.report.progress import progress
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
 from megapipe.planner.search.findings import Findings, Found
@@ -44,7 +45,7 @@ def run_search(request: Request) -> int:
     hardware, devices = priced(request.hardware(), flags["price_per_hour"]), _devices(request)
     if flags["top"] < 1:
         raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
-    config, remarks = planned_config(request, hardware)
+    config, remarks = planned_config(request, hardware, layout_open=True)
     pinned = request.given
     if config.recompute.method == "auto":
         pinned -= {"recompute.method"}
@@ -54,7 +55,7 @@ def run_search(request: Request) -> int:
             "take of it"
         )
     space, models, times = _space(request), _models(request), measured_times(hardware, devices)
-    with _uncollected():
+    with _uncollected(), progress("searching layouts") as report:
         findings = search(
             config,
             hardware,
@@ -66,6 +67,7 @@ def run_search(request: Request) -> int:
             models=models,
             times=times,
             effort=Effort(keep=flags["top"]),
+            report=report,
         )
     best = findings.best
     facts = checkpoint_facts(request, best.estimate.step_seconds)
@@ -141,6 +143,9 @@ def print_findings(findings: Findings, top: int) -> None:
         told = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
         print()
         print_table(["compared", _COMPARED[findings.objective]], told)
+    print(f"not searched: {'; '.join(findings.not_searched)}")
+    for hint in findings.hints:
+        print(f"hint: {hint}")
     if findings.alternatives:
         print("\ninstead:")
         for each in findings.alternatives:
@@ -187,14 +192,14 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
 
 def _space(request: Request) -> SearchSpace:
     names = request.flags["schedules"]
-    return SearchSpace() if names is None else replace(SearchSpace(), schedules=tuple(names.split(",")))
+    return SearchSpace() if names is None else SearchSpace(schedules=tuple(names.split(",")), other_schedules=())
 
 
 def _file_remarks(hardware: Hardware, best: Found, command: str) -> list[str]:
     estimate = best.estimate
     return [
         f"Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_told(estimate.step_seconds)} a "
-        f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted.",
+        f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted; {provenance(hardware)}.",
         f"Start on every node: {command}",
     ]
 

@@ -4,7 +4,7 @@ Miao et al. (2022), arXiv 2211.13878, optimization algorithm: for growing batche
 degree, layers are cut into stages and the dynamic programming runs on each.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megapipe.planner.checks import require_counts
@@ -49,10 +49,12 @@ def search(
     *,
     recompute: bool = True,
     units: int = 512,
+    tensor_valid: Callable[[int], bool] = lambda size: True,
 ) -> Plan:
     """The plan of most sequences per second over batch sizes in growing order, up to the first that nothing fits.
 
-    units: parts of memory in which the dynamic programming counts. The numbers of micro-batches are powers of 2.
+    tensor_valid: whether the model can be cut into so many tensor ranks. units: parts of memory in which the dynamic
+    programming counts. The numbers of micro-batches are powers of 2.
 
     Raises:
         ValueError: no layers, devices that are no power of 2, or no batch size of which a plan fits.
@@ -63,7 +65,7 @@ def search(
     best: Plan | None = None
     sizes = sorted(set(batch_sizes))
     for batch_size in sizes:
-        fastest = _fastest(layers, machine, batch_size, recompute, units)
+        fastest = _fastest(layers, machine, batch_size, recompute, units, tensor_valid)
         if fastest is None:
             break
         if best is None or fastest.sequences_per_second > best.sequences_per_second:
@@ -94,13 +96,18 @@ def iteration_seconds(steady: Sequence[float], extra: Sequence[float], microbatc
 
 
 def _fastest(
-    layers: Sequence[LayerProfile], machine: Machine, batch_size: int, recompute: bool, units: int
+    layers: Sequence[LayerProfile],
+    machine: Machine,
+    batch_size: int,
+    recompute: bool,
+    units: int,
+    tensor_valid: Callable[[int], bool],
 ) -> Plan | None:
     """Of one batch size, over all pipeline degrees and numbers of micro-batches; of equal plans that with the
     smallest, None where nothing fits. What its bound rules out is not planned."""
     require_counts({"batch_size": batch_size})
     shapes = [
-        _Shape(layers, machine, batch_size, depth, microbatches, recompute)
+        _Shape(layers, machine, batch_size, depth, microbatches, recompute, tensor_valid)
         for depth in (2**power for power in range(machine.devices.bit_length()))
         if depth <= len(layers)
         for microbatches in _powers_within(batch_size)
@@ -135,6 +142,7 @@ class _Shape:
     depth: int
     microbatches: int
     recompute: bool
+    tensor_valid: Callable[[int], bool]
 
     def least_seconds(self) -> float:
         """What no plan goes below: its first stage's layers one by one, whatever they hold and changes take.
@@ -171,10 +179,11 @@ class _Shape:
         return balance_layers([layer.forward_seconds for layer in self.layers], self.depth)
 
     def _stage(self, index: int, cut: tuple[int, int]) -> StageCosts:
+        options = stage_strategies(self.machine.devices, self.depth, recompute=self.recompute)
         return StageCosts(
             self.machine,
             tuple(self.layers[slice(*cut)]),
-            stage_strategies(self.machine.devices, self.depth, recompute=self.recompute),
+            tuple(each for each in options if self.tensor_valid(each.degree("tensor"))),
             micro_size=self.batch_size // self.microbatches,
             in_flight=min(self.depth - index, self.microbatches),
             microbatches=self.microbatches,

@@ -210,6 +210,12 @@ class Hardware:
         groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
         return replace(self, groups=tuple(groups))
 
+    def with_share(self, share: float) -> "Hardware":
+        """The same with this share of every device's memory, above 0, at most 1."""
+        devices = (replace(each.device, memory_bytes=each.device.memory_bytes * share) for each in self.groups)
+        groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
+        return replace(self, groups=tuple(groups))
+
     def _supply(self) -> Iterator[NodeGroup]:
         for group in self.groups:
             left = group.num_nodes

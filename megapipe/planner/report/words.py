@@ -49,12 +49,18 @@ def layout_cells(config: PretrainConfig) -> dict[str, str]:
         "data": "open" if parallel.data is None else str(parallel.data),
         "pipeline": str(parallel.pipeline),
         "context": str(parallel.context),
-        "tensor": f"{parallel.tensor}{' + sequence' if parallel.sequence else ''}",
+        "tensor": f"{parallel.tensor}{f' + {sequence_told(config)}' if parallel.sequence else ''}",
         "micro-batch": str(config.batch.micro_size),
         "schedule": schedule_told(config),
         "ZeRO": str(config.zero.stage),
         "recompute": recompute_told(config.recompute),
     }
+
+
+def sequence_told(config: PretrainConfig) -> str:
+    """`sequence`, or `sequence x 4` where its traffic overlaps with products in four chunks."""
+    chunks = config.parallel.sequence_chunks
+    return f"sequence x {chunks}" if chunks > 1 else "sequence"
 
 
 def schedule_told(config: PretrainConfig) -> str:
@@ -84,7 +90,7 @@ def layout_told(config: PretrainConfig) -> str:
     if parallel.pipeline > 1:
         found.append(schedule_told(config))
     if parallel.sequence:
-        found.append("sequence")
+        found.append(sequence_told(config))
     if config.zero.stage:
         found.append(f"ZeRO {config.zero.stage}")
     if config.recompute.method != "none":

@@ -78,7 +78,7 @@ class LayoutBounds:
         context: int,
         micro_size: int,
         replicas: int,
-        options: tuple[tuple[bool, ZeroStage, Recompute], ...],
+        options: tuple[tuple[int, ZeroStage, Recompute], ...],
     ) -> "_Sizes":
         """By option: tokens shared by tensor ranks or not, ZeRO stage, recomputation."""
         figures = self._figures

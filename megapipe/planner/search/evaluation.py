@@ -29,7 +29,7 @@ class _LayerKey(NamedTuple):
     pipeline: int
     context: int
     micro_size: int
-    sequence: bool
+    sequence: int
     zero: ZeroStage
     recompute: Recompute
     splits: bool

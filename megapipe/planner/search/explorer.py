@@ -13,9 +13,12 @@ from typing import Protocol
 import numpy as np
 
 from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.report.progress import Report
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 
 Kind = Callable[[Layout], bool]
+REPORTED = 50
+"""Shapes between two reports of progress."""
 
 
 class Bounds(Protocol):
@@ -54,28 +57,55 @@ class Explorer:
         bounds: lower bounds of their costs.
         costs: of each layout.
         memory_limit: bytes of the largest device.
+        report: called with the share of the layouts whose bounds are known.
 
     layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout
     that is estimated later, for another question, counts all the same.
     """
 
-    def __init__(self, layouts: Layouts, bounds: Bounds, costs: Costs, memory_limit: float) -> None:
+    def __init__(
+        self,
+        layouts: Layouts,
+        bounds: Bounds,
+        costs: Costs,
+        memory_limit: float,
+        report: Report = lambda share: None,
+    ) -> None:
         self._costs, self._limit = costs, memory_limit
         self._closer = cache(lambda at: bounds.closer(self.layouts[at]))
         self.layouts: list[Layout] = []
-        seconds: list[float] = []
-        num_bytes: list[float] = []
-        for shape in layouts.shapes():
-            options = list(layouts.of(shape))
+        self._seconds: list[float] = []
+        self._bytes: list[float] = []
+        self._known: dict[int, int] = {}
+        self._of, self._bounds = layouts.of, bounds
+        self.add(layouts.shapes(), report)
+
+    def add(self, shapes: Iterable[Shape], report: Report = lambda share: None) -> None:
+        """Also look at the valid layouts of these shapes, which are new. report: called with the share that is
+        done."""
+        shapes = list(shapes)
+        for number, shape in enumerate(shapes):
+            if number % REPORTED == 0:
+                report(number / len(shapes))
+            options = list(self._of(shape))
             if options:
                 self.layouts += options
-                for all_of, some in zip((seconds, num_bytes), bounds.of(shape, options), strict=True):
+                for all_of, some in zip((self._seconds, self._bytes), self._bounds.of(shape, options), strict=True):
                     all_of += some
-        self._seconds, self._bytes = seconds, num_bytes
-        by_time, of_bytes = np.argsort(seconds, kind="stable"), np.array(num_bytes)
-        self._by_time: list[int] = by_time[of_bytes[by_time] <= memory_limit].tolist()
+        by_time, of_bytes = np.argsort(self._seconds, kind="stable"), np.array(self._bytes)
+        self._by_time: list[int] = by_time[of_bytes[by_time] <= self._limit].tolist()
         self._by_bytes: list[int] = by_time[np.argsort(of_bytes[by_time], kind="stable")].tolist()
-        self._known: dict[int, int] = {}
+
+    def promising(self, most: int) -> list[Shape]:
+        """Up to so many shapes of pipelines, no two alike in all but the schedule, with the least bounds of time."""
+        found: dict[Shape, Shape] = {}
+        for at in self._by_time:
+            shape = self.layouts[at].shape
+            if shape.pipeline > 1:
+                found.setdefault(shape._replace(schedule="", chunks=None), shape)
+            if len(found) == most:
+                break
+        return list(found.values())
 
     @property
     def examined(self) -> int:

@@ -119,14 +119,22 @@ class LayerFigures:
         return self._traffic_of(shape.data, shape.pipeline, shape.context, shape.tensor, zero)
 
     def _config(
-        self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute
+        self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute
     ) -> PretrainConfig:
         """Of one pipeline rank with all layers."""
         base = self._base
         data = self._devices // (tensor * context)
         return replace(
             base,
-            parallel=replace(base.parallel, data=data, tensor=tensor, context=context, pipeline=1, sequence=sequence),
+            parallel=replace(
+                base.parallel,
+                data=data,
+                tensor=tensor,
+                context=context,
+                pipeline=1,
+                sequence=sequence > 0,
+                sequence_chunks=max(1, sequence),
+            ),
             batch=replace(base.batch, micro_size=micro_size),
             recompute=replace(base.recompute, method=recompute),
             zero=replace(base.zero, stage=0),
@@ -135,7 +143,7 @@ class LayerFigures:
     def _costs(self, config: PretrainConfig) -> LayoutCosts:
         return LayoutCosts(config, self._layers, config.parallel.data or 1, self._path, VOCABULARY_ALIGNMENT)
 
-    def _held(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Held:
+    def _held(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> Held:
         config = self._config(tensor, context, micro_size, sequence, recompute)
         costs = self._costs(config)
         whole, stream = float(costs.kept(self._blocks[0])), float(costs.stream)
@@ -148,7 +156,7 @@ class LayerFigures:
             stream,
         )
 
-    def _work(self, tensor: int, context: int, micro_size: int, sequence: bool, recompute: Recompute) -> Work:
+    def _work(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> Work:
         config = self._config(tensor, context, micro_size, sequence, recompute)
         works = [self._of_layer(config, each) for each in self._blocks]
         block = min(works, key=lambda work: work.whole)
@@ -166,12 +174,20 @@ class LayerFigures:
         again = found.recompute if whole and config.recompute.num_blocks is None else 0.0
         if not whole:
             backward += found.recompute
-        parallel = config.parallel
-        if parallel.tensor == 1 or parallel.sequence_chunks > 1:
-            return LayerWork(found.forward, backward, again)
-        kind = layer.kind, layer.index
-        shared = parallel.tensor, parallel.context, config.batch.micro_size, parallel.sequence
-        waiting = self._waiting_of(*shared)[kind]
+        products = PhaseSeconds(found.forward, found.backward_input, found.backward_weight)
+        waiting = PhaseSeconds()
+        parallel, kind = config.parallel, (layer.kind, layer.index)
+        key = parallel.tensor, parallel.context, config.batch.micro_size
+        if parallel.tensor > 1:
+            chunks = parallel.sequence_chunks
+            talk = self._waiting_of(*key, chunks if parallel.sequence else 0, "tensor")[kind]
+            # As `cost.layer_costs` overlaps the chunks of sequence parallelism, without a slow-down.
+            exposed = _outlasting(talk.scaled(1.0 - 1.0 / chunks), products)
+            waiting = exposed.plus(talk.scaled(1.0 / chunks)) if chunks > 1 else talk
+        if parallel.context > 1 and found.waits is None:
+            talk = self._waiting_of(*key, 0, "context")[kind]
+            # A ring travels alongside attention, which takes at most all of the products.
+            waiting = waiting.plus(_outlasting(talk, products) if parallel.context_attention == "ring" else talk)
         return LayerWork(
             found.forward + waiting.forward,
             backward + waiting.backward_input,
@@ -179,15 +195,15 @@ class LayerFigures:
         )
 
     def _waiting(
-        self, tensor: int, context: int, micro_size: int, sequence: bool
+        self, tensor: int, context: int, micro_size: int, sequence: int, group: str
     ) -> dict[tuple[str, int], PhaseSeconds]:
-        """For tensor ranks, of every layer that is asked for, by its kind and index."""
+        """For tensor or context ranks, of every layer that is asked for, by its kind and index."""
         config = self._config(tensor, context, micro_size, sequence, "none")
         costs = self._costs(config)
         sizes = {"data": config.parallel.data or 1, "context": context, "tensor": tensor}
         placement = Placement(self._hardware, sizes)
         return {
-            (layer.kind, layer.index): layer_exchange_seconds(costs, placement, layer, "tensor")
+            (layer.kind, layer.index): layer_exchange_seconds(costs, placement, layer, group)
             for layer in (self._embedding, *self._blocks, self._head)
         }
 
@@ -231,3 +247,8 @@ class LayerFigures:
         gathers = [each for exchanges in units.gather(unit).values() for each in exchanges]
         reductions = [each for exchanges in units.reduction(unit).values() for each in exchanges]
         return Traffic(group_seconds(gathers, group), group_seconds(reductions, group))
+
+
+def _outlasting(talk: PhaseSeconds, work: PhaseSeconds) -> PhaseSeconds:
+    """By phase, how much longer traffic takes than the work alongside it."""
+    return PhaseSeconds(*(max(0.0, each - beside) for each, beside in zip(talk, work, strict=True)))

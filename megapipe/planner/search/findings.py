@@ -80,8 +80,9 @@ class Findings:
 
     ranked: layouts that fit, the best first. pareto: of speed against memory, the fastest first: no other layout that
     fits is as fast with less memory. alternatives: see there. trials: where the objective compares several numbers of
-    devices or models. examined: layouts whose cost was estimated. pruned: rule -> layouts that it ruled out unseen.
-    layouts: valid ones of the space, examined or pruned. seconds: that the search took.
+    devices or models. hints: requests close to this one that are much faster. not_searched: what the space leaves out,
+    in words. examined: layouts whose cost was estimated. pruned: rule -> layouts that it ruled out unseen. layouts:
+    valid ones of the space, examined or pruned. seconds: that the search took.
     """
 
     objective: Objective
@@ -90,6 +91,8 @@ class Findings:
     pareto: tuple[Found, ...]
     alternatives: tuple[Alternative, ...]
     trials: tuple[Trial, ...]
+    hints: tuple[str, ...]
+    not_searched: tuple[str, ...]
     examined: int
     pruned: dict[str, int]
     layouts: int
@@ -110,6 +113,8 @@ class Findings:
             "pareto": [each.as_json() for each in self.pareto],
             "alternatives": [each.as_json() for each in self.alternatives],
             "trials": [{"name": each.name, "value": each.value} for each in self.trials],
+            "hints": list(self.hints),
+            "not_searched": list(self.not_searched),
             "examined": self.examined,
             "pruned": self.pruned,
             "layouts": self.layouts,

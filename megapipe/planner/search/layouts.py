@@ -6,7 +6,7 @@ answer is kept.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple, TypeVar, cast
@@ -16,7 +16,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.planner.runs.scheduling import schedule_problems
 from megapipe.planner.runs.validation import context_problems
-from megapipe.planner.search.space import Recompute, SearchSpace, ZeroStage, check_request
+from megapipe.planner.search.space import MIN_CONTEXT_TOKENS, Recompute, SearchSpace, ZeroStage, check_request
 from megapipe.schedules.generators.registry import find_generator
 
 Value = TypeVar("Value")
@@ -38,10 +38,13 @@ class Shape(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A shape, and what is sharded and computed again in it."""
+    """A shape, and what is sharded and computed again in it.
+
+    sequence: 0 for no sequence parallelism, else parallel.sequence_chunks, 1 for no overlap.
+    """
 
     shape: Shape
-    sequence: bool
+    sequence: int
     zero: ZeroStage
     recompute: Recompute
 
@@ -72,7 +75,8 @@ class Configurations:
                 tensor=shape.tensor,
                 pipeline=shape.pipeline,
                 context=shape.context,
-                sequence=layout.sequence,
+                sequence=layout.sequence > 0,
+                sequence_chunks=max(1, layout.sequence),
             ),
             batch=self._batch(micro_size=shape.micro_size),
             schedule=self._schedule(name=shape.schedule, chunks=shape.chunks),
@@ -108,6 +112,7 @@ class Layouts:
         self._schedule_valid = cache(self._find_schedule_valid)
         self._state_valid = cache(self._find_state_valid)
         self._replicas_valid = cache(self._find_replicas_valid)
+        self._sequences = self._find_sequences()
         self._check_base()
 
     def _check_base(self) -> None:
@@ -123,11 +128,21 @@ class Layouts:
             yield from self.of(shape)
 
     def shapes(self) -> Iterator[Shape]:
-        """All shapes that could run."""
+        """All shapes that could run, under the schedules that are tried everywhere."""
+        names = tuple(self._values("schedule.name", self.base.schedule.name, self.space.schedules))
         for tensor, context, pipeline, data in self._meshes():
             for micro_size in self._micro_sizes(data):
-                for schedule, chunks in self._schedules(pipeline):
+                for schedule, chunks in self._schedules(pipeline, names):
                     yield Shape(data, tensor, pipeline, context, micro_size, schedule, chunks)
+
+    def with_other_schedules(self, shapes: Iterable[Shape]) -> Iterator[Shape]:
+        """The same divisions of ranks under each of the space's other schedules; none where the schedule is pinned."""
+        if not {"schedule.name", "schedule.chunks"}.isdisjoint(self._pinned):
+            return
+        names = [name for name in self.space.other_schedules if name not in self.space.schedules]
+        for shape in shapes:
+            for name, chunks in self._schedules(shape.pipeline, names):
+                yield shape._replace(schedule=name, chunks=chunks)
 
     def of(self, shape: Shape) -> Iterator[Layout]:
         """The valid layouts of one shape."""
@@ -140,9 +155,21 @@ class Layouts:
                 continue
             for zero in self._values("zero.stage", base.zero.stage, space.zero_stages):
                 if self._state_valid(zero, recompute) and self._replicas_valid(zero, shape.data * shape.context):
-                    for sequence in self._values("parallel.sequence", base.parallel.sequence, space.sequence):
+                    for sequence in self._sequences:
                         if self._sequence_valid(shape.tensor, shape.context, sequence):
                             yield Layout(shape, sequence, zero, recompute)
+
+    def _find_sequences(self) -> tuple[int, ...]:
+        """Sequence parallelism and its chunks, as `Layout.sequence`."""
+        parallel, pinned = self.base.parallel, self._pinned
+        found = self.space.sequence
+        if "parallel.sequence" in pinned:
+            found = tuple(each for each in found if (each > 0) == parallel.sequence)
+        if "parallel.sequence_chunks" in pinned:
+            on = (parallel.sequence_chunks,) if any(found) else ()
+            # Chunks without sequence parallelism are refused by a rule of their own.
+            return on if parallel.sequence_chunks > 1 else (*(each for each in found if each == 0), *on)
+        return found
 
     def _values(self, path: str, own: Value, tried: Iterable[Value]) -> Iterable[Value]:
         return (own,) if path in self._pinned else tried
@@ -165,7 +192,8 @@ class Layouts:
             if not self._tensor_valid(tensor):
                 continue
             left = self.devices // tensor
-            for context in self._sizes("parallel.context", parallel.context, left, space.max_context):
+            most = space.max_context or max(1, self.base.data.sequence_length // MIN_CONTEXT_TOKENS)
+            for context in self._sizes("parallel.context", parallel.context, left, most):
                 if not self._context_valid(tensor, context):
                     continue
                 rest = left // context
@@ -178,28 +206,35 @@ class Layouts:
         own, most = self.base.batch.micro_size, self.space.max_micro_size
         return self._sizes("batch.micro_size", own, self._samples // data, most)
 
-    def _schedules(self, pipeline: int) -> Iterator[tuple[str, int | None]]:
+    def _schedules(self, pipeline: int, names: Collection[str]) -> Iterator[tuple[str, int | None]]:
         """Names with numbers of chunks. On one rank a looped 1f1b takes as long as the plain one and holds as much: it
         is left out beside that."""
         schedule = self.base.schedule
-        names = tuple(self._values("schedule.name", schedule.name, self.space.schedules))
         most = self._stages // pipeline
         if self.space.max_chunks is not None:
             most = min(most, self.space.max_chunks)
+        blocks, every = self.base.model.num_layers, self.space.all_chunks_up_to
         for name in names:
             if "schedule.chunks" in self._pinned:
                 yield name, schedule.chunks
             elif find_generator(name).chunks == 1:
                 yield name, None
             elif pipeline > 1 or name != "interleaved_1f1b" or "1f1b" not in names:
-                yield from ((name, chunks) for chunks in range(2, most + 1))
+                tried = range(2, most + 1)
+                yield from ((name, each) for each in tried if each <= every or blocks % (pipeline * each) == 0)
 
     def _find_context_valid(self, tensor: int, context: int) -> bool:
         parallel = replace(self.base.parallel, tensor=tensor, context=context)
         return not context_problems(replace(self.base, parallel=parallel))
 
-    def _find_sequence_valid(self, tensor: int, context: int, sequence: bool) -> bool:
-        parallel = replace(self.base.parallel, tensor=tensor, context=context, sequence=sequence)
+    def _find_sequence_valid(self, tensor: int, context: int, sequence: int) -> bool:
+        parallel = replace(
+            self.base.parallel,
+            tensor=tensor,
+            context=context,
+            sequence=sequence > 0,
+            sequence_chunks=max(1, sequence),
+        )
         return not parallel.sequence_problems(self.base.data.sequence_length)
 
     def _find_schedule_valid(

@@ -8,6 +8,7 @@ from typing import Any
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import tensor_problems
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.galvatron.costs import STATES, LayerProfile, Machine
@@ -16,7 +17,7 @@ from megapipe.planner.galvatron.strategies import Strategy
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.search.profiles import layer_figures, machine_figures
 
-ADVICE = "advice: megapipe trains all layers with one strategy"
+ADVICE = "a paper's result that megapipe cannot train: it trains all layers with one strategy"
 
 
 def per_layer(
@@ -48,7 +49,14 @@ def per_layer(
         for each in layers
     ]
     try:
-        plan = search(profiles, machine, [config.batch.global_size], recompute=recompute, units=units)
+        plan = search(
+            profiles,
+            machine,
+            [config.batch.global_size],
+            recompute=recompute,
+            units=units,
+            tensor_valid=lambda size: not tensor_problems(config.model, size),
+        )
     except ValueError as error:
         raise ConfigError(f"per-layer plan: {error}") from error
     return _as_json(plan, [each.name for each in layers], config)

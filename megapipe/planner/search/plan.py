@@ -1,6 +1,7 @@
 """The search: the best layout of a run on a number of devices, and what else is worth knowing."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -11,16 +12,18 @@ from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.report.progress import Report
 from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.alternatives import alternatives, out_of_memory
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer
 from megapipe.planner.search.findings import Findings, Found, NothingFits
+from megapipe.planner.search.hints import hints
 from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.refinement import Refiner
 from megapipe.planner.search.shared_times import shared
-from megapipe.planner.search.space import SearchSpace
+from megapipe.planner.search.space import PROMISING, SearchSpace
 
 WIDEST = 8
 """Times as many layouts as are ranked that are looked at where simulation finds the first ones slower."""
@@ -33,6 +36,7 @@ class Effort:
     keep: layouts that are ranked. slowest: of the Pareto front, in times of the best layout's step; 0 for no front.
     tolerance: share of time or memory by which the front may miss a layout. actions: as in `Refiner`; 0 simulates
     nothing. alternatives: whether to judge them. stages: layers may be moved between stages by their times.
+    hints: whether requests close to this one are searched too, for the best layout of each alone.
     """
 
     keep: int = 5
@@ -41,6 +45,11 @@ class Effort:
     actions: int = 100_000
     alternatives: bool = True
     stages: bool = True
+    hints: bool = True
+
+
+QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False, hints=False)
+"""Of searches that only compare."""
 
 
 def search_speed(
@@ -53,8 +62,9 @@ def search_speed(
     times: LayerTimes | None = None,
     effort: Effort | None = None,
     assumptions: Assumptions = ENGINE,
+    report: Report = lambda share: None,
 ) -> Findings:
-    """The layouts of most tokens per second on all devices.
+    """The layouts of most tokens per second on all devices. report: called with the share of the work that is done.
 
     Layouts are compared by `planner.cost.model.estimate`; the best of them are then simulated, as far as `effort`
     allows, and ordered by that. No pruning leaves out a layout that would have been among the answers.
@@ -73,13 +83,18 @@ def search_speed(
         LayoutBounds(base, hardware, devices, times, assumptions),
         Evaluation(base, hardware, times, assumptions),
         limit,
+        lambda share: report(0.3 * share),
     )
     if not explorer.layouts:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
+    report(0.3)
+    explorer.add(layouts.with_other_schedules(explorer.promising(PROMISING)))
     movable = effort.stages and "parallel.layers_per_stage" not in pinned
     refiner, keep = Refiner(hardware, times, effort.actions, assumptions), effort.keep
     found = explorer.fastest(keep)
+    report(0.6)
     ranked = refiner.refined(found, stages=movable)
+    report(0.8)
     # Where closed forms err, layouts behind those that were kept may be better, or may be the only ones that fit.
     while len(found) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], found[-1]))):
         keep *= 2
@@ -91,6 +106,9 @@ def search_speed(
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
     front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
     others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
+    report(0.9)
+    near = tuple(_hints(base, hardware, devices, pinned, space, assumptions, ranked[0])) if effort.hints else ()
+    report(1.0)
     price = hardware.price_per_hour(devices)
     return Findings(
         objective="speed",
@@ -99,11 +117,33 @@ def search_speed(
         pareto=tuple(_priced(Found(each), price) for each in front),
         alternatives=others,
         trials=(),
+        hints=near,
+        not_searched=tuple(space.not_searched(base, pinned)),
         examined=explorer.examined,
         pruned=explorer.pruned(),
         layouts=len(explorer.layouts),
         seconds=time.perf_counter() - started,
     )
+
+
+def _hints(
+    base: PretrainConfig,
+    hardware: Hardware,
+    devices: int,
+    pinned: frozenset[str],
+    space: SearchSpace,
+    assumptions: Assumptions,
+    best: Found,
+) -> Iterator[str]:
+    """As `planner.search.hints`; sizes that are pinned fit no other number of devices or samples."""
+    if hardware.measured is not None or "parallel.data" in pinned:
+        return
+
+    def fastest(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
+        found = search_speed(config, machine, count, pinned, space=space, effort=QUICK, assumptions=assumptions)
+        return found.best.estimate
+
+    yield from hints(base, hardware, devices, best.estimate, fastest)
 
 
 def slowest_times(

@@ -11,13 +11,12 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Hardware
+from megapipe.planner.report.progress import Report
 from megapipe.planner.search.family import family, members
 from megapipe.planner.search.findings import Findings, NothingFits, Objective, Trial
-from megapipe.planner.search.plan import Effort, search_speed
+from megapipe.planner.search.plan import QUICK, Effort, search_speed
 from megapipe.planner.search.space import SearchSpace
 
-QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False)
-"""Of the searches that only compare."""
 MISSES = 3
 """Models in a row that do not fit, behind which no larger one is tried."""
 
@@ -35,6 +34,7 @@ def search(
     times: LayerTimes | None = None,
     effort: Effort | None = None,
     assumptions: Assumptions = ENGINE,
+    report: Report = lambda share: None,
 ) -> Findings:
     """The best layouts of a run by an objective.
 
@@ -63,14 +63,14 @@ def search(
     started = time.perf_counter()
     speed = partial(search_speed, space=space, times=times, assumptions=assumptions)
     if objective == "speed":
-        return speed(base, hardware, devices, pinned, effort=effort)
+        return speed(base, hardware, devices, pinned, effort=effort, report=report)
     trials: list[Trial] = []
     if objective == "size":
         chosen, count, trials = _largest(base, hardware, devices, pinned, models, speed)
     else:
         count, trials = _best_count(base, hardware, devices, pinned, objective, tokens or 0.0, speed)
         chosen = base
-    found = speed(chosen, hardware, count, pinned, effort=effort)
+    found = speed(chosen, hardware, count, pinned, effort=effort, report=report)
     return replace(found, objective=objective, trials=tuple(trials), seconds=time.perf_counter() - started)
 
 

@@ -8,45 +8,84 @@ from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.runs.moves import moves_to_host
 from megapipe.schedules import ScheduleError
-from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.generators.registry import GENERATORS, find_generator
 
 ZeroStage = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
+
+
+MIN_CONTEXT_TOKENS = 2048
+"""Tokens of a sample that a context rank holds at least, by default."""
+
+PROMISING = 24
+"""Divisions of ranks, by their bounds, that are also tried with other schedules."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
     """The values that a search tries where a field is not pinned.
 
-    A search sets parallel.data, tensor, pipeline, context and sequence, batch.micro_size, schedule.name and chunks,
-    zero.stage and recompute.method; it leaves all other fields as they are.
-    Sizes of tensor, pipeline, context and data parallelism are all divisors of the devices, micro-batch sizes all
-    divisors of a replica's batch, numbers of chunks all up to the layers a rank; the bounds here cut these down.
-    max_context: 1 leaves samples whole; raise it for long ones. schedules: names of pipeline schedules. 2bw and
-    pipedream train with older weights, so they are left to the caller to name.
+    A search sets parallel.data, tensor, pipeline, context, sequence and sequence_chunks, batch.micro_size,
+    schedule.name and chunks, zero.stage and recompute.method; it leaves all other fields as they are. Sizes of tensor,
+    pipeline, context and data parallelism are all divisors of the devices, micro-batch sizes all divisors of a
+    replica's batch, numbers of chunks all up to `all_chunks_up_to`, and above it those that cut the blocks evenly.
+    The bounds here limit these.
+
+    schedules: names of pipeline schedules, tried with every division of ranks. other_schedules: names tried with the
+    `PROMISING` best divisions alone. 2bw and pipedream train with older weights, so the caller must name them.
+    sequence: 0 for no sequence parallelism, 1 for it, n above 1 for it with parallel.sequence_chunks n, whose traffic
+    overlaps with products. max_context: by default as many ranks as leave `MIN_CONTEXT_TOKENS` to each.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b")
+    other_schedules: tuple[str, ...] = ("modular", "zb_h1", "zb_h2", "zb_v")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
-    sequence: tuple[bool, ...] = (False, True)
+    sequence: tuple[int, ...] = (0, 1, 4)
     max_tensor: int | None = None
     max_pipeline: int | None = None
-    max_context: int = 1
+    max_context: int | None = None
     max_micro_size: int | None = 64
-    max_chunks: int | None = 8
+    max_chunks: int | None = None
+    all_chunks_up_to: int = 8
+
+    def not_searched(self, base: PretrainConfig, pinned: frozenset[str]) -> list[str]:
+        """What a search of this space leaves out, in words; `base` and `pinned` as of `Layouts`."""
+        found = []
+        if not {"schedule.name", "schedule.chunks"} & pinned and not base.schedule.file:
+            if self.other_schedules:
+                found.append(
+                    f"{', '.join(self.other_schedules)} except on the {PROMISING} most promising divisions of ranks"
+                )
+            tried = (*self.schedules, *self.other_schedules)
+            left = [name for name in GENERATORS if name not in tried]
+            found += [f"schedules {', '.join(left)} (--schedules names them)"] if left else []
+        if "schedule.chunks" not in pinned:
+            found.append(f"more than {self.all_chunks_up_to} chunks that do not cut the blocks evenly")
+        if "parallel.context" not in pinned and base.data.sequence_length >= MIN_CONTEXT_TOKENS:
+            found.append(f"parallel.context with fewer than {MIN_CONTEXT_TOKENS:,} tokens a rank")
+        if "parallel.sequence_chunks" not in pinned:
+            chunks = ", ".join(str(each) for each in self.sequence if each)
+            found.append(f"parallel.sequence_chunks other than {chunks}" if chunks else "sequence parallelism")
+        if "batch.micro_size" not in pinned and self.max_micro_size is not None:
+            found.append(f"micro-batches above {self.max_micro_size}")
+        fixed = ("batch.global_size", "parallel.layers_per_stage", "zero.shard_size", "recompute.num_blocks")
+        found.append(f"other values of {', '.join(fixed)}, offload, fp8, and every field not in the table")
+        return found
 
     def problems(self) -> list[str]:
         """Every bound below 1 and every unknown name, one message each."""
         found = []
-        for name in ("max_tensor", "max_pipeline", "max_context", "max_micro_size", "max_chunks"):
+        for name in (
+            "max_tensor", "max_pipeline", "max_context", "max_micro_size", "max_chunks", "all_chunks_up_to",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{name} is {value}; it must be at least 1")
         for name in ("schedules", "zero_stages", "recompute", "sequence"):
             if not getattr(self, name):
                 found.append(f"{name} is empty; name at least one value to try")
-        for name in self.schedules:
+        for name in (*self.schedules, *self.other_schedules):
             try:
                 find_generator(name)
             except ScheduleError as error:
@@ -88,6 +127,7 @@ def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], sp
         "parallel.pipeline": base.parallel.pipeline,
         "parallel.context": base.parallel.context,
         "parallel.data": base.parallel.data,
+        "parallel.sequence_chunks": base.parallel.sequence_chunks,
     }
     problems += [
         f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size is not None and size < 1

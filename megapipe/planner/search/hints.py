@@ -1,0 +1,95 @@
+"""Requests that are much slower than a neighbouring one: awkward numbers of devices or samples, unlike devices."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.hardware.description import Hardware
+
+Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
+"""The best layout of a run on a number of devices. Raises ConfigError where none can run."""
+
+MUCH = 1.1
+"""Times as many tokens per second that a hint must gain."""
+NEIGHBOURS = 2
+"""Numbers of devices, and sizes of a batch, that are tried."""
+BATCH_CHANGE = 0.1
+"""Share by which a hint may change the batch."""
+
+
+def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate, fastest: Fastest) -> Iterator[str]:
+    """Sentences, each with a request that is at least `MUCH` times as fast as the best layout of this one."""
+
+    def gain(config: PretrainConfig, machine: Hardware, count: int) -> float:
+        try:
+            return fastest(config, machine, count).tokens_per_second / best.tokens_per_second
+        except ConfigError:
+            return 0.0
+
+    counts = {}
+    for count in neighbour_devices(hardware, devices):
+        samples = [base.batch.global_size, *neighbour_batches(base.batch.global_size, count)]
+        counts[count] = max(
+            gain(replace(base, batch=replace(base.batch, global_size=each)), hardware, count) for each in samples
+        )
+    count = max(counts, key=lambda each: counts[each], default=devices)
+    if counts.get(count, 0.0) >= MUCH:
+        yield f"{count:,} devices are {counts[count]:.1f} times as fast as {devices:,}, which few sizes divide"
+    sizes = {
+        size: gain(replace(base, batch=replace(base.batch, global_size=size)), hardware, devices)
+        for size in neighbour_batches(base.batch.global_size, devices)
+        if base.batch.ramp_start is None
+    }
+    size = max(sizes, key=lambda each: sizes[each], default=0)
+    if sizes.get(size, 0.0) >= MUCH:
+        yield (
+            f"--batch.global_size {size:,} trains {sizes[size]:.1f} times as many tokens per second as "
+            f"{base.batch.global_size:,}, which few sizes divide"
+        )
+    for machine, count in single_groups(hardware, devices):
+        alone, name = gain(base, machine, count), machine.groups[0].device.name
+        if alone > 1.0:
+            yield (
+                f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: every step "
+                "waits for the slowest device"
+            )
+
+
+def neighbour_devices(hardware: Hardware, devices: int) -> list[int]:
+    """Fewer devices that more sizes divide, if those do not fill whole nodes."""
+    node = hardware.nodes(1)[0].devices_per_node
+    step = node if devices > node else max(1, node // 2)
+    if devices % step == 0:
+        return []
+    found = (devices // each * each for each in (step, max(1, step // 2)))
+    return [each for each in dict.fromkeys(found) if 0 < each < devices][:NEIGHBOURS]
+
+
+def neighbour_batches(samples: int, devices: int) -> list[int]:
+    """Batches close to this one that more sizes divide, if neither it divides the devices nor they it."""
+    if samples % devices == 0 or devices % samples == 0:
+        return []
+    found = []
+    power = 2 ** (samples.bit_length() - 1)
+    while power > 1:
+        near = max(1, round(samples / power)) * power
+        if near != samples and abs(near - samples) <= BATCH_CHANGE * samples:
+            found.append(near)
+        power //= 2
+    return list(dict.fromkeys(found))[:NEIGHBOURS]
+
+
+def single_groups(hardware: Hardware, devices: int) -> Iterator[tuple[Hardware, int]]:
+    """Each kind of device alone, with how many the run has of it; none where all are alike."""
+    nodes = hardware.nodes(devices)
+    if len({node.device.name for node in nodes}) == 1:
+        return
+    left = devices
+    for _, members in groupby(nodes, key=lambda node: node.name):
+        group = list(members)
+        count = min(left, sum(node.devices_per_node for node in group))
+        left -= count
+        yield Hardware(hardware.name, (replace(group[0], num_nodes=len(group)),)), count

@@ -1,0 +1,314 @@
+"""Compare the memory that a run needs with the memory that is free, before any parameter is allocated.
+
+The need is the exact prediction that dry runs print (`planner.rank`): lasting state, message slots, and the fullest
+moment of a step. It excludes what the framework takes besides (CUDA, NCCL, fragments of the allocator).
+"""
+
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.report.words import bytes_told
+from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.runs.lowered import lowered_schedule
+from megapipe.planner.runs.prediction import predict_rank
+from megapipe.planner.runs.validation import data_parallel_size
+from megapipe.schedules.errors import ScheduleError
+from megapipe.training.validate import validate
+
+SUGGESTIONS = 3
+MOST_RANKS = 4096
+"""Largest number of ranks that a suggestion asks for."""
+UNLIMITED = 2**60
+"""A cgroup limit of this many bytes or more is none: version 1 writes a number near 2^63."""
+
+
+class Free(NamedTuple):
+    """Free bytes of a device or a host, and what limits them."""
+
+    num_bytes: int
+    limit: str
+
+
+class Need(NamedTuple):
+    """Bytes that one rank allocates on its device and in the memory of its host."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank needs and where. free: None where it cannot be read."""
+
+    host: str
+    device: str
+    need: Need
+    free_on_device: Free | None
+    free_on_host: Free | None
+
+
+def check_memory(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
+    """Refuse a run that does not fit, or warn, as training.memory_check says. A collective call.
+
+    Call it before the model is built: free memory must not contain the run's own tensors.
+
+    Raises ConfigError, the same on every rank.
+    """
+    device = mesh.device
+    need = needed(config, mesh.world_size, mesh.rank, device.type)
+    free = Free(int(torch.cuda.mem_get_info(device)[0]), "") if device.type == "cuda" else None
+    mine = Rank(socket.gethostname(), str(device), need, free, free_on_host())
+    ranks: list[Rank] = mesh.world.all_gather_object(mine)
+    problem = memory_problem(config, ranks) if mesh.rank == 0 else None
+    problem = mesh.world.all_gather_object(problem)[0]
+    if problem is None:
+        return
+    if config.training.memory_check == "warn":
+        say(f"warning: {problem}")
+        return
+    raise ConfigError(f"{problem}; --training.memory_check warn trains regardless")
+
+
+def needed(config: PretrainConfig, world_size: int, rank: int, device: str) -> Need:
+    """Predict one rank's bytes. device: "cpu" or "cuda"; on a CPU, the device is the host.
+
+    With offload.activations auto, which decides after this check, only lasting state and messages count.
+    """
+    return next(_needs(config, world_size, device, [rank]))
+
+
+def _needs(config: PretrainConfig, world_size: int, device: str, ranks: Sequence[int]) -> Iterator[Need]:
+    config = replace(config, parallel=replace(config.parallel, data=data_parallel_size(config, world_size)))
+    undecided = config.offload.activations == "auto"
+    if undecided:
+        config = replace(config, offload=replace(config.offload, activations="none"))
+    schedule = lowered_schedule(config, StageLayout.of(config))
+    amx = device == "cpu" and bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    for rank in ranks:
+        predicted = predict_rank(config, schedule, rank, device=device, amx=amx)
+        in_host = predicted.in_host()
+        held = predicted.state().total - in_host + predicted.messages if undecided else predicted.device_bytes()
+        yield Need(0, held + in_host) if device == "cpu" else Need(held, in_host)
+
+
+def memory_problem(config: PretrainConfig, ranks: Sequence[Rank]) -> str | None:
+    """Describe in one line the device or host that lacks most, and up to three changes that fit; None if all fit."""
+    worst = max(_places(ranks), key=lambda place: place.missing, default=None)
+    if worst is None or worst.missing <= 0:
+        return None
+    changes = [f"({number}) {change}" for number, change in enumerate(suggestions(config, ranks), start=1)]
+    advice = f"to make it fit, any one of: {', '.join(changes)}" if changes else "no change that was tried fits"
+    return f"training needs {worst.told}; {advice}"
+
+
+class _Place(NamedTuple):
+    """A device or a host that ranks share. missing: bytes over what is free, negative where it fits."""
+
+    told: str
+    missing: int
+
+
+def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Iterator[_Place]:
+    """Every device and host whose free memory is known. needs: of the ranks, by default their own."""
+    wanted: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    free: dict[tuple[str, str], Free] = {}
+    for rank, need in zip(ranks, needs or [each.need for each in ranks], strict=True):
+        for device, num_bytes, there in (
+            (rank.device, need.device, rank.free_on_device),
+            ("", need.host, rank.free_on_host),
+        ):
+            if num_bytes and there is not None:
+                place = rank.host, device
+                wanted[place].append(num_bytes)
+                free[place] = min(there, free.get(place, there))
+    for (host, device), sizes in wanted.items():
+        there = free[host, device]
+        sharing = f" for {len(sizes)} ranks" if len(sizes) > 1 else ""
+        where = f"{device} of host {host}" if device else f"host {host}"
+        yield _Place(
+            f"{bytes_told(sum(sizes))} on {where}{sharing}, and {bytes_told(there.num_bytes)} are free"
+            f"{there.limit and f' ({there.limit})'}",
+            sum(sizes) - there.num_bytes,
+        )
+
+
+def suggestions(config: PretrainConfig, ranks: Sequence[Rank]) -> list[str]:
+    """Up to three changes, each of another kind, after which every rank fits by the same prediction."""
+    found = []
+    for kind in _kinds(config, len(ranks)):
+        fitting = next((each for each in kind if fits(each, ranks)), None)
+        if fitting is not None:
+            found.append(fitting.told(config, len(ranks)))
+        if len(found) == SUGGESTIONS:
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed configuration. times: ranks and hosts or devices in multiples of those of the run."""
+
+    config: PretrainConfig
+    times: int = 1
+
+    def told(self, before: PretrainConfig, world_size: int) -> str:
+        """The flags that make the change."""
+        old, new = _flat(asdict(before)), _flat(asdict(self.config))
+        flags = " ".join(f"--{name} {_flag(value)}" for name, value in new.items() if value != old[name])
+        more = f" on {world_size * self.times:,} ranks, {self.times} times the hosts or devices"
+        return flags + (more if self.times > 1 else "")
+
+
+def fits(change: Change, ranks: Sequence[Rank]) -> bool:
+    """Whether a change is valid and every rank fits. With more ranks, every added host is like the fullest one."""
+    world_size = len(ranks) * change.times
+    try:
+        validate(change.config, world_size)
+        return _fits(change.config, world_size, ranks)
+    except (ConfigError, ScheduleError):
+        return False
+
+
+def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> bool:
+    device = torch.device(ranks[0].device).type
+    shape = MeshShape(
+        {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
+        | {"data": data_parallel_size(config, world_size)}
+    )
+    # Ranks of one pipeline coordinate are alike, except for Muon's shards of whole matrices.
+    if config.optimizer.name == "muon" and config.zero.stage > 0:
+        first = list(range(world_size))
+    else:
+        places = range(shape.sizes["pipeline"])
+        first = [shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0}) for place in places]
+    most = max((each.num_bytes for rank in ranks for each in _free_of(rank)), default=UNLIMITED)
+    needs: list[Need] = []
+    for need in _needs(config, world_size, device, first):
+        if max(need) > most:
+            return False
+        needs.append(need)
+    if world_size > len(ranks):
+        needs = [Need(max(each.device for each in needs), max(each.host for each in needs))] * len(ranks)
+    elif len(needs) < world_size:
+        needs = [needs[shape.coordinates(rank)["pipeline"]] for rank in range(world_size)]
+    return all(each.missing <= 0 for each in _places(ranks, needs))
+
+
+def _free_of(rank: Rank) -> Iterator[Free]:
+    yield from (each for each in (rank.free_on_device, rank.free_on_host) if each is not None)
+
+
+def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]]:
+    """Kinds of changes, those that cost the least speed first; of each kind the smallest change first."""
+
+    def one(group: str, *values: dict[str, Any]) -> Iterator[Change]:
+        return (Change(_with(config, {group: each})) for each in values)
+
+    parallel, training = config.parallel, config.training
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    spare = world_size // (tensor * pipeline * parallel.context)
+    small = [each for each in range(config.batch.micro_size - 1, 0, -1) if config.batch.micro_size % each == 0]
+    more = [each for each in range(2, spare + 1) if spare % each == 0]
+    yield one("zero", *({"stage": each} for each in range(config.zero.stage + 1, 4)))
+    if config.recompute.method != "full":
+        methods = ("full",) if config.recompute.method == "selective" else ("selective", "full")
+        yield one("recompute", *({"method": each} for each in methods))
+    yield one("batch", *({"micro_size": each} for each in small))
+    if training.precision == "fp32":
+        yield one("training", {"precision": "bf16"})
+    if config.schedule.name not in ("1f1b", "interleaved_1f1b") and not config.schedule.file:
+        yield one("schedule", {"name": "1f1b", "chunks": None})
+    for name, size in (("tensor", tensor), ("pipeline", pipeline)):
+        yield one("parallel", *({name: size * each, "data": _less(parallel.data, each)} for each in more))
+    least = {
+        "recompute": {"method": "full", "num_blocks": None},
+        "batch": {"micro_size": 1},
+        "zero": {"stage": 3 if spare > 1 else config.zero.stage},
+    }
+    yield iter([Change(_with(config, least))])
+    factors = list(takewhile(lambda each: each * world_size <= MOST_RANKS, (2**power for power in range(1, 13))))
+    yield (Change(_with(config, {"parallel": {"tensor": tensor * each}}), each) for each in factors)
+    layers = takewhile(lambda each: each >= 1, (config.model.num_layers // 2**power for power in range(1, 12)))
+    yield one("model", *({"num_layers": each} for each in layers))
+    yield (Change(_with(config, {"parallel": {"pipeline": pipeline * each}}), each) for each in factors)
+    yield (
+        Change(_with(config, least | {"parallel": {"tensor": 8, "pipeline": pipeline * each}}), 8 // tensor * each)
+        for each in factors
+        if 8 % tensor == 0 and 8 // tensor * each * world_size <= MOST_RANKS
+    )
+    lengths = takewhile(lambda each: each >= 64, (config.data.sequence_length // 2**power for power in range(1, 12)))
+    yield one("data", *({"sequence_length": each} for each in lengths))
+
+
+def _less(data: int | None, factor: int) -> int | None:
+    return None if data is None else max(1, data // factor)
+
+
+def _with(config: PretrainConfig, groups: Mapping[str, Mapping[str, Any]]) -> PretrainConfig:
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for group, fields in values.items():
+        found |= {f"{group}.{name}": each for name, each in fields.items()} if isinstance(fields, dict) else {}
+    return found
+
+
+def _flag(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def free_on_host(root: Path = Path("/")) -> Free | None:
+    """The memory that this process can still allocate on its host: the least of what the kernel says is available
+    and what each cgroup that contains it (version 1 or 2) leaves. None where the system reports nothing.
+
+    root: of the file system, for proc and sys.
+    """
+    found = []
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            found.append(Free(int(value.split()[0]) * 1024, ""))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _cgroup(root / "sys/fs/cgroup", path, ("memory.max", "memory.current", "inactive_file"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _cgroup(root / "sys/fs/cgroup/memory", path, names)
+    return min(found, default=None)
+
+
+def _cgroup(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[Free]:
+    """What the cgroup and every one above it leaves. names: files of the limit and of the usage, and the key in
+    memory.stat of file pages that the kernel gives back on demand."""
+    limit_name, usage_name, reclaimed_name = names
+    own = mount / path.strip("/")
+    for folder in (own, *own.parents):
+        if not folder.is_relative_to(mount):
+            return
+        limit, usage = (next(iter(_lines(folder / name)), "") for name in (limit_name, usage_name))
+        if not (limit.isdigit() and usage.isdigit()) or int(limit) >= UNLIMITED:
+            continue
+        stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
+        used = max(0, int(usage) - int(stat.get(reclaimed_name, 0)))
+        yield Free(max(0, int(limit) - used), f"its cgroup allows {bytes_told(int(limit))}")
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,194 @@
+"""The memory check before a model is built: its limit, its suggestions, what is free on a host."""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.data import DataConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse_as
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import BatchConfig, PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.recompute_budget import peak_bytes
+from megapipe.planner.runs.validation import data_parallel_size
+from megapipe.training import memory_check
+from megapipe.training.assemble import building_progress
+from megapipe.training.memory_check import Free, Rank, check_memory, free_on_host, memory_problem, needed
+from tests.support.meshes import run_threads
+
+MODEL = {"vocabulary_size": 512, "num_layers": 4, "hidden_size": 64, "num_heads": 8, "max_positions": 64}
+
+
+def _config(**batch: int) -> PretrainConfig:
+    return PretrainConfig(
+        model=ModelConfig(**MODEL),  # type: ignore[arg-type]
+        data=DataConfig(prefix="corpus", sequence_length=64),
+        batch=BatchConfig(**({"global_size": 16, "micro_size": 4} | batch)),
+    )
+
+
+def _ranks(config: PretrainConfig, count: int, free: int, device: str = "cuda") -> list[Rank]:
+    """On one host; GPUs have `free` bytes each, on a CPU all ranks share them."""
+    return [
+        Rank(
+            "node0",
+            f"cuda:{rank}" if device == "cuda" else "cpu",
+            needed(config, count, rank, device),
+            Free(free, "") if device == "cuda" else None,
+            Free(free if device == "cpu" else 10**15, ""),
+        )
+        for rank in range(count)
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_limit_is_the_prediction_to_the_byte(device: str) -> None:
+    config = replace(_config(), parallel=replace(_config().parallel, pipeline=2))
+    own = [sum(needed(config, 2, rank, device)) for rank in range(2)]
+    assert max(own) == peak_bytes(replace(config, parallel=replace(config.parallel, data=1)), device)
+    needs = sum(own) if device == "cpu" else max(own)
+    assert memory_problem(config, _ranks(config, 2, needs, device)) is None
+    assert memory_problem(config, _ranks(config, 2, needs - 1, device)) is not None
+
+
+@settings(max_examples=6, deadline=None)
+@given(share=st.floats(0.05, 0.99), count=st.sampled_from((1, 2, 4)), device=st.sampled_from(("cpu", "cuda")))
+def test_suggested_changes_fit(share: float, count: int, device: str) -> None:
+    """Each suggestion, read back from its own words and predicted by another function."""
+    config = _config()
+    total = sum(sum(needed(config, count, rank, device)) for rank in range(count))
+    free = int(share * (total if device == "cpu" else total / count))
+    problem = memory_problem(config, _ranks(config, count, free, device))
+    assert problem is not None
+    found = re.findall(r"\(\d\) (--.*?)(?: on (\d+) ranks, \d+ times the hosts or devices)?(?=, \(|$)", problem)
+    assert len(found) <= 3
+    assert found or share < 0.3
+    flags = [f"--model.{name}={value}" for name, value in MODEL.items()]
+    flags += ["--data.prefix=corpus", "--data.sequence_length=64", "--batch.global_size=16", "--batch.micro_size=4"]
+    for change, ranks in found:
+        world_size = int(ranks or count)
+        changed = parse_as(PretrainConfig, [*flags, *shlex.split(change)])
+        data = data_parallel_size(changed, world_size)
+        changed = replace(changed, parallel=replace(changed.parallel, data=data))
+        if device == "cpu" and world_size == count:
+            held = sum(sum(needed(changed, count, rank, "cpu")) for rank in range(count))
+        else:
+            held = peak_bytes(changed, device) * (count if device == "cpu" else 1)
+        assert held <= free, change
+
+
+def _checked(mesh: Mesh, config: PretrainConfig) -> str:
+    said: list[str] = []
+    try:
+        check_memory(config, mesh, said.append)
+    except ConfigError as error:
+        return str(error)
+    return "; ".join(said)
+
+
+def test_all_ranks_end_alike_where_one_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config()
+    total = 2 * sum(needed(config, 2, 0, "cpu"))
+    for free, refused in ((total - 1, True), (total, False)):
+        there = iter([Free(free, "its cgroup allows 1 GB"), Free(10**15, "")])
+        monkeypatch.setattr(memory_check, "free_on_host", lambda there=there: next(there))
+        first, second = run_threads({"data": 2}, _checked, config)
+        assert first == second
+        assert ("its cgroup allows 1 GB" in first and "memory_check warn" in first) == refused
+    warned = replace(config, training=replace(config.training, memory_check="warn"))
+    monkeypatch.setattr(memory_check, "free_on_host", lambda: Free(1, ""))
+    assert _checked(run_threads({"data": 1}, _itself)[0], warned).startswith("warning: training needs")
+
+
+def _itself(mesh: Mesh) -> Mesh:
+    return mesh
+
+
+def _write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_free_memory_of_a_host_is_the_least_limit(tmp_path: Path) -> None:
+    assert free_on_host(tmp_path) is None
+    _write(tmp_path, {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n"})
+    assert free_on_host(tmp_path) == Free(8_192_000, "")
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:cpu,memory:/job/step\n0::/slice/unit\n",
+            "sys/fs/cgroup/slice/unit/memory.max": "max\n",
+            "sys/fs/cgroup/slice/unit/memory.current": "1000000\n",
+            "sys/fs/cgroup/slice/memory.max": "6000000\n",
+            "sys/fs/cgroup/slice/memory.current": "2000000\n",
+            "sys/fs/cgroup/slice/memory.stat": "anon 1\ninactive_file 500000\n",
+        },
+    )
+    assert free_on_host(tmp_path) == Free(4_500_000, "its cgroup allows 6.0 MB")
+    # A container sees the path of the host below its own mount; only the mount's root is there.
+    _write(
+        tmp_path,
+        {
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000000",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "4000000",
+            "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000\n",
+        },
+    )
+    assert free_on_host(tmp_path) == Free(1_001_000, "its cgroup allows 5.0 MB")
+    _write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)})
+    assert free_on_host(tmp_path) == Free(4_500_000, "its cgroup allows 6.0 MB")
+
+
+def test_the_prediction_of_a_large_run_is_quick() -> None:
+    config = _config(global_size=1024, micro_size=1)
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=80, hidden_size=8192, num_heads=64),
+        parallel=replace(config.parallel, tensor=8, pipeline=8),
+    )
+    assert sum(needed(config, 128, 0, "cuda")) > 10**9
+
+
+def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megapipe.planner.runs.layout import StageLayout
+
+    config, lines = _config(), list[str]()
+    now = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 11.0])
+    monkeypatch.setattr("megapipe.training.assemble.time.monotonic", lambda: next(now))
+    built = building_progress(lines.append, StageLayout.of(config), [0])
+    for _ in range(6):
+        built()
+    assert lines == [
+        "building the model: 2 of 6 layers on rank 0, about 6 s left",
+        "building the model: 4 of 6 layers on rank 0, about 4 s left",
+    ]
+
+
+@pytest.mark.slow
+def test_a_model_too_large_ends_in_one_line_before_it_is_built(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some words to learn " * 500)
+    root = Path(__file__).parents[2]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
+
+    prefix = str(tmp_path / "c")
+    done = run("tools/preprocess.py", "--input", str(tmp_path / "text.txt"), "--output-prefix", prefix,
+               "--tokenizer", "bytes", "--append-eod")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    done = run(
+        "pretrain_gpt.py", "--model", "examples/models/gpt3_175b.yaml", "--data.prefix", f"{prefix}_text_document",
+        "--data.split", "1,0,0", "--data.sequence_length", "512", "--training.directory", str(tmp_path / "run"),
+        "--batch.global_size", "8",
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"error: training needs 2\.8 TB on host .*memory_check warn trains regardless\n", done.stderr)
