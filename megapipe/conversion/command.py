@@ -45,7 +45,10 @@ def _is_told(error: ValueError) -> bool:
 
 def _open(path: str, arguments: argparse.Namespace) -> "Source":
     known = format_of(Path(path), arguments.format)
-    return known.open_source(Path(path), SourceOptions(allow_pickle=arguments.allow_pickle))
+    source = known.open_source(Path(path), SourceOptions(allow_pickle=arguments.allow_pickle))
+    for note in source.contents.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return source
 
 
 def _options(arguments: argparse.Namespace) -> TargetOptions:
