@@ -79,12 +79,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _with_tokenizer(contents: "Contents", name: str | None) -> "Contents":
-    """With the tokenizer that a flag names. DataError for one that cannot be opened, before anything is written."""
+    """The contents with the tokenizer that --tokenizer names. Raises DataError for one that cannot be opened."""
+    from megapipe.conversion.tokenizer_files import NONE
     from megapipe.data.tokenizers import open_tokenizer
 
     if name is None:
         return contents
-    open_tokenizer(name)
+    if name != NONE:
+        open_tokenizer(name)
     return replace(contents, tokenizer=name)
 
 

@@ -19,9 +19,6 @@ from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader
 from megapipe.models.gpt_hugging_face import WeightMappingError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""What a folder's tokenizer is opened by."""
-
 
 class HuggingFaceSource:
     """The model of a folder of GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, BERT or MegatronBert, weights alone.
@@ -44,9 +41,7 @@ class HuggingFaceSource:
         except BaseException:
             self.close()
             raise
-        has_tokenizer = any((path / file).is_file() for file in TOKENIZER_FILES)
-        tokenizer = str(path) if has_tokenizer else None
-        self.contents = Contents(model, tensors, tokenizer=tokenizer, notes=(f"{path}: {note}",) if note else ())
+        self.contents = Contents(model, tensors, tokenizer=str(path), notes=(f"{path}: {note}",) if note else ())
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         pair = self._pairs[tensor.name]

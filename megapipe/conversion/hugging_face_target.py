@@ -20,6 +20,7 @@ from megapipe.conversion.target import TargetOptions
 from megapipe.conversion.tensor_stream import TensorStream
 from megapipe.conversion.tokenizer_files import exported_tokenizer
 
+GENERATION = "generation_config.json"
 _Described = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of one of their tensors."""
 
@@ -59,8 +60,8 @@ class HuggingFaceTarget:
         if len(self._files) > 1:
             self._write(INDEX, self._index())
         self._write(CONFIG, {**self._config, **self._tokenizer.ids})
-        if not self._is_bert:
-            self._write("generation_config.json", self._tokenizer.ids)
+        if not self._is_bert and GENERATION not in self._tokenizer.files:
+            self._write(GENERATION, self._tokenizer.ids)
         for name, content in self._tokenizer.files.items():
             write_file(DISK, self._folder.partial / name, [memoryview(content)])
         self._folder.finish()

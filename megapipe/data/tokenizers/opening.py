@@ -9,7 +9,8 @@ from megapipe.data.tokenizers.protocol import Tokenizer
 from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megapipe.data.tokenizers.tiktoken_files import ENCODINGS, TiktokenTokenizer, encoding_of
 
-_FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""The file that a folder's tokenizer is opened by, the first of these that is there."""
 _LOWERCASE_OF_KIND = {"bert-uncased": True, "bert-cased": False}
 
 
@@ -36,13 +37,13 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
         kind, name = "", spec
     path = Path(name)
     if path.is_dir():
-        path = next((path / name for name in _FILES_IN_FOLDERS if (path / name).is_file()), path)
+        path = next((path / name for name in FILES_IN_FOLDERS if (path / name).is_file()), path)
     if not path.is_file():
         raise DataError(
             f"no tokenizer {spec!r}: write bytes, or the path of a tokenizer.json, a SentencePiece .model, a "
             "vocab.json with merges.txt, a .tiktoken file, bert-uncased: or bert-cased: and a "
             "vocab.txt, or a folder with one of "
-            f"{', '.join(_FILES_IN_FOLDERS)}"
+            f"{', '.join(FILES_IN_FOLDERS)}"
         )
     if kind in ENCODINGS or path.suffix == ".tiktoken":
         return TiktokenTokenizer(path, spec, kind or encoding_of(path), end_of_document)
