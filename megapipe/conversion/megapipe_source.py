@@ -24,6 +24,7 @@ from megapipe.conversion.tensor_stream import TensorReader, bytes_of
 from megapipe.costs.parameters import Box
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest as read_shard_manifest
+from megapipe.data.shard_tokenizer import tokenizer_of_shard
 
 
 class MegapipeSource:
@@ -170,6 +171,6 @@ def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:
     prefix = data.get("prefix") or next(iter(data.get("blend") or {}), None)
     try:
         manifest = read_shard_manifest(prefix) if prefix else None
+        return None if manifest is None else tokenizer_of_shard(prefix, manifest)
     except (DataError, OSError):
         return None
-    return None if manifest is None else manifest.tokenizer

@@ -16,27 +16,13 @@ from megapipe.data.errors import DataError
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.byte_tokenizer import ByteTokenizer
 from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megapipe.data.tokenizers.opening import FILES_IN_FOLDERS
+from megapipe.data.tokenizers.opening import FILES_IN_FOLDERS, FOLDER_FILES
 from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megapipe.data.tokenizers.tiktoken_files import TiktokenTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-"""Files of a Hugging Face folder that belong to its tokenizer or to generation, copied as they are."""
 _MAX_BYTES = 1 << 28
 _NOT_NAMED = (
     "no tokenizer was written: nothing here names it (the training shard's manifest does, seen from where training "
@@ -139,7 +125,7 @@ def _named_ids(folder: Path, ours: Tokenizer) -> dict[str, Any]:
 def copied_files(folder: Path) -> dict[str, bytes]:
     """Name -> content of the files of a Hugging Face folder that belong to its tokenizer and to generation."""
     files = {}
-    for name in COPIED:
+    for name in FOLDER_FILES:
         path = inside(folder, name)
         if path.is_file():
             if path.stat().st_size > _MAX_BYTES:

@@ -58,6 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--end-of-document", metavar="TOKEN", help="token that ends documents, if not known from files"
     )
     parser.add_argument(
+        "--special-tokens-in-text",
+        choices=["text", "token", "error"],
+        default="text",
+        help="what a special token's name in a document becomes: text, that token, or an error (text)",
+    )
+    parser.add_argument(
         "--tokenizer-core",
         choices=["auto", "library"],
         default="auto",

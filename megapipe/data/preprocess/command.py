@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         language=arguments.language,
         drop_duplicates=arguments.drop_duplicates,
         on_error=arguments.on_error,
+        special_tokens_in_text=arguments.special_tokens_in_text,
     )
     if arguments.tokenizer_core == "auto":
         settings = with_fast_core(settings, files)
@@ -69,6 +70,13 @@ def run(arguments: argparse.Namespace) -> None:
         duplicates = (
             f", {manifest.num_duplicates:,} duplicates left out" if manifest.num_duplicates is not None else ""
         )
+        if manifest.num_special_tokens_in_text:
+            became = "text" if manifest.special_tokens_in_text == "text" else "the special tokens"
+            print(
+                f"note: names of special tokens occur {manifest.num_special_tokens_in_text:,} times in the input; "
+                f"they became {became} (--special-tokens-in-text)",
+                file=sys.stderr,
+            )
         sentences = f"{manifest.num_sequences:,} sentences, " if manifest.sentences is not None else ""
         print(
             f"{arguments.output_prefix}_{name}: {manifest.num_documents:,} documents, {sentences}"

@@ -41,6 +41,13 @@ class SentencePieceTokenizer:
             if self._processor.is_control(token) or self._processor.is_unknown(token)
         }
 
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        if as_tokens:
+            raise DataError(
+                f"{self.spec} is a SentencePiece model, which reads the names of special tokens as text; use "
+                "--special-tokens-in-text text or error"
+            )
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
         return ids
