@@ -153,6 +153,17 @@ def test_diff_of_another_model_tells_what_is_missing(
     assert "embedding.position.weight: shape (16, 32) and (8, 32)" in lines
 
 
+def test_diff_after_a_round_trip_is_a_line_for_each_kind(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(checkpoint), "--to", "megapipe", str(tmp_path / "bare"), "--weights-only"]) == 0
+    capsys.readouterr()
+    for first, second, where in ((checkpoint, "bare", "first"), ("bare", checkpoint, "second")):
+        assert main(["diff", str(tmp_path / first), str(tmp_path / second)]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [f"moment of all {len(tensors(0))} tensors: only in the {where}"]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "absolute", "relative"),
     [
