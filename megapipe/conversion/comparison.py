@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.conversion.contents import WEIGHTS, StoredTensor
+from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 
 _PIECE = 1 << 22
@@ -33,13 +34,14 @@ def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) 
     one, other = (_by_name(source, weights_only) for source in (ours, theirs))
     lines = [*_missing(one, other, "only in the first"), *_missing(other, one, "only in the second")]
     common = [key for key in one if key in other]
-    for key in common:
-        if one[key].shape != other[key].shape:
-            lines.append(f"{_called(key)}: shape {one[key].shape} and {other[key].shape}")
-            continue
-        found = difference(ours.read(one[key]), theirs.read(other[key]))
-        if not found.absolute <= tolerance:
-            lines.append(f"{_called(key)}: max difference {found.absolute:.3g}, relative {found.relative:.3g}")
+    with progress([one[key] for key in common], "comparing") as tensors:
+        for key, tensor in zip(common, tensors, strict=True):
+            if tensor.shape != other[key].shape:
+                lines.append(f"{_called(key)}: shape {tensor.shape} and {other[key].shape}")
+                continue
+            found = difference(ours.read(tensor), theirs.read(other[key]))
+            if not found.absolute <= tolerance:
+                lines.append(f"{_called(key)}: max difference {found.absolute:.3g}, relative {found.relative:.3g}")
     return lines, len(common)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.checkpoint import RunState
 from megapipe.config.model import ModelConfig
-from megapipe.conversion import averaging
+from megapipe.conversion import averaging, progress
 from megapipe.conversion.command import main
 from megapipe.conversion.comparison import difference
 from megapipe.conversion.contents import Contents, StoredTensor
@@ -117,6 +117,29 @@ def test_verify_of_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFi
     manifest.write_text(manifest.read_text().replace('"step": 5', '"step": 6'))
     assert main(["verify", str(checkpoint)]) == 1
     assert "checksum differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("terminal", "seconds"), [(True, 0.0), (True, 3600.0), (False, 0.0)])
+def test_a_bar_appears_on_a_terminal_after_two_seconds(
+    terminal: bool,
+    seconds: float,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(progress, "SHOWN_AFTER", seconds)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    monkeypatch.setenv("TERM", "xterm")
+    out = str(tmp_path / "out")
+    for word, command in (
+        ("converting", ["convert", str(checkpoint), "--to", "hf", out]),
+        ("verifying", ["verify", out]),
+    ):
+        assert main(command) == 0
+        captured = capsys.readouterr()
+        assert (word in captured.err) == (terminal and seconds == 0.0)
+        assert word not in captured.out
 
 
 def test_a_damaged_checkpoint_is_not_converted(checkpoint: Path, tmp_path: Path) -> None:

@@ -118,6 +118,12 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders, glob patterns, dataset:NAME[:CONFIGURATION][@SPLIT] (NAME may be a folder), or "
         "python-stdlib: the sources of Python's standard library",
     )
+    parser.add_argument(
+        "--dataset-revision", metavar="REVISION", help="branch, tag or commit of datasets on the hub (its default)"
+    )
+    parser.add_argument(
+        "--dataset-streaming", action="store_true", help="read datasets of the hub over the network; keep no copy"
+    )
     parser.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="names to keep in folders: '*.py'")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to leave out")
     parser.add_argument(

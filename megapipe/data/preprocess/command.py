@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    files = find_inputs(arguments.input, arguments.include, arguments.exclude)
+    files = _inputs(arguments)
     settings = TokenizeSettings(
         tokenizer=arguments.tokenizer,
         end_of_document=arguments.end_of_document,
@@ -84,6 +84,16 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
+def _inputs(arguments: argparse.Namespace) -> list[InputFile]:
+    return find_inputs(
+        arguments.input,
+        arguments.include,
+        arguments.exclude,
+        arguments.dataset_revision,
+        arguments.dataset_streaming,
+    )
+
+
 def with_fast_core(settings: TokenizeSettings, files: Sequence[InputFile]) -> TokenizeSettings:
     """The settings with the fast core if it can be used; says so if byte-level BPE has to do without."""
     tokenizer = settings.open()
@@ -102,7 +112,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
     if output.suffix != suffix:
         raise DataError(f"a {arguments.type} tokenizer is a {suffix} file: name it {output.with_suffix(suffix)}")
-    files = find_inputs(arguments.input, arguments.include, arguments.exclude)
+    files = _inputs(arguments)
     texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes)
     check_special_tokens(arguments.special_tokens)
     content = train(texts, arguments.vocabulary_size, arguments.special_tokens)
