@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megapipe.checkpoint.agreement import agreed
+from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face_files import (
     CONFIG,
     INDEX,
@@ -16,6 +17,7 @@ from megapipe.checkpoint.hugging_face_files import (
     kind_of,
     stored_tensors,
 )
+from megapipe.checkpoint.hugging_face_heads import with_stored_head
 from megapipe.checkpoint.shards import Shard, shards_of
 from megapipe.checkpoint.tensor_file import TensorFile
 from megapipe.checkpoint.untrusted import check_safetensors, inside, read_json
@@ -51,20 +53,26 @@ def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None
 
 
 class _Weights:
-    """A folder's tensors by canonical name."""
+    """The tensors of a folder by canonical name."""
 
-    def __init__(self, places: Mapping[str, tuple[Path, str]], pairs: Mapping[str, Correspondence]) -> None:
-        self._places, self._pairs = places, pairs
+    def __init__(self, places: Mapping[str, tuple[Path, str]]) -> None:
+        self._places = places
+        self._pairs: Mapping[str, Correspondence] = {}
         self._open: dict[Path, TensorFile] = {}
 
     @classmethod
     def fitting(cls, folder: Path, model: ModelConfig) -> "_Weights":
-        """Open the folder and see that it holds the weights of `model` and no others."""
+        """Open the folder and check that it holds the weights of `model` and no others."""
         config = read_json(inside(folder, CONFIG))
         stored = stored_tensors(folder, lambda path: _opened(path).keys)
         names = kind_of(model).names(stored)
-        places = {names[name]: (path, name) for name, path in stored.items()}
-        return cls(places, fitting(folder, config, model, places.keys()))
+        weights = cls({names[name]: (path, name) for name, path in stored.items()})
+        config, note = with_stored_head(config, weights._places, weights._tensor)
+        try:
+            weights._pairs = fitting(folder, config, model, weights._places.keys())
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {note}" if note else str(error)) from error
+        return weights
 
     def values(self, shard: Shard) -> Tensor:
         """The elements of a shard, in one dimension."""

@@ -1,13 +1,14 @@
-"""A folder of transformers' BERT or MegatronBert, told in the terms of our model configuration and tensor names."""
+"""The fields of our model configuration and the tensor names that a folder of BERT or MegatronBert gives."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face_keys import known_config
 from megapipe.config.bert import BertModelConfig
 
 NORM_POSITIONS = {"bert": "post", "megatron-bert": "pre"}
-"""model_type -> where the norms of such a model stand."""
+"""model_type -> the place of the norms in such a model."""
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _BODY, _HEADS = "bert.", "cls."
 _SENTENCE_HEAD = ("bert.pooler.", "cls.seq_relationship.")
@@ -35,17 +36,15 @@ def model_fields(config: Mapping[str, Any], tensors: Collection[str], model: Ber
     """Field of BertModelConfig -> the value that these weights need, optional sizes resolved.
 
     tensors: their canonical names. A model without a sentence head may leave the folder's out.
-    Raises CheckpointError for a model_type or a variant that the model configuration has no words for.
+    Raises CheckpointError for a model_type or a variant that the model configuration cannot express.
     """
     kind = config.get("model_type")
     if kind not in NORM_POSITIONS:
         raise CheckpointError(
-            f"model_type {kind!r} is none that a BERT's initial weights can be taken from; these can: "
+            f"model_type {kind!r} is not supported; a BERT's initial weights can be taken from "
             f"{', '.join(NORM_POSITIONS)}"
         )
-    for field, expected in (("position_embedding_type", "absolute"), ("type_vocab_size", 2), ("is_decoder", False)):
-        if config.get(field, expected) != expected:
-            raise CheckpointError(f"{field} is {config[field]!r}, for which the model configuration has no field")
+    config = known_config(config)
     activation = config.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         raise CheckpointError(f"hidden_act {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")

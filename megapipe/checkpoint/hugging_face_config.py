@@ -1,12 +1,17 @@
-"""A Hugging Face config.json told in the terms of our model configuration."""
+"""The fields of our model configuration that a Hugging Face config.json gives."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face_keys import known_config
 from megapipe.config.model import ModelConfig
 from megapipe.models.gpt_hugging_face import Family
 
+_ROPE_KEYS = (
+    *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor"),
+)
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -15,8 +20,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     known = get_args(Family)
     if config.get("model_type") not in known:
         raise CheckpointError(
-            f"model_type {config.get('model_type')!r} is none that initial weights can be taken from; "
-            f"these can: {', '.join(known)}"
+            f"model_type {config.get('model_type')!r} is not supported; initial weights can be taken from "
+            f"{', '.join(known)}"
         )
     family: Family = config["model_type"]
     return family
@@ -25,10 +30,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def model_fields(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
     """Field of ModelConfig -> the value that these weights need, optional sizes resolved.
 
-    tensors: names in the weight files, which tell tied embeddings where the config does not.
-    Raises CheckpointError for a variant that the model configuration has no words for.
+    tensors: names in the weight files; they decide whether embeddings are tied where the config does not.
+    Raises CheckpointError for a variant that the model configuration cannot express.
     """
     family = family_of(config)
+    config = known_config(config)
     found = _gpt2_fields(config) if family == "gpt2" else _decoder_fields(config, family)
     default = family == "gpt2" or "lm_head.weight" not in tensors
     return {
@@ -64,9 +70,6 @@ def _effective(window: int | None, model: ModelConfig) -> int | None:
 
 
 def _gpt2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if config.get(flag):
-            raise CheckpointError(f"{flag} is set, for which the model configuration has no field")
     return {
         "num_layers": config["n_layer"],
         "hidden_size": config["n_embd"],
@@ -87,9 +90,6 @@ def _gpt2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decoder_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    for flag in ("mlp_bias", "attention_bias"):
-        if config.get(flag):
-            raise CheckpointError(f"{flag} is set, for which the model configuration has no field")
     heads = config["num_attention_heads"]
     return {
         "num_layers": config["num_hidden_layers"],
@@ -111,9 +111,7 @@ def _decoder_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]
 
 
 def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Loads are evened out by an auxiliary loss there: its router has no bias."""
-    if config.get("router_jitter_noise"):
-        raise CheckpointError("router_jitter_noise is set, for which the model configuration has no field")
+    """Mixtral balances its experts by an auxiliary loss: its router has no bias."""
     return {
         "num_experts": config["num_local_experts"],
         "experts_per_token": config["num_experts_per_tok"],
@@ -123,8 +121,16 @@ def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Older files have rope_theta beside rope_scaling, newer ones both in rope_parameters."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Older files have rope_theta and rope_scaling, newer ones both in rope_parameters; transformers reads
+    rope_scaling first."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    unknown = [key for key, value in rope.items() if key not in _ROPE_KEYS and value is not None]
+    if unknown:
+        raise CheckpointError(
+            f"the rotary parameters have {unknown[0]!r}, which the model configuration cannot express"
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise CheckpointError("partial_rotary_factor is not 1, which the model configuration cannot express")
     found = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -145,8 +151,10 @@ def _window(config: Mapping[str, Any], family: Family) -> int | None:
     if family in ("mistral", "mixtral"):
         window: int | None = config.get("sliding_window")
         return window
-    if config.get("use_sliding_window"):
-        raise CheckpointError("use_sliding_window is set; windows that differ by layer have no field")
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if config.get("use_sliding_window") or kinds:
+        told = "use_sliding_window is set" if config.get("use_sliding_window") else f"layer_types has {min(kinds)!r}"
+        raise CheckpointError(f"{told}; the model configuration has one window for all layers")
     return None
 
 

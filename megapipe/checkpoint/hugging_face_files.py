@@ -17,7 +17,12 @@ from megapipe.checkpoint.untrusted import check_counts, inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.models import bert_hugging_face
-from megapipe.models.gpt_hugging_face import Correspondence, correspondences, is_redundant
+from megapipe.models.gpt_hugging_face import (
+    Correspondence,
+    WeightMappingError,
+    correspondences,
+    is_redundant,
+)
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -134,10 +139,8 @@ def told_fields(folder: Path, kind: Kind, config: Mapping[str, Any], names: Coll
 
 
 def joined(parts: Sequence[Tensor], pair: Correspondence) -> Tensor:
-    """A parameter from its tensors. Raises CheckpointError where that is not of the parameter's shape."""
-    whole = pair.join(parts)
-    if tuple(whole.shape) != pair.spec.shape:
-        raise CheckpointError(
-            f"{', '.join(pair.theirs)} give {pair.spec.name} the shape {tuple(whole.shape)} and not {pair.spec.shape}"
-        )
-    return whole
+    """A parameter from its tensors. Raises CheckpointError for a tensor of another shape."""
+    try:
+        return pair.joined(parts)
+    except WeightMappingError as error:
+        raise CheckpointError(str(error)) from error

@@ -89,7 +89,7 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="hf: bytes, or the path of the model's tokenizer (the one that its training shard was made with)",
+        help="hf: bytes, the path of the model's tokenizer, or none for none (the one of its training shard)",
     )
     parser.add_argument(
         "--max-shard-bytes",

@@ -45,7 +45,10 @@ def _is_told(error: ValueError) -> bool:
 
 def _open(path: str, arguments: argparse.Namespace) -> "Source":
     known = format_of(Path(path), arguments.format)
-    return known.open_source(Path(path), SourceOptions(allow_pickle=arguments.allow_pickle))
+    source = known.open_source(Path(path), SourceOptions(allow_pickle=arguments.allow_pickle))
+    for note in source.contents.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return source
 
 
 def _options(arguments: argparse.Namespace) -> TargetOptions:
@@ -76,12 +79,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _with_tokenizer(contents: "Contents", name: str | None) -> "Contents":
-    """With the tokenizer that a flag names. DataError for one that cannot be opened, before anything is written."""
+    """The contents with the tokenizer that --tokenizer names. Raises DataError for one that cannot be opened."""
+    from megapipe.conversion.tokenizer_files import NONE
     from megapipe.data.tokenizers import open_tokenizer
 
     if name is None:
         return contents
-    open_tokenizer(name)
+    if name != NONE:
+        open_tokenizer(name)
     return replace(contents, tokenizer=name)
 
 

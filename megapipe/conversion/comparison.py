@@ -1,16 +1,22 @@
 """How two checkpoints of any formats differ, tensor by tensor."""
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megapipe.conversion.contents import WEIGHTS, StoredTensor
+from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 
 _PIECE = 1 << 22
 """Elements that are compared at once, in float64."""
+
+_Tensors = Mapping[tuple[str, str], StoredTensor]
+"""(kind, name) -> tensor."""
 
 
 class Difference(NamedTuple):
@@ -21,22 +27,30 @@ class Difference(NamedTuple):
 
 
 def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) -> tuple[list[str], int]:
-    """What differs, a line each, and how many tensors were compared.
+    """What differs, a line for each tensor or for a kind that is missing as a whole, and how many were compared.
 
     tolerance: absolute differences up to it are none. Types may differ where values do not.
     """
     one, other = (_by_name(source, weights_only) for source in (ours, theirs))
-    lines = [f"{_called(key)}: only in the first" for key in one if key not in other]
-    lines += [f"{_called(key)}: only in the second" for key in other if key not in one]
+    lines = [*_missing(one, other, "only in the first"), *_missing(other, one, "only in the second")]
     common = [key for key in one if key in other]
-    for key in common:
-        if one[key].shape != other[key].shape:
-            lines.append(f"{_called(key)}: shape {one[key].shape} and {other[key].shape}")
-            continue
-        found = difference(ours.read(one[key]), theirs.read(other[key]))
-        if not found.absolute <= tolerance:
-            lines.append(f"{_called(key)}: max difference {found.absolute:.3g}, relative {found.relative:.3g}")
+    with progress([one[key] for key in common], "comparing") as tensors:
+        for key, tensor in zip(common, tensors, strict=True):
+            if tensor.shape != other[key].shape:
+                lines.append(f"{_called(key)}: shape {tensor.shape} and {other[key].shape}")
+                continue
+            found = difference(ours.read(tensor), theirs.read(other[key]))
+            if not found.absolute <= tolerance:
+                lines.append(f"{_called(key)}: max difference {found.absolute:.3g}, relative {found.relative:.3g}")
     return lines, len(common)
+
+
+def _missing(one: _Tensors, other: _Tensors, where: str) -> list[str]:
+    """A line for each tensor of `one` that `other` lacks, or for a whole kind that it lacks."""
+    kinds = Counter(kind for kind, _ in one)
+    absent = [kind for kind in kinds if kind not in {kind for kind, _ in other}]
+    lines = [f"{kind} of all {kinds[kind]} tensors: {where}" for kind in absent]
+    return lines + [f"{_called(key)}: {where}" for key in one if key not in other and key[0] not in absent]
 
 
 def difference(one: Tensor, other: Tensor) -> Difference:

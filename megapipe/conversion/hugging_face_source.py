@@ -9,6 +9,7 @@ from torch import Tensor
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face_bert import NORM_POSITIONS
 from megapipe.checkpoint.hugging_face_files import CONFIG, fitting, joined, kind_of, stored_tensors, told_fields
+from megapipe.checkpoint.hugging_face_heads import with_stored_head
 from megapipe.checkpoint.untrusted import inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
@@ -18,9 +19,7 @@ from megapipe.conversion.foreign.sandbox import Sandbox
 from megapipe.conversion.model_fields import check_layers, model_of
 from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""What a folder's tokenizer is opened by."""
+from megapipe.models.gpt_hugging_face import WeightMappingError
 
 
 class HuggingFaceSource:
@@ -35,28 +34,22 @@ class HuggingFaceSource:
         self._sandbox: Sandbox | None = None
         self._allow_pickle = allow_pickle
         config = read_json(inside(path, CONFIG))
-        if config.get("quantization_config"):
-            raise CheckpointError(f"{path / CONFIG} tells of quantized weights; convert the model they were made from")
         try:
             stored = stored_tensors(path, lambda file: self._file(file).entries, allow_pickle=allow_pickle)
             names = kind_of(_blank(config)).names(stored)
             self._places = {names[name]: (file, name) for name, file in stored.items()}
+            config, note = with_stored_head(config, self._places, self._whole)
             model = _model(path, config, self._places)
             self._pairs = fitting(path, config, model, self._places)
             tensors = tuple(self._described(name) for name in self._pairs)
         except BaseException:
             self.close()
             raise
-        has_tokenizer = any((path / file).is_file() for file in TOKENIZER_FILES)
-        self.contents = Contents(model, tensors, tokenizer=str(path) if has_tokenizer else None)
+        self.contents = Contents(model, tensors, tokenizer=str(path), notes=(f"{path}: {note}",) if note else ())
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         pair = self._pairs[tensor.name]
-        parts = []
-        for name in pair.theirs:
-            file, key = self._places[name]
-            parts.append(self._file(file).whole(key))
-        whole = joined(parts, pair)
+        whole = joined([self._whole(name) for name in pair.theirs], pair)
         return (whole[index].clone() if index else whole).contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
@@ -76,12 +69,21 @@ class HuggingFaceSource:
         if self._sandbox is not None:
             self._sandbox.close()
 
+    def _whole(self, name: str) -> Tensor:
+        file, key = self._places[name]
+        return self._file(file).whole(key)
+
     def _described(self, name: str) -> StoredTensor:
         pair = self._pairs[name]
-        dtypes = set()
+        entries = []
         for theirs in pair.theirs:
             file, key = self._places[theirs]
-            dtypes.add(self._file(file).entry(key).dtype)
+            entries.append(self._file(file).entry(key))
+        try:
+            pair.check([entry.shape for entry in entries])
+        except WeightMappingError as error:
+            raise CheckpointError(str(error)) from error
+        dtypes = {entry.dtype for entry in entries}
         if len(dtypes) > 1:
             raise CheckpointError(f"{', '.join(pair.theirs)} have different types, {', '.join(sorted(dtypes))}")
         return StoredTensor(name, WEIGHTS, pair.spec.shape, dtypes.pop())

@@ -17,12 +17,14 @@ from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.checkpoint.untrusted import inside
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
+from megapipe.conversion.megapipe_target import TOKENIZER
 from megapipe.conversion.model_fields import check_layers, model_of, parameters_of
 from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader, bytes_of
 from megapipe.costs.parameters import Box
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest as read_shard_manifest
+from megapipe.data.shard_tokenizer import tokenizer_of_shard
 
 
 class MegapipeSource:
@@ -44,7 +46,7 @@ class MegapipeSource:
             tensors=tuple(self._tensors(model)),
             run=run,
             applied_updates=self.manifest.applied_updates,
-            tokenizer=_tokenizer_of(run.config.get("data", {})),
+            tokenizer=_tokenizer_of(self.folder, run.config.get("data", {})),
         )
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
@@ -157,13 +159,18 @@ def _step_of(path: Path) -> Path:
     return found
 
 
-def _tokenizer_of(data: Mapping[str, Any]) -> str | None:
-    """What a BERT's run, or the manifest of the training shard, names; None where the shard is no longer there."""
+def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:
+    """The tokenizer that is kept in the checkpoint, or that a BERT's run or the training shard's manifest names.
+
+    None where the shard is no longer there.
+    """
+    if (folder / TOKENIZER).is_dir():
+        return str(folder / TOKENIZER)
     if data.get("tokenizer"):
         return str(data["tokenizer"])
     prefix = data.get("prefix") or next(iter(data.get("blend") or {}), None)
     try:
         manifest = read_shard_manifest(prefix) if prefix else None
+        return None if manifest is None else tokenizer_of_shard(prefix, manifest)
     except (DataError, OSError):
         return None
-    return None if manifest is None else manifest.tokenizer

@@ -1,5 +1,6 @@
 """megapipe's own checkpoints as a target: a step's folder that training resumes from, or takes weights from."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import megapipe
 from megapipe.checkpoint.extents import Extent
+from megapipe.checkpoint.hugging_face_files import CONFIG
 from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, check_files, encoded
 from megapipe.checkpoint.storage import DISK, write_file
@@ -18,11 +20,16 @@ from megapipe.config.run import PretrainConfig
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.fresh_folder import FreshFolder
 from megapipe.conversion.tensor_stream import TensorStream
+from megapipe.conversion.tokenizer_files import copied_files, token_ids
 from megapipe.costs.parameters import Box
 
 Data = TypeVar("Data", bound=DataConfig)
 
 _PRECISIONS = {"F32": "fp32", "F64": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+TOKENIZER = "tokenizer"
+"""The folder in a checkpoint with the tokenizer's files of a Hugging Face model."""
 
 
 class MegapipeTarget:
@@ -67,11 +74,24 @@ class MegapipeTarget:
             chunks=tuple(self._chunks),
         )
         check_files(self._folder.partial, manifest)
+        self._keep_tokenizer()
         write_file(DISK, self._folder.partial / MANIFEST, [memoryview(encoded(manifest))])
         self._folder.finish()
         if self._contents.applied_updates:
             return [f"to resume from it, move it to RUN/checkpoints/step-{run.step:08d}"]
         return [f"weights for a new run: --init_from {self._folder.path}"]
+
+    def _keep_tokenizer(self) -> None:
+        """Copy the tokenizer's files of a Hugging Face folder, so that a later export finds them as they were."""
+        folder = Path(self._contents.tokenizer or "")
+        if not (folder / CONFIG).is_file():
+            return
+        ids = json.dumps(token_ids(folder), indent=2).encode()
+        kept = self._folder.partial / TOKENIZER
+        DISK.make_folder(kept)
+        for name, content in {**copied_files(folder), CONFIG: ids}.items():
+            write_file(DISK, kept / name, [memoryview(content)])
+        DISK.flush_folder(kept)
 
     def abandon(self) -> None:
         for _, stream in self._streams.values():

@@ -1,5 +1,6 @@
 """A SentencePiece model as a tokenizer.json of Hugging Face, which transformers loads without SentencePiece."""
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,9 +13,10 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def as_tokenizer(content: bytes) -> "tokenizers.Tokenizer":
-    """The tokenizer of a .model file. Whether it gives the same ids is for the caller to see.
+    """The tokenizer of a .model file, with the same ids.
 
-    Raises ValueError for a kind of model other than BPE and unigram.
+    Unigram models may differ where two ways to cut a text have equal scores, since SentencePiece sums them in 32 bits
+    and the tokenizers library in 64. Raises ValueError for a model that the library cannot follow exactly.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -25,7 +27,16 @@ def as_tokenizer(content: bytes) -> "tokenizers.Tokenizer":
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
     unknown = proto.trainer_spec.unk_id
     fallback = proto.trainer_spec.byte_fallback
-    if proto.trainer_spec.model_type == _BPE:
+    user_defined = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
+    is_bpe = proto.trainer_spec.model_type == _BPE
+    if proto.normalizer_spec.precompiled_charsmap:
+        name = proto.normalizer_spec.name or "its own rules"
+        raise ValueError(f"its normalization ({name}) differs in transformers where accents combine")
+    if proto.trainer_spec.treat_whitespace_as_suffix:
+        raise ValueError("it puts the mark of a space at the end of words")
+    if is_bpe and any(len(piece) > 1 for piece in user_defined):
+        raise ValueError("it has user-defined symbols of several characters")
+    if is_bpe:
         model: Any = models.BPE(
             vocab={piece: number for number, (piece, _, _) in enumerate(pieces)},
             merges=_merges(pieces),
@@ -38,32 +49,33 @@ def as_tokenizer(content: bytes) -> "tokenizers.Tokenizer":
     else:
         raise ValueError("it is neither BPE nor unigram")
     tokenizer = tokenizers.Tokenizer(model)
-    dummy_prefix = proto.normalizer_spec.add_dummy_prefix
-    _prepare(tokenizer, proto.normalizer_spec, dummy_prefix)
-    last = [decoders.Strip(" ", 1, 0)] if dummy_prefix else []
+    _prepare(tokenizer, proto.normalizer_spec, user_defined)
+    last = [decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     )
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece, _, kind in pieces if kind == _USER_DEFINED])
     tokenizer.add_special_tokens(
         [AddedToken(piece, normalized=False, special=True) for piece, _, kind in pieces if kind == _CONTROL]
     )
     return tokenizer
 
 
-def _prepare(tokenizer: "tokenizers.Tokenizer", spec: Any, dummy_prefix: bool) -> None:
-    """Normalisation, and a sign for the space."""
+def _prepare(tokenizer: "tokenizers.Tokenizer", spec: Any, user_defined: list[str]) -> None:
+    """Set how text is normalized, and cut at user-defined symbols."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     steps: list[Any] = []
-    if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    steps.append(normalizers.Replace(" ", _SPACE))
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    if dummy_prefix:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
+        # Only at the end of a text does SentencePiece take its own sign for a space.
+        steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        # Not by Metaspace, which adds no prefix to a text that starts with a space.
+        steps.append(normalizers.Prepend(_SPACE))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    if user_defined:
+        # Not by added tokens: each piece of text between them would be given a prefix of its own.
+        longest_first = sorted(user_defined, key=len, reverse=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
 
 
 def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:

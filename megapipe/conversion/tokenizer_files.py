@@ -16,28 +16,29 @@ from megapipe.data.errors import DataError
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.byte_tokenizer import ByteTokenizer
 from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megapipe.data.tokenizers.opening import FILES_IN_FOLDERS, FOLDER_FILES
 from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megapipe.data.tokenizers.tiktoken_files import TiktokenTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-)
-"""What a Hugging Face folder's tokenizer consists of, copied as it is."""
 _MAX_BYTES = 1 << 28
 _NOT_NAMED = (
     "no tokenizer was written: nothing here names it (the training shard's manifest does, seen from where training "
     "ran); name it with --tokenizer"
 )
+_NOT_EXACT = (
+    "tokenizer {spec} has no exact counterpart in transformers: {reason}; give --tokenizer none to write the model "
+    "without a tokenizer, and use this one with the model"
+)
+_TIES = (
+    "where two ways to cut a text have equal scores, which happens in runs of spaces, transformers may choose the "
+    "other one: it sums scores in 64 bits, SentencePiece in 32"
+)
+_BERT = "BertTokenizerFast"
+NONE = "none"
+"""The name that means that no tokenizer is written."""
 _ROLES = {
     "[PAD]": "pad_token",
     "[UNK]": "unk_token",
@@ -51,23 +52,30 @@ _TEXTS = (
     "def main(self):\n    return [x**2 for x in range(10)]\n\n\tif a != b: # tabs\n",
     "Grüße aus Köln, 東京 и Москва; emoji \U0001f680\U0001f469\u200d\U0001f52c, zero\u200bwidth, \u00a0nbsp.",
     " leading and trailing spaces   \n\n\n",
+    "",
+    " ",
+    "    two\n\n  three    \u2581 four",
     "1234567 numbers, 12.5%, they'LL won't... \r\n \t  !!??\n\n x  ",
 )
 
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """files: name -> content. ids: of tokens that config.json names. note: why there are no files, or empty."""
+    """files: name -> content. ids: of the tokens that config.json names, one or several. note: what a user should know
+    of it, or empty."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    ids: Mapping[str, int | None] = field(default_factory=lambda: dict.fromkeys(_IDS))
+    ids: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_IDS))
     note: str = ""
 
 
 def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenizer:
     """What is written for the tokenizer `spec` (as `open_tokenizer` takes it) beside a model's weights."""
-    if spec is None:
-        return ExportedTokenizer(note=_NOT_NAMED)
+    if spec is None or spec == NONE:
+        return ExportedTokenizer(note=_NOT_NAMED if spec is None else "")
+    folder = Path(spec)
+    if folder.is_dir() and not any((folder / name).is_file() for name in FILES_IN_FOLDERS):
+        return ExportedTokenizer(copied_files(folder), _told_ids(folder, model.vocabulary_size), _NOT_NAMED)
     try:
         ours = open_tokenizer(spec)
     except DataError as error:
@@ -77,39 +85,71 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
             f"tokenizer {spec} has {ours.vocabulary_size} ids but the model knows {model.vocabulary_size}: name the "
             "one that it was trained with (--tokenizer)"
         )
-    if Path(spec).is_dir():
-        return _copied(Path(spec), ours, model.vocabulary_size)
-    theirs, reason = _made(ours, isinstance(model, BertModelConfig))
-    if theirs is None:
-        return ExportedTokenizer(
-            ids=_ids(ours), note=f"no tokenizer was written: {reason}; use {spec} itself beside the exported model"
-        )
+    if folder.is_dir():
+        ids = _named_ids(folder, ours) | _told_ids(folder, model.vocabulary_size)
+        return ExportedTokenizer(copied_files(folder), ids)
+    theirs = _made(ours, isinstance(model, BertModelConfig))
     config = _tokenizer_config(ours, theirs, model)
     files = {
         "tokenizer.json": theirs.to_str(pretty=True).encode(),
         "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
     }
-    return ExportedTokenizer(files, _ids(ours))
+    note = ""
+    if isinstance(ours, SentencePieceTokenizer):
+        files["tokenizer.model"] = Path(ours.spec).read_bytes()
+        note = "" if ours.is_bpe else _TIES
+    if config["tokenizer_class"] == _BERT:
+        names = sorted(theirs.get_vocab().items(), key=lambda entry: entry[1])
+        files["vocab.txt"] = "".join(f"{name}\n" for name, _ in names).encode()
+    return ExportedTokenizer(files, _ids(ours), note)
 
 
-def _copied(folder: Path, ours: Tokenizer, rows: int) -> ExportedTokenizer:
-    """rows: of the model's embedding, which every id that config.json names must be one of."""
+def _told_ids(folder: Path, rows: int) -> dict[str, Any]:
+    """The ids that a folder's config.json names, those of them that are rows of the model's embedding."""
+    return {name: told for name, told in token_ids(folder).items() if _are_ids(told, rows)}
+
+
+def _named_ids(folder: Path, ours: Tokenizer) -> dict[str, Any]:
+    """The ids of the tokens that a folder's tokenizer_config.json names; without one, as for other tokenizers."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return _ids(ours)
+    config = read_json(inside(folder, "tokenizer_config.json"))
+    found = dict.fromkeys(_IDS)
+    for name in _IDS:
+        token = config.get(name.removesuffix("_id"))
+        token = token.get("content") if isinstance(token, dict) else token
+        found[name] = ours.special_tokens.get(str(token))
+    return found
+
+
+def copied_files(folder: Path) -> dict[str, bytes]:
+    """Name -> content of the files of a Hugging Face folder that belong to its tokenizer and to generation."""
     files = {}
-    for name in COPIED:
+    for name in FOLDER_FILES:
         path = inside(folder, name)
         if path.is_file():
             if path.stat().st_size > _MAX_BYTES:
                 raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_BYTES:,} are copied")
             files[name] = path.read_bytes()
-    ids = _ids(ours)
-    if (folder / CONFIG).is_file():
-        told = read_json(inside(folder, CONFIG))
-        ids |= {name: told[name] for name in _IDS if isinstance(told.get(name), int) and 0 <= told[name] < rows}
-    return ExportedTokenizer(files, ids)
+    return files
 
 
-def _made(ours: Tokenizer, is_bert: bool) -> tuple["tokenizers.Tokenizer | None", str]:
-    """A tokenizer of the tokenizers library with the same ids, or why there is none."""
+def token_ids(folder: Path) -> dict[str, Any]:
+    """The ids of special tokens that a folder's config.json names; none where there is no such file."""
+    if not (folder / CONFIG).is_file():
+        return {}
+    config = read_json(inside(folder, CONFIG))
+    return {name: config[name] for name in _IDS if config.get(name) is not None}
+
+
+def _are_ids(value: object, rows: int) -> bool:
+    """Whether a value is an id, or a list of several: some models end a text by any of several tokens."""
+    several = value if isinstance(value, list) and value else [value]
+    return all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in several)
+
+
+def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
+    """A tokenizer of the tokenizers library with the same ids. Raises CheckpointError where there is none."""
     import tokenizers
 
     if isinstance(ours, HuggingFaceTokenizer):
@@ -122,23 +162,25 @@ def _made(ours: Tokenizer, is_bert: bool) -> tuple["tokenizers.Tokenizer | None"
         try:
             theirs = sentence_piece.as_tokenizer(Path(ours.spec).read_bytes())
         except ValueError as error:
-            return None, f"{ours.spec} has no counterpart in transformers: {error}"
+            raise CheckpointError(_NOT_EXACT.format(spec=ours.spec, reason=error)) from error
     elif isinstance(ours, ByteTokenizer):
         theirs = _byte_tokenizer()
-    elif isinstance(ours, TiktokenTokenizer):
-        theirs = tiktoken_file.as_tokenizer(ours.ranks, ours.pattern, ours.special_tokens)
     else:
-        return None, f"no tokenizer.json is made for {ours.spec}"
+        assert isinstance(ours, TiktokenTokenizer)
+        theirs = tiktoken_file.as_tokenizer(ours.ranks, ours.pattern, ours.special_tokens)
     different = next((text for text in _samples(ours) if not _agree(ours, theirs, text)), None)
     if different is not None:
-        return None, f"{ours.spec} cuts {different[:40]!r} in another way than its counterpart in transformers would"
-    return theirs, ""
+        reason = f"it cuts {different[:40]!r} in another way than its counterpart in transformers would"
+        raise CheckpointError(_NOT_EXACT.format(spec=ours.spec, reason=reason))
+    return theirs
 
 
 def _agree(ours: Tokenizer, theirs: "tokenizers.Tokenizer", text: str) -> bool:
     ids = ours.encode(text)
     found = theirs.encode(text, add_special_tokens=False).ids
-    return ids == found and ours.decode(ids) == theirs.decode(found, skip_special_tokens=False)
+    if ids != found and not (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, found)):
+        return False
+    return ours.decode(ids) == theirs.decode(found, skip_special_tokens=False)
 
 
 def _samples(ours: Tokenizer) -> Iterator[str]:
@@ -177,7 +219,7 @@ def _add_template(theirs: "tokenizers.Tokenizer") -> None:
         )
 
 
-def _ids(ours: Tokenizer) -> dict[str, int | None]:
+def _ids(ours: Tokenizer) -> dict[str, Any]:
     end, padding = ours.end_of_document, ours.special_tokens.get("[PAD]")
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": padding}
 
@@ -189,7 +231,33 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
         "clean_up_tokenization_spaces": False,
     }
     found |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
-    if ours.end_of_document is not None and not isinstance(model, BertModelConfig):
+    if isinstance(model, BertModelConfig):
+        # transformers returns token types where they are named here.
+        found["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+        normalizer = json.loads(theirs.to_str())["normalizer"] or {}
+        if _is_berts(theirs, normalizer):
+            found |= {
+                "tokenizer_class": _BERT,
+                "do_lower_case": normalizer["lowercase"],
+                "strip_accents": normalizer["strip_accents"],
+                "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
+            }
+    elif ours.end_of_document is not None:
         end = theirs.id_to_token(ours.end_of_document)
         found |= {"bos_token": end, "eos_token": end}
     return found
+
+
+def _is_berts(theirs: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
+    """Whether BertTokenizerFast, which builds its parts from vocab.txt alone, builds these."""
+    content = json.loads(theirs.to_str())
+    ids = sorted(theirs.get_vocab().values())
+    return (
+        content["model"]["type"] == "WordPiece"
+        and content["model"]["continuing_subword_prefix"] == "##"
+        and normalizer.get("type") == "BertNormalizer"
+        and normalizer["clean_text"]
+        and content["pre_tokenizer"] == {"type": "BertPreTokenizer"}
+        and set(_ROLES) <= theirs.get_vocab().keys()
+        and ids == list(range(len(ids)))
+    )

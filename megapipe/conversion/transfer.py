@@ -11,6 +11,7 @@ from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.formats import Format
+from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 from megapipe.conversion.target import Target
 
@@ -48,9 +49,9 @@ def transfer(source: Source, contents: Contents, target: Target) -> list[str]:
 
     Raises CheckpointError, and then there is nothing at the target's path.
     """
-    with abandoned_on_error(target):
-        stored = {(tensor.name, tensor.kind): tensor for tensor in source.contents.tensors}
-        for tensor in contents.tensors:
+    stored = {(tensor.name, tensor.kind): tensor for tensor in source.contents.tensors}
+    with abandoned_on_error(target), progress(contents.tensors, "converting") as tensors:
+        for tensor in tensors:
             target.add(tensor, cast(source.read(stored[tensor.name, tensor.kind]), tensor))
         return target.finish()
 

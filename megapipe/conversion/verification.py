@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megapipe.checkpoint.directory import steps
 from megapipe.conversion.contents import WEIGHTS
+from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 
 
@@ -16,8 +17,9 @@ def checkpoints_of(path: Path) -> list[Path]:
 def problems_of(source: Source) -> list[str]:
     """What is wrong with a checkpoint, a line for every bad file and what is wrong with it."""
     found: dict[str, list[str]] = {}
-    for tensor in source.contents.tensors:
-        name = tensor.name if tensor.kind == WEIGHTS else f"{tensor.kind} of {tensor.name}"
-        for problem in source.verify(tensor):
-            found.setdefault(problem, []).append(name)
+    with progress(source.contents.tensors, "verifying") as tensors:
+        for tensor in tensors:
+            name = tensor.name if tensor.kind == WEIGHTS else f"{tensor.kind} of {tensor.name}"
+            for problem in source.verify(tensor):
+                found.setdefault(problem, []).append(name)
     return [f"{problem}; lost: {', '.join(names)}" for problem, names in found.items()]

@@ -17,6 +17,7 @@ from megapipe.data.bert_vocabulary import BertVocabulary
 from megapipe.data.errors import DataError
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, read_manifest
+from megapipe.data.shard_tokenizer import tokenizer_of_shard
 from megapipe.data.splits import SplitName
 from megapipe.random.draws import Draws
 
@@ -162,7 +163,7 @@ class BertSamples:
 
 def _vocabulary(data: BertDataConfig, manifest: ShardManifest | None) -> BertVocabulary:
     """The named one, or the manifest's."""
-    named = data.tokenizer or (manifest.tokenizer if manifest is not None else "")
+    named = data.tokenizer or (tokenizer_of_shard(data.prefix, manifest) if manifest is not None else "")
     if not named:
         raise DataError(
             f"{data.prefix} has no manifest that names its tokenizer: set data.tokenizer to the vocab.txt or "

@@ -46,6 +46,14 @@ class ShardManifest:
     """Documents left out because an equal one came before; None where duplicates were kept."""
     sources: dict[str, Any] | None = None
     """Number, bytes and one checksum of the input files, and up to LISTED_SOURCES of them by name."""
+    tokenizer_copy: str | None = None
+    """Name of the tokenizer's copy in `<prefix>.tokenizer`; None where the tokenizer has no files."""
+    tokenizer_files: dict[str, str] | None = None
+    """File of that copy -> its checksum."""
+    num_special_tokens_in_text: int | None = None
+    """Names of special tokens in the text of documents; None where they were not looked for."""
+    special_tokens_in_text: str | None = None
+    """What became of them: `text` (cut like any text), `token` (the special token) or `error` (refused)."""
     bin_checksum: str | None = None
     """`xxh128:<hex>` of the .bin file, as xxh128sum computes it."""
     idx_checksum: str | None = None

@@ -11,6 +11,7 @@ from megapipe.data.index_writer import ShardWriter
 from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, read_manifest
 from megapipe.data.shard_format import FloatTokens, bin_path
+from megapipe.data.shard_tokenizer import carry_tokenizer, tokenizer_of_shard
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 
 _SHOWN_TOKENS = 200
@@ -45,7 +46,7 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
         values = np.percentile(lengths, _PERCENTILES)
         shown = ", ".join(f"{share}% {value:,.0f}" for share, value in zip(_PERCENTILES, values, strict=True))
         print(f"  tokens per document: mean {lengths.mean():,.1f}; percentiles {shown}")
-    tokenizer = _tokenizer_of(tokenizer_name, manifest) if samples else None
+    tokenizer = _tokenizer_of(tokenizer_name, prefix, manifest) if samples else None
     for document in sorted({dataset.num_documents * n // max(samples, 1) for n in range(samples)}):
         if document < dataset.num_documents:
             print(f"document {document} ({lengths[document]:,} tokens): {_shown(dataset, document, tokenizer)}")
@@ -124,7 +125,7 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
                 _append_whole_numbers(writer, dataset)
             else:
                 writer.append_shard(dataset.prefix)
-        writer.commit(described)
+        writer.commit(described and carry_tokenizer(described, prefixes[0], output))
     return counts(IndexedDataset(output))
 
 
@@ -147,7 +148,8 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
         keep[begin:end] = True
         with ShardWriter(f"{output}_{number}", dataset.dtype) as writer:
             writer.append_shard(prefix, keep)
-            writer.commit(_counted(manifest, writer) if manifest is not None else None)
+            described = _counted(manifest, writer) if manifest is not None else None
+            writer.commit(described and carry_tokenizer(described, prefix, writer.prefix))
         yield f"{output}_{number}: documents {begin:,} to {end:,}, {counts(IndexedDataset(f'{output}_{number}'))}"
 
 
@@ -211,6 +213,7 @@ def _joined_manifest(
         num_sequences=sum(dataset.num_sequences for dataset in datasets),
         num_tokens=sum(dataset.num_tokens for dataset in datasets),
         num_skipped=None,
+        num_special_tokens_in_text=None,
         num_duplicates=None,
         sources=None,
     )
@@ -223,18 +226,19 @@ def _counted(manifest: ShardManifest, writer: ShardWriter) -> ShardManifest:
         num_sequences=writer.num_sequences,
         num_tokens=writer.num_tokens,
         num_skipped=None,
+        num_special_tokens_in_text=None,
         num_duplicates=None,
         sources=None,
     )
 
 
-def _tokenizer_of(name: str | None, manifest: ShardManifest | None) -> Tokenizer | None:
-    """None, with a word on it, where the manifest's tokenizer is not here any more."""
+def _tokenizer_of(name: str | None, prefix: str, manifest: ShardManifest | None) -> Tokenizer | None:
+    """The named tokenizer or the shard's own; None, with a line printed, where that cannot be opened any more."""
     if name is None and manifest is None:
         print("  no manifest: samples are shown as ids; name the shard's --tokenizer to read them")
         return None
     try:
-        tokenizer = open_tokenizer(name or (manifest.tokenizer if manifest else ""))
+        tokenizer = open_tokenizer(name or (tokenizer_of_shard(prefix, manifest) if manifest else ""))
     except DataError as error:
         if name is not None:
             raise

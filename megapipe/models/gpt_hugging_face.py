@@ -71,6 +71,21 @@ class Correspondence:
     join: Join
     part: Part
 
+    def check(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Raise WeightMappingError unless `shapes`, one for each of `theirs`, make a tensor of the spec's shape."""
+        parts = self.part(torch.empty(self.spec.shape, device="meta"))
+        for name, found, part in zip(self.theirs, shapes, parts, strict=True):
+            if tuple(found) != tuple(part.shape):
+                raise WeightMappingError(
+                    f"{name} has the shape {tuple(found)}, but the model configuration needs {tuple(part.shape)} for "
+                    f"{self.spec.name}"
+                )
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The canonical tensor. Raises WeightMappingError for a part of another shape."""
+        self.check([part.shape for part in parts])
+        return self.join(parts)
+
 
 def from_hugging_face(theirs: Mapping[str, Tensor], model: ModelConfig, family: Family) -> dict[str, Tensor]:
     """Canonical global tensors by name from a transformers state dict.
@@ -98,13 +113,7 @@ def joined(
             raise WeightMappingError(
                 f"{pair.spec.name} needs {missing[0]!r}, which the {family} weights lack{nearest(missing[0], left)}"
             )
-        ours = pair.join([left.pop(name) for name in pair.theirs])
-        if tuple(ours.shape) != pair.spec.shape:
-            raise WeightMappingError(
-                f"{', '.join(pair.theirs)} give {pair.spec.name} the shape {tuple(ours.shape)}; "
-                f"the model configuration asks for {pair.spec.shape}"
-            )
-        found[pair.spec.name] = ours
+        found[pair.spec.name] = pair.joined([left.pop(name) for name in pair.theirs])
     unused = [name for name in left if not redundant(name)]
     if unused:
         raise WeightMappingError(

@@ -18,6 +18,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import tensor_problems
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest
+from megapipe.data.shard_tokenizer import tokenizer_of_shard
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.parallel.launch import DeviceChoice
 
@@ -111,7 +112,7 @@ def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
                 f"the model was trained on {data_prefix or 'a shard'} but nothing beside it here names its tokenizer: "
                 "name it with --tokenizer"
             )
-        tokenizer = _shards_tokenizer(manifest.tokenizer)
+        tokenizer = _shards_tokenizer(tokenizer_of_shard(data_prefix, manifest))
     else:
         tokenizer = open_tokenizer(name)
     if manifest is not None:

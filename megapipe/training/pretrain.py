@@ -124,6 +124,11 @@ def _run(
             "warning: schedule.update eager: each update waits for the norm over all ranks, so that steps take about "
             f"{eager_cost(replica.schedule):.0%} longer than with lazy; lazy costs a second gradient buffer"
         )
+    if config.model.balances_experts:
+        say(
+            f"note: experts are balanced by biases (model.expert_balance_rate {config.model.expert_balance_rate}), "
+            "which no model of transformers has; set model.expert_balance_rate 0 if you want to export the model"
+        )
     weights = list(config.data.blend.values())
     if weights and config.data.order == "keyed" and weights_are_rounded(weights):
         say(

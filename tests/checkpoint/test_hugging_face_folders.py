@@ -191,3 +191,33 @@ def test_broken_and_hostile_folders_are_refused(
     damage(tmp_path / "broken")
     with pytest.raises(CheckpointError, match=told):
         initial(alone(), make(tmp_path / "run", CASES["gpt2"]().model, tmp_path / "broken"))
+
+
+def own_head(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    head = 2.0 * tensors["transformer.wte.weight"]
+    safetensors.torch.save_file({**tensors, "lm_head.weight": head}, folder / SINGLE)
+
+
+def narrow_keys(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    name = "transformer.h.0.attn.c_attn.weight"
+    safetensors.torch.save_file({**tensors, name: tensors[name][:, :-16].contiguous()}, folder / SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (own_head, "set model.tie_embeddings to False .*lm_head.weight differs from transformer.wte.weight"),
+        (narrow_keys, r"h\.0\.attn\.c_attn\.weight has the shape \(64, 176\), but .* needs \(64, 192\)"),
+        (lambda folder: edit(folder / "config.json", scale_attn_weights=False), "scale_attn_weights is False"),
+        (lambda folder: edit(folder / "config.json", quantization_config={"bits": 4}), "weights are quantized"),
+    ],
+)
+def test_initial_weights_are_not_taken_from_another_model(
+    tmp_path: Path, folders: dict[str, Path], damage: Any, told: str
+) -> None:
+    shutil.copytree(folders["gpt2"], tmp_path / "other")
+    damage(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=told):
+        initial(alone(), make(tmp_path / "run", CASES["gpt2"]().model, tmp_path / "other"))

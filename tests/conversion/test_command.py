@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.checkpoint import RunState
 from megapipe.config.model import ModelConfig
-from megapipe.conversion import averaging
+from megapipe.conversion import averaging, progress
 from megapipe.conversion.command import main
 from megapipe.conversion.comparison import difference
 from megapipe.conversion.contents import Contents, StoredTensor
@@ -119,6 +119,29 @@ def test_verify_of_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFi
     assert "checksum differs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("terminal", "seconds"), [(True, 0.0), (True, 3600.0), (False, 0.0)])
+def test_a_bar_appears_on_a_terminal_after_two_seconds(
+    terminal: bool,
+    seconds: float,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(progress, "SHOWN_AFTER", seconds)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    monkeypatch.setenv("TERM", "xterm")
+    out = str(tmp_path / "out")
+    for word, command in (
+        ("converting", ["convert", str(checkpoint), "--to", "hf", out]),
+        ("verifying", ["verify", out]),
+    ):
+        assert main(command) == 0
+        captured = capsys.readouterr()
+        assert (word in captured.err) == (terminal and seconds == 0.0)
+        assert word not in captured.out
+
+
 def test_a_damaged_checkpoint_is_not_converted(checkpoint: Path, tmp_path: Path) -> None:
     file = next(checkpoint.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -151,6 +174,17 @@ def test_diff_of_another_model_tells_what_is_missing(
     lines = capsys.readouterr().out.splitlines()
     assert "blocks.0.mlp.up.bias: only in the first" in lines
     assert "embedding.position.weight: shape (16, 32) and (8, 32)" in lines
+
+
+def test_diff_after_a_round_trip_is_a_line_for_each_kind(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(checkpoint), "--to", "megapipe", str(tmp_path / "bare"), "--weights-only"]) == 0
+    capsys.readouterr()
+    for first, second, where in ((checkpoint, "bare", "first"), ("bare", checkpoint, "second")):
+        assert main(["diff", str(tmp_path / first), str(tmp_path / second)]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [f"moment of all {len(tensors(0))} tensors: only in the {where}"]
 
 
 @pytest.mark.parametrize(

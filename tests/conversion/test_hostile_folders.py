@@ -142,10 +142,10 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "holds no JSON object"),
     "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "not readable JSON"),
     "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "a model of 1000000000 layers"),
-    "a billion columns": (lambda folder: edited(folder, n_embd=12 * 10**9), "and not \\(97, 12000000000\\)"),
+    "a billion columns": (lambda folder: edited(folder, n_embd=12 * 10**9), "needs \\(97, 12000000000\\)"),
     "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
     "a climbing tensor": (climbing_tensor, "an unknown tensor '../../x'"),
-    "wrong shape": (wrong_shape, r"the shape \(1,\) and not \(64, 64\)"),
+    "wrong shape": (wrong_shape, r"the shape \(1,\), but .* needs \(64, 64\)"),
     "pickle": (pickled, "is a pickle, which can carry code"),
 }
 

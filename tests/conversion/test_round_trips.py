@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
+from megapipe.conversion.contents import Contents, StoredTensor
+from megapipe.conversion.hugging_face_source import HuggingFaceSource
 from megapipe.conversion.megapipe_source import MegapipeSource
+from megapipe.conversion.megapipe_target import MegapipeTarget
 from tests.layers.bound import bind_model, make_context, run
 from tests.models import test_bert_hugging_face as bert
 from tests.models.hugging_face import FOLDERS
@@ -157,3 +160,28 @@ def test_a_model_that_no_family_has_is_refused_with_the_fields(changes: dict[str
     with pytest.raises(CheckpointError) as raised:
         exported_config(model, "F32")
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_balanced_experts_are_exported_where_their_biases_are_zero(
+    bias: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs_of("mixtral").save_pretrained(tmp_path / "theirs")
+    source = HuggingFaceSource(tmp_path / "theirs")
+    model = replace(source.contents.model, expert_balance_rate=ModelConfig().expert_balance_rate)
+    values = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
+    values |= {f"blocks.{block}.mlp.router.bias": torch.full((4,), bias) for block in range(2)}
+    described = tuple(StoredTensor(name, "weights", tuple(each.shape), "F32") for name, each in values.items())
+    target = MegapipeTarget(tmp_path / "ours", Contents(model, described))
+    for tensor in described:
+        target.add(tensor, values[tensor.name])
+    target.finish()
+    status = main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")])
+    if bias:
+        assert status == 2
+        assert "train with model.expert_balance_rate 0 to export it" in capsys.readouterr().err
+        assert not (tmp_path / "back").exists()
+    else:
+        assert status == 0
+        for found, expected in logits_of(tmp_path / "back", model, values):
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -1,11 +1,13 @@
 """Exported tokenizers: transformers gives the ids that the model was trained on, or none is written."""
 
 import base64
+import io
 import json
 import string
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokenizers
 import transformers
 from hypothesis import assume, given, settings
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 from megapipe.checkpoint import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.conversion.command import main
 from megapipe.conversion.tiktoken_file import LETTERS
-from megapipe.conversion.tokenizer_files import exported_tokenizer
+from megapipe.conversion.tokenizer_files import ExportedTokenizer, exported_tokenizer
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
+from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megapipe.data.tokenizers.tiktoken_files import ENCODINGS
 from megapipe.data.tokenizers.training import TRAINERS
 
@@ -26,6 +30,10 @@ CORPUS = [
     string.printable,
 ] * 8
 SIZES = {"sentencepiece-bpe": 420, "sentencepiece-unigram": 370, "byte-level-bpe": 300, "wordpiece-uncased": 160}
+
+
+TEXTS = st.text(st.sampled_from("   \n\t▁ae01") | st.characters(codec="utf-8", exclude_characters="\0"), max_size=60)
+LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True}
 
 
 @pytest.fixture(scope="module", params=[*SIZES, "bytes"])
@@ -42,19 +50,31 @@ def pair(
         Path(spec).write_bytes(train(CORPUS, SIZES[request.param], first))
     model = BertModelConfig(vocabulary_size=512) if "wordpiece" in request.param else ModelConfig(vocabulary_size=512)
     found = exported_tokenizer(spec, model)
-    assert not found.note
+    assert bool(found.note) == ("unigram" in request.param)
+    return open_tokenizer(spec), loaded(found, folder / "out")
+
+
+def loaded(found: ExportedTokenizer, folder: Path) -> transformers.PreTrainedTokenizerBase:
+    """What transformers makes of exported files."""
+    folder.mkdir()
     for name, content in found.files.items():
         (folder / name).write_bytes(content)
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **found.ids}))
-    return open_tokenizer(spec), transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def same(ours: Tokenizer, ids: list[int], text: str) -> bool:
+    """Whether ids are those of a text, or score the same in a unigram model."""
+    expected = ours.encode(text)
+    return ids == expected or (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, expected))
 
 
 @settings(max_examples=60, deadline=None)
-@given(text=st.text(st.characters(codec="utf-8", exclude_characters="▁\0"), max_size=60))
+@given(text=TEXTS)
 def test_the_same_ids_for_any_text(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase], text: str) -> None:
     ours, theirs = pair
     assume(not any(name in text for name in theirs.all_special_tokens))
-    assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
+    assert same(ours, theirs(text, add_special_tokens=False).input_ids, text)
 
 
 def test_the_same_text_for_ids(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase]) -> None:
@@ -66,16 +86,73 @@ def test_the_same_text_for_ids(pair: tuple[Tokenizer, transformers.PreTrainedTok
 
 def test_special_tokens_are_named(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase]) -> None:
     ours, theirs = pair
-    if theirs.mask_token is not None:
-        assert theirs("the dog", "a fox").input_ids == [
-            theirs.cls_token_id,
-            *ours.encode("the dog"),
-            theirs.sep_token_id,
-            *ours.encode("a fox"),
-            theirs.sep_token_id,
-        ]
-    else:
+    if theirs.mask_token is None:
         assert theirs.eos_token_id == ours.end_of_document
+        return
+    first, second = ours.encode("the dog"), ours.encode("a fox")
+    cls, sep = theirs.cls_token_id, theirs.sep_token_id
+    pair_of = theirs("the dog", "a fox")
+    assert type(theirs) is transformers.BertTokenizerFast
+    assert pair_of.input_ids == [cls, *first, sep, *second, sep]
+    assert pair_of.token_type_ids == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    assert theirs("the dog").token_type_ids == [0] * (len(first) + 2)
+
+
+def trained(path: Path, **options: object) -> Path:
+    """A SentencePiece model as other projects train them."""
+    model = io.BytesIO()
+    lines = [line for text in CORPUS for line in text.split("\n") if line]
+    options = {"model_type": "bpe", "vocab_size": 420, "byte_fallback": True, "minloglevel": 2, **options}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **options)
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture(scope="module", params=["like llama", "without extra spaces", "user-defined", "unigram"])
+def prefixed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, transformers.PreTrainedTokenizerBase]:
+    """Models that put a space before every text, as SentencePiece does by default."""
+    options: dict[str, dict[str, object]] = {
+        "like llama": LLAMA,
+        "without extra spaces": {"normalization_rule_name": "identity"},
+        "user-defined": {**LLAMA, "user_defined_symbols": ["\n", "0"]},
+        "unigram": {**LLAMA, "model_type": "unigram", "vocab_size": 370},
+    }
+    folder = tmp_path_factory.mktemp("prefixed")
+    path = trained(folder / "ours.model", **options[request.param])
+    found = exported_tokenizer(str(path), ModelConfig(vocabulary_size=512))
+    assert found.files["tokenizer.model"] == path.read_bytes()
+    return open_tokenizer(str(path)), loaded(found, folder / "out")
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS)
+def test_models_that_add_a_space_give_the_same_ids(
+    prefixed: tuple[Tokenizer, transformers.PreTrainedTokenizerBase], text: str
+) -> None:
+    ours, theirs = prefixed
+    assume(not any(name in text for name in theirs.all_special_tokens))
+    found = theirs(text, add_special_tokens=False).input_ids
+    assert same(ours, found, text)
+    assert theirs.decode(found) == ours.decode(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "nmt_nfkc"),
+        ({**LLAMA, "treat_whitespace_as_suffix": True}, "end of words"),
+        ({**LLAMA, "user_defined_symbols": ["<sep>"]}, "user-defined symbols"),
+    ],
+)
+def test_a_model_without_an_exact_counterpart_is_refused(
+    options: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    path = trained(tmp_path / "ours.model", **options)
+    with pytest.raises(CheckpointError, match=f"ours.model has no exact counterpart .*{told}.*--tokenizer none"):
+        exported_tokenizer(str(path), ModelConfig(vocabulary_size=512))
+    assert not exported_tokenizer("none", ModelConfig()).note
 
 
 @pytest.mark.parametrize("kind", ["byte-level-bpe", "wordpiece-uncased"])
@@ -128,16 +205,38 @@ def test_tiktoken_files(tiktoken_pair: dict[str, tuple[Tokenizer, tokenizers.Tok
 
 
 def test_a_folder_of_hugging_face_is_copied_file_by_file(tmp_path: Path) -> None:
-    _, train = TRAINERS["byte-level-bpe"]
-    content = train(CORPUS, 300, ())
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 77}')
-    (tmp_path / "config.json").write_text('{"bos_token_id": 5, "eos_token_id": 4000, "pad_token_id": "x"}')
+    files = {
+        "tokenizer.json": TRAINERS["byte-level-bpe"][1](CORPUS, 300, ("<pad>",)),
+        "tokenizer_config.json": b'{"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<pad>"}',
+        "chat_template.jinja": b"{{ messages }}",
+        "generation_config.json": b'{"temperature": 0.5}',
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text('{"bos_token_id": 5, "eos_token_id": [0, 7], "pad_token_id": 4000}')
+    (tmp_path / "other.py").write_text("import this")
     found = exported_tokenizer(str(tmp_path), ModelConfig(vocabulary_size=300))
-    assert found.files == {"tokenizer.json": content, "tokenizer_config.json": b'{"model_max_length": 77}'}
-    assert found.ids["bos_token_id"] == 5
-    assert found.ids["eos_token_id"] != 4000  # the model has no such row
-    assert found.ids["pad_token_id"] is None
+    assert found.files == files
+    assert found.ids == {"bos_token_id": 5, "eos_token_id": [0, 7], "pad_token_id": 1}  # 4000 is no row of the model
+
+
+@pytest.mark.parametrize("middle", ["megapipe", "hf"])
+def test_chat_template_and_generation_settings_survive_a_round_trip(middle: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=300, n_layer=1, n_embd=16, n_head=2, n_positions=16, eos_token_id=[0, 7], bos_token_id=5
+        )
+    ).save_pretrained(theirs)
+    (theirs / "tokenizer.json").write_bytes(TRAINERS["byte-level-bpe"][1](CORPUS, 300, ()))
+    (theirs / "chat_template.jinja").write_text("{{ messages }}")
+    (theirs / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [0, 7]}')
+    assert main(["convert", str(theirs), "--to", middle, str(tmp_path / "ours")]) == 0
+    assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 0
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (theirs / name).read_bytes()
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, [0, 7], None)
 
 
 def test_more_ids_than_the_model_has_rows_is_refused() -> None:

@@ -58,6 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--end-of-document", metavar="TOKEN", help="token that ends documents, if not known from files"
     )
     parser.add_argument(
+        "--special-tokens-in-text",
+        choices=["text", "token", "error"],
+        default="text",
+        help="what a special token's name in a document becomes: text, that token, or an error (text)",
+    )
+    parser.add_argument(
         "--tokenizer-core",
         choices=["auto", "library"],
         default="auto",
@@ -111,6 +117,12 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="files, folders, glob patterns, dataset:NAME[:CONFIGURATION][@SPLIT] (NAME may be a folder), or "
         "python-stdlib: the sources of Python's standard library",
+    )
+    parser.add_argument(
+        "--dataset-revision", metavar="REVISION", help="branch, tag or commit of datasets on the hub (its default)"
+    )
+    parser.add_argument(
+        "--dataset-streaming", action="store_true", help="read datasets of the hub over the network; keep no copy"
     )
     parser.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="names to keep in folders: '*.py'")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to leave out")

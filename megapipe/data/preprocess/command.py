@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    files = find_inputs(arguments.input, arguments.include, arguments.exclude)
+    files = _inputs(arguments)
     settings = TokenizeSettings(
         tokenizer=arguments.tokenizer,
         end_of_document=arguments.end_of_document,
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         language=arguments.language,
         drop_duplicates=arguments.drop_duplicates,
         on_error=arguments.on_error,
+        special_tokens_in_text=arguments.special_tokens_in_text,
     )
     if arguments.tokenizer_core == "auto":
         settings = with_fast_core(settings, files)
@@ -69,11 +70,28 @@ def run(arguments: argparse.Namespace) -> None:
         duplicates = (
             f", {manifest.num_duplicates:,} duplicates left out" if manifest.num_duplicates is not None else ""
         )
+        if manifest.num_special_tokens_in_text:
+            became = "text" if manifest.special_tokens_in_text == "text" else "the special tokens"
+            print(
+                f"note: names of special tokens occur {manifest.num_special_tokens_in_text:,} times in the input; "
+                f"they became {became} (--special-tokens-in-text)",
+                file=sys.stderr,
+            )
         sentences = f"{manifest.num_sequences:,} sentences, " if manifest.sentences is not None else ""
         print(
             f"{arguments.output_prefix}_{name}: {manifest.num_documents:,} documents, {sentences}"
             f"{manifest.num_tokens:,} tokens ({manifest.dtype}), vocabulary {manifest.vocabulary_size:,}{duplicates}"
         )
+
+
+def _inputs(arguments: argparse.Namespace) -> list[InputFile]:
+    return find_inputs(
+        arguments.input,
+        arguments.include,
+        arguments.exclude,
+        arguments.dataset_revision,
+        arguments.dataset_streaming,
+    )
 
 
 def with_fast_core(settings: TokenizeSettings, files: Sequence[InputFile]) -> TokenizeSettings:
@@ -94,7 +112,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
     if output.suffix != suffix:
         raise DataError(f"a {arguments.type} tokenizer is a {suffix} file: name it {output.with_suffix(suffix)}")
-    files = find_inputs(arguments.input, arguments.include, arguments.exclude)
+    files = _inputs(arguments)
     texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes)
     check_special_tokens(arguments.special_tokens)
     content = train(texts, arguments.vocabulary_size, arguments.special_tokens)

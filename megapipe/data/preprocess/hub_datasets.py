@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from megapipe.data.errors import DataError
@@ -19,19 +19,80 @@ DEFAULT_SPLIT = "train"
 _ROWS_AT_ONCE = 1000
 
 
+class DatasetName(NamedTuple):
+    """What `dataset:NAME[:CONFIGURATION][@SPLIT][?REVISION][&stream]` names; the last two come from options.
+
+    revision: a branch, tag or commit of the hub. stream: read its files over the network, without keeping them.
+    """
+
+    name: str
+    configuration: str = ""
+    split: str = ""
+    revision: str = ""
+    stream: bool = False
+
+    @classmethod
+    def of(cls, spec: str) -> "DatasetName":
+        rest = spec.removeprefix(DATASET_PREFIX)
+        stream = rest.endswith(_STREAM)
+        rest, _, revision = rest.removesuffix(_STREAM).partition("?")
+        rest, _, split = rest.partition("@")
+        name, _, configuration = rest.partition(":")
+        return cls(name, configuration, split, revision, stream)
+
+    def __str__(self) -> str:
+        parts = [f":{self.configuration}" if self.configuration else "", f"@{self.split}" if self.split else ""]
+        parts += [f"?{self.revision}" if self.revision else "", _STREAM if self.stream else ""]
+        return DATASET_PREFIX + self.name + "".join(parts)
+
+
+_STREAM = "&stream"
+
+
+def with_options(spec: str, revision: str | None, stream: bool) -> str:
+    """The name of a dataset with --dataset-revision and --dataset-streaming. Folders have neither.
+
+    A dataset that is streamed is pinned to the commit that its revision is now, so that all workers read the same.
+    """
+    named = DatasetName.of(spec)
+    if Path(named.name).exists() or not (revision or stream):
+        return spec
+    named = named._replace(revision=revision or "", stream=stream)
+    return str(named._replace(revision=_commit(named)) if stream else named)
+
+
+def _commit(named: DatasetName) -> str:
+    """The commit of a dataset on the hub."""
+    try:
+        import huggingface_hub
+
+        found = huggingface_hub.HfApi().dataset_info(named.name, revision=named.revision or None).sha
+    except Exception as error:  # the library raises what its network raises
+        raise DataError(
+            f"{named} cannot be opened on {_host()}; check name and revision ({_first_line(error)})"
+        ) from error
+    return str(found)
+
+
 def is_saved_dataset(folder: str) -> bool:
     """Whether `save_to_disk` of that library wrote the folder."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
 
 
 def dataset_bytes(spec: str) -> int:
-    """Bytes that the rows take in memory, about what their texts take."""
+    """Bytes that the rows take in memory, about what their texts take; 0 where that is not known before reading."""
+    if DatasetName.of(spec).stream:
+        return int(_opened(spec).info.dataset_size or 0)
     size: int = _open(spec).data.nbytes
     return size
 
 
 def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first row, one past the last, bytes) of ranges of about `range_bytes`."""
+    """(first row, one past the last, bytes) of ranges of about `range_bytes`; of a stream, its files by number."""
+    if DatasetName.of(spec).stream:
+        # As large as a part, so that each file becomes one: a stream is read from its beginning alone.
+        yield from ((number, number + 1, range_bytes) for number in range(_opened(spec).num_shards))
+        return
     dataset = _open(spec)
     row_bytes = max(1, dataset.data.nbytes // max(1, len(dataset)))
     step = max(1, range_bytes // row_bytes)
@@ -42,12 +103,19 @@ def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]
 
 def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"]:
     dataset = _open(spec)
+    if DatasetName.of(spec).stream:
+        for number in range(begin, end):
+            yield from dataset.shard(dataset.num_shards, number).iter(_ROWS_AT_ONCE)
+        return
     for start in range(begin, end, _ROWS_AT_ONCE):
         yield dataset[start : min(start + _ROWS_AT_ONCE, end)]
 
 
 def dataset_fingerprint(spec: str) -> str:
-    """What the datasets library tells one state of a dataset from another by; no checksum of its rows."""
+    """What identifies the state of a dataset, its commit where it is streamed; not a checksum of its rows."""
+    named = DatasetName.of(spec)
+    if named.stream:
+        return f"commit:{named.revision}"
     return f"datasets:{_opened(spec)._fingerprint}"
 
 
@@ -58,13 +126,12 @@ def _open(spec: str) -> Any:
 
 @lru_cache(maxsize=4)
 def _opened(spec: str) -> Any:
-    """The dataset. `spec` is `dataset:NAME[:CONFIGURATION][@SPLIT]`; NAME may be a folder.
+    """The dataset. `spec` is as in DatasetName; NAME may be a folder.
 
     Raises DataError where the library is missing, the dataset cannot be opened, or it has several splits and none is
     named.
     """
-    name, _, split = spec.removeprefix(DATASET_PREFIX).partition("@")
-    name, _, configuration = name.partition(":")
+    name, configuration, split, revision, stream = DatasetName.of(spec)
     unreachable = None if Path(name).exists() else _why_unreachable()
     if unreachable is not None:
         # Read at import: the library then looks into its cache at once, and not after half a minute of tries.
@@ -77,7 +144,9 @@ def _opened(spec: str) -> Any:
         if is_saved_dataset(name):
             opened = datasets.load_from_disk(name)
         else:
-            opened = datasets.load_dataset(name, configuration or None, split=split or None)
+            opened = datasets.load_dataset(
+                name, configuration or None, split=split or None, revision=revision or None, streaming=stream
+            )
     except Exception as error:  # the library raises what its file formats and its network raise
         if unreachable is not None or isinstance(error, ConnectionError):
             raise DataError(
@@ -85,7 +154,7 @@ def _opened(spec: str) -> Any:
                 f"({unreachable or _first_line(error)}): load it once where there is a network, or name a folder "
                 f"of its files, {DATASET_PREFIX}FOLDER"
             ) from error
-        what = "folder" if Path(name).is_dir() else "name"
+        what = "folder" if Path(name).is_dir() else "name and revision"
         raise DataError(f"{spec} cannot be opened as a dataset; check the {what} ({_first_line(error)})") from error
     if isinstance(opened, dict):
         split = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in opened or len(opened) != 1 else next(iter(opened)))

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.hub_datasets import DATASET_PREFIX, dataset_bytes, is_saved_dataset
+from megapipe.data.preprocess.hub_datasets import DATASET_PREFIX, dataset_bytes, is_saved_dataset, with_options
 
 Format = Literal["text", "json_lines", "parquet", "arrow", "dataset"]
 
@@ -53,13 +53,20 @@ class InputFile(NamedTuple):
         return self.format == "text" or self.is_compressed
 
 
-def find_inputs(inputs: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[InputFile]:
+def find_inputs(
+    inputs: Sequence[str],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    revision: str | None = None,
+    stream: bool = False,
+) -> list[InputFile]:
     """Files of the inputs in the order given; those of one folder or pattern sorted by their path inside it.
 
     An input is a file, a folder (all files in it, hidden ones left out), a glob pattern (** crosses folders),
     `python-stdlib`, a dataset `dataset:NAME[:CONFIGURATION][@SPLIT]`, or the folder of a dataset saved to disk. In
     folders and patterns, `include` keeps the files whose name or inner path matches one of its patterns, `exclude`
-    drops those of which a folder, the name or the inner path matches. A file named twice is read once.
+    drops those of which a folder, the name or the inner path matches. A file named twice is read once. Datasets of the
+    hub are taken from `revision` (a branch, tag or commit), and with `stream` they are not kept on disk.
 
     Raises DataError for an input without files and for a format that is not read.
     """
@@ -68,6 +75,8 @@ def find_inputs(inputs: Sequence[str], include: Sequence[str] = (), exclude: Seq
         files = list(_files_of(spec, include, exclude))
         if not files:
             raise DataError(f"input {spec!r} gives no files{_hint(spec, include, exclude)}")
+        if spec.startswith(DATASET_PREFIX):
+            files = [Path(with_options(spec, revision, stream))]
         found.update(dict.fromkeys(files))
     return [InputFile(path, _size(path)) for path in found]
 

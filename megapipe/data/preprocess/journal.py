@@ -26,6 +26,7 @@ class Journal:
     done_bytes: int = 0
     num_skipped: int = 0
     num_duplicates: int = 0
+    num_special_tokens: int = 0
     writers: list[WriterPosition] = field(default_factory=list)
 
     def save(self, path: Path) -> None:

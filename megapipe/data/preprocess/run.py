@@ -21,6 +21,7 @@ from megapipe.data.preprocess.sources import SourceChecksums
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings, tokenize_part
 from megapipe.data.preprocess.workers import map_in_order
 from megapipe.data.shard_format import bin_path, idx_path, token_dtype
+from megapipe.data.shard_tokenizer import store_tokenizer
 from megapipe.data.tokenizers import Tokenizer
 
 JOURNAL_SECONDS = 0.5
@@ -128,6 +129,7 @@ def _join(
         journal.next_part += 1
         journal.done_bytes += part.input_bytes
         journal.num_skipped += len(part.skipped)
+        journal.num_special_tokens += part.num_special_tokens
         on_part(part, writers[0])
         if time.monotonic() - saved >= JOURNAL_SECONDS:
             journal.writers = [writer.position() for writer in writers]
@@ -167,6 +169,7 @@ def _open_writers(
 def _commit(
     writer: ShardWriter, tokenizer: Tokenizer, settings: TokenizeSettings, journal: Journal, sources: dict[str, Any]
 ) -> ShardManifest:
+    stored = store_tokenizer(writer.prefix, settings.tokenizer)
     manifest = ShardManifest(
         tokenizer=settings.tokenizer,
         tokenizer_fingerprint=tokenizer.fingerprint(),
@@ -182,6 +185,10 @@ def _commit(
         num_skipped=journal.num_skipped,
         num_duplicates=journal.num_duplicates if settings.drop_duplicates else None,
         sources=sources,
+        num_special_tokens_in_text=journal.num_special_tokens,
+        special_tokens_in_text=settings.special_tokens_in_text,
+        tokenizer_copy=stored.name if stored else None,
+        tokenizer_files=stored.files if stored else None,
     )
     return writer.commit(manifest) or manifest
 

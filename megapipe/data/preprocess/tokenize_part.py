@@ -1,5 +1,7 @@
 """One part of the input to one shard per output: what a worker does."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -8,7 +10,7 @@ import numpy as np
 
 from megapipe.data.errors import DataError
 from megapipe.data.index_writer import ShardWriter
-from megapipe.data.preprocess.documents import read_documents
+from megapipe.data.preprocess.documents import Document, read_documents
 from megapipe.data.preprocess.parts import Part
 from megapipe.data.preprocess.seen_documents import digest_of
 from megapipe.data.preprocess.sentences import split_sentences
@@ -39,6 +41,8 @@ class TokenizeSettings:
     """Leave out documents whose fields all equal those of an earlier one."""
     on_error: Literal["stop", "skip"] = "stop"
     """What a document that cannot be read does: end the run, or be left out of every shard and counted."""
+    special_tokens_in_text: Literal["text", "token", "error"] = "text"
+    """What the name of a special token in a document becomes: text, that token, or an error of the document."""
     fast_core: bool = False
     """Encode with the fast core, which was found to give the same ids."""
 
@@ -49,6 +53,7 @@ class TokenizeSettings:
             raise DataError(
                 f"{self.tokenizer} does not say which token ends a document: name it with --end-of-document"
             )
+        tokenizer.read_special_tokens(self.special_tokens_in_text == "token")
         if self.fast_core:
             use_fast_core(tokenizer)
         return tokenizer
@@ -68,6 +73,8 @@ class TokenizedPart(NamedTuple):
     """Why each left-out document was left out."""
     digests: bytes
     """One per document, where duplicates are to be found; else empty."""
+    num_special_tokens: int
+    """Names of special tokens in the texts."""
 
 
 def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> TokenizedPart:
@@ -78,23 +85,27 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
     writers = [ShardWriter(f"{prefix}_{n}", dtype, durable=False) for n in range(len(settings.output_names()))]
     skipped: list[str] = []
     digests = bytearray()
+    names = _names_of_special_tokens(tokenizer)
+    num_special_tokens = 0
     try:
         for piece in part.pieces:
             try:
                 for document in read_documents(piece, settings.json_keys):
                     try:
                         texts = document.texts(settings.json_keys)
+                        count = _count_special_tokens(document, texts, names, settings)
+                        joined = texts if settings.join_keys is None else [settings.join_keys.join(texts)]
+                        documents = [_sequences(document, text, tokenizer, settings) for text in joined]
                     except DataError as error:
                         if settings.on_error == "stop":
                             raise
                         skipped.append(str(error))
                         continue
+                    num_special_tokens += count
                     if settings.drop_duplicates:
                         digests += digest_of(texts)
-                    if settings.join_keys is not None:
-                        texts = [settings.join_keys.join(texts)]
-                    for writer, text in zip(writers, texts, strict=True):
-                        writer.add_document(_sequences(text, tokenizer, settings))
+                    for writer, sequences in zip(writers, documents, strict=True):
+                        writer.add_document(sequences)
             except DataError as error:  # the rest of a file that is cut off or cannot be opened
                 if settings.on_error == "stop":
                     raise
@@ -105,16 +116,43 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
         for writer in writers:
             writer.close()
     prefixes = tuple(writer.prefix for writer in writers)
-    return TokenizedPart(prefixes, part.size, tuple(skipped), bytes(digests))
+    return TokenizedPart(prefixes, part.size, tuple(skipped), bytes(digests), num_special_tokens)
 
 
-def _sequences(text: str, tokenizer: Tokenizer, settings: TokenizeSettings) -> list[np.ndarray]:
+def _names_of_special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """A pattern of the names of special tokens, the longest first; None where there are none."""
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names))) if names else None
+
+
+def _count_special_tokens(
+    document: Document, texts: Sequence[str], names: re.Pattern[str] | None, settings: TokenizeSettings
+) -> int:
+    """Names of special tokens in the texts of a document. Raises DataError for one, where settings say so."""
+    if names is None:
+        return 0
+    found = [name for text in texts for name in names.findall(text)]
+    if found and settings.special_tokens_in_text == "error":
+        raise DataError(
+            f"{document.place()}: the text contains {found[0]!r}, the name of a special token; choose "
+            "--special-tokens-in-text text or token, or skip such documents with --on-error skip"
+        )
+    return len(found)
+
+
+def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: TokenizeSettings) -> list[np.ndarray]:
     """Token ids of a document: one sequence, or one per sentence, none of them empty."""
     texts = split_sentences(text, settings.language) if settings.split_sentences else [text]
     sequences = [ids for ids in map(tokenizer.encode_array, texts) if len(ids)]
+    end = tokenizer.end_of_document
+    if settings.special_tokens_in_text == "text" and any((ids == end).any() for ids in sequences):
+        raise DataError(
+            f"{document.place()}: the text contains the token that ends documents ({end}), which this tokenizer "
+            "does not keep apart from text; choose --special-tokens-in-text token, or another --end-of-document"
+        )
     # As in Megatron-LM, an empty document stays empty.
-    if sequences and settings.append_end_of_document and tokenizer.end_of_document is not None:
-        sequences[-1] = np.append(sequences[-1].astype(np.int64, copy=False), tokenizer.end_of_document)
+    if sequences and settings.append_end_of_document and end is not None:
+        sequences[-1] = np.append(sequences[-1].astype(np.int64, copy=False), end)
     return sequences
 
 

@@ -18,6 +18,9 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.special_tokens: dict[str, int] = {}
 
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        """Nothing to decide: no special token has a name."""
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

@@ -43,6 +43,9 @@ class HuggingFaceTokenizer:
         self.fast_core: Callable[[str], np.ndarray] | None = None
         """Gives the ids of `encode`, faster; see fast_core.py."""
 
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        self._tokenizer.encode_special_tokens = not as_tokens
+
     def encode(self, text: str) -> list[int]:
         # The batch call leaves out character offsets, which cost a third of the time.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -54,8 +57,10 @@ class HuggingFaceTokenizer:
         return np.array(self.encode(text), dtype=np.int64)
 
     def definition(self) -> str:
-        """The tokenizer.json, without what is not applied."""
+        """The tokenizer.json, without what is not applied, and without special tokens where their names are text."""
         content = json.loads(self._tokenizer.to_str())
+        if self._tokenizer.encode_special_tokens:
+            content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
         return json.dumps({**content, "post_processor": None, "truncation": None, "padding": None})
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
-"""From the name that a user gives to a tokenizer."""
+"""Opens a tokenizer by the name that a user gives."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from megapipe.data.errors import DataError
 from megapipe.data.tokenizers.byte_tokenizer import ByteTokenizer
@@ -9,8 +10,48 @@ from megapipe.data.tokenizers.protocol import Tokenizer
 from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megapipe.data.tokenizers.tiktoken_files import ENCODINGS, TiktokenTokenizer, encoding_of
 
-_FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""The file that a folder's tokenizer is opened by, the first of these that is there."""
 _LOWERCASE_OF_KIND = {"bert-uncased": True, "bert-cased": False}
+
+
+FOLDER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files of a Hugging Face folder that belong to its tokenizer or to generation."""
+
+
+class Definition(NamedTuple):
+    """Where a tokenizer is defined. kind: in front of the path, or empty. name: of the file that it is opened by,
+    empty for a folder. files: all that define it; none for `bytes`."""
+
+    kind: str
+    name: str
+    files: tuple[Path, ...]
+
+
+def definition_of(spec: str) -> Definition:
+    """The files of a tokenizer that `open_tokenizer` opens by `spec`."""
+    if spec == "bytes":
+        return Definition("", "", ())
+    kind, path = _kind_and_path(spec)
+    if path.is_dir():
+        return Definition(kind, "", tuple(path / name for name in FOLDER_FILES if (path / name).is_file()))
+    if path.name.endswith(("vocab.json", "merges.txt")):
+        return Definition(kind, path.name, _gpt2_pair(path))
+    config = path.with_name("tokenizer_config.json")
+    has_config = path.suffix in (".json", ".txt") and config.is_file()
+    return Definition(kind, path.name, (path, config) if has_config else (path,))
 
 
 def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
@@ -19,9 +60,9 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
     - `bytes`
     - a tokenizer.json of Hugging Face (any other name that ends in .json)
     - a SentencePiece model (any name that ends in .model)
-    - GPT-2's vocab.json or merges.txt, the other one beside it (gpt2-vocab.json and gpt2-merges.txt alike)
+    - GPT-2's vocab.json or merges.txt, with the other one in the same folder (or gpt2-vocab.json, gpt2-merges.txt)
     - BERT's WordPiece vocabulary, `bert-uncased:PATH` or `bert-cased:PATH`; the path alone (.txt) where a
-      tokenizer_config.json beside it says which
+      tokenizer_config.json in its folder says which
     - a .tiktoken file by its published name, cl100k_base.tiktoken, or with it in front, `cl100k_base:PATH`
     - a folder that holds one of these by its usual name, as Hugging Face models do
 
@@ -31,27 +72,32 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
         if end_of_document is not None:
             raise DataError(f"the byte tokenizer has its own end of document (256), it cannot be {end_of_document!r}")
         return ByteTokenizer()
-    kind, _, name = spec.partition(":")
-    if kind not in _LOWERCASE_OF_KIND and kind not in ENCODINGS:
-        kind, name = "", spec
-    path = Path(name)
+    kind, path = _kind_and_path(spec)
     if path.is_dir():
-        path = next((path / name for name in _FILES_IN_FOLDERS if (path / name).is_file()), path)
+        path = next((path / name for name in FILES_IN_FOLDERS if (path / name).is_file()), path)
     if not path.is_file():
         raise DataError(
             f"no tokenizer {spec!r}: write bytes, or the path of a tokenizer.json, a SentencePiece .model, a "
             "vocab.json with merges.txt, a .tiktoken file, bert-uncased: or bert-cased: and a "
             "vocab.txt, or a folder with one of "
-            f"{', '.join(_FILES_IN_FOLDERS)}"
+            f"{', '.join(FILES_IN_FOLDERS)}"
         )
     if kind in ENCODINGS or path.suffix == ".tiktoken":
         return TiktokenTokenizer(path, spec, kind or encoding_of(path), end_of_document)
     if path.name.endswith(("vocab.json", "merges.txt")):
-        stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
-        pair = path.with_name(f"{stem}vocab.json"), path.with_name(f"{stem}merges.txt")
-        return open_gpt2_files(*pair, end_of_document)
+        return open_gpt2_files(*_gpt2_pair(path), end_of_document)
     if kind in _LOWERCASE_OF_KIND or path.name.endswith("vocab.txt"):
         return open_bert_vocabulary(path, spec if kind else str(path), _LOWERCASE_OF_KIND.get(kind), end_of_document)
     if path.suffix == ".model":
         return SentencePieceTokenizer(path, end_of_document)
     return open_tokenizer_json(path, end_of_document)
+
+
+def _kind_and_path(spec: str) -> tuple[str, Path]:
+    kind, _, name = spec.partition(":")
+    return (kind, Path(name)) if kind in _LOWERCASE_OF_KIND or kind in ENCODINGS else ("", Path(spec))
+
+
+def _gpt2_pair(path: Path) -> tuple[Path, Path]:
+    stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
+    return path.with_name(f"{stem}vocab.json"), path.with_name(f"{stem}merges.txt")

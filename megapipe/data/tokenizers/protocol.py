@@ -21,6 +21,13 @@ class Tokenizer(Protocol):
     special_tokens: dict[str, int]
     """Names and ids of the tokens that stand for no text, for example [MASK]."""
 
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        """Decide whether the name of a special token in a text becomes that token, or is cut like any other text.
+
+        Unless decided, names are tokens for tokenizers of Hugging Face, and text for all others. Raises DataError
+        where the tokenizer cannot do it.
+        """
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, which must hold no lone surrogates."""
 

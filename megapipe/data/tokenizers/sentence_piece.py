@@ -1,7 +1,9 @@
 """SentencePiece models (BPE and unigram) in their own .model files."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +41,13 @@ class SentencePieceTokenizer:
             if self._processor.is_control(token) or self._processor.is_unknown(token)
         }
 
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        if as_tokens:
+            raise DataError(
+                f"{self.spec} is a SentencePiece model, which reads the names of special tokens as text; use "
+                "--special-tokens-in-text text or error"
+            )
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
         return ids
@@ -49,6 +58,20 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode([int(token) for token in ids if token != self.end_of_document])
         return text
+
+    @property
+    def is_bpe(self) -> bool:
+        """Whether it is a BPE model; otherwise a text is cut by the best sum of scores."""
+        from sentencepiece import sentencepiece_model_pb2
+
+        messages: Any = sentencepiece_model_pb2  # its classes are made at run time
+        proto = messages.ModelProto.FromString(self._processor.serialized_model_proto())
+        return bool(proto.trainer_spec.model_type == proto.trainer_spec.BPE)
+
+    def scores_equal(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        """Whether two ways to cut one text have equal scores, up to the rounding of their sums; never for BPE."""
+        sums = [math.fsum(self._processor.get_score(token) for token in ids) for ids in (one, other)]
+        return not self.is_bpe and math.isclose(*sums, rel_tol=1e-5)
 
     def fingerprint(self) -> str:
         return self._fingerprint

@@ -53,7 +53,7 @@ ENCODINGS = {
 
 
 class TiktokenTokenizer:
-    """A .tiktoken file. Names of special tokens in a text are text.
+    """A .tiktoken file.
 
     pattern: how text is cut before merging. ranks: token -> id, special ones aside.
 
@@ -77,6 +77,7 @@ class TiktokenTokenizer:
         )
         self._fingerprint = fingerprint_of_files(path, extra=encoding)
         self.spec = spec
+        self._allowed: set[str] = set()
         self.special_tokens = dict(special_tokens)
         self.vocabulary_size = self._encoding.n_vocab
         name = END_OF_DOCUMENT if end is None else end
@@ -84,11 +85,14 @@ class TiktokenTokenizer:
             raise DataError(f"{spec} has no special token {name!r}; it has {', '.join(special_tokens)}")
         self.end_of_document: int | None = special_tokens[name]
 
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        self._allowed = set(self.special_tokens) if as_tokens else set()
+
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        return self._encoding.encode(text, allowed_special=self._allowed, disallowed_special=())
 
     def encode_array(self, text: str) -> np.ndarray:
-        array: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
+        array: np.ndarray = self._encoding.encode_to_numpy(text, allowed_special=self._allowed, disallowed_special=())
         return array
 
     def decode(self, ids: Sequence[int]) -> str:

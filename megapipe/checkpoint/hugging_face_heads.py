@@ -1,0 +1,52 @@
+"""Folders that hold a tensor twice: whether the two copies that their configuration ties are really equal."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.errors import CheckpointError
+
+_MATRICES = {
+    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
+    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
+}
+"""Output matrix -> the embedding that it may be tied to, by family."""
+_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
+_PIECE = 1 << 22
+"""Elements that are compared at once."""
+
+
+def with_stored_head(
+    config: Mapping[str, Any], names: Collection[str], read: Callable[[str], Tensor]
+) -> tuple[Mapping[str, Any], str]:
+    """The configuration, untied where the folder's output matrix differs from its embedding; and a note of that.
+
+    transformers 5 computes with the stored matrix in such a folder. names: canonical names of the folder's tensors.
+    read: a tensor by its canonical name. The note is empty where nothing was changed.
+
+    Raises CheckpointError for two different output biases of a BERT, of which only one can be the model's.
+    """
+    if all(name in names for name in _BIASES) and not _equal(*map(read, _BIASES)):
+        raise CheckpointError(
+            f"{_BIASES[0]} and {_BIASES[1]} differ, but the model has one output bias; remove the wrong tensor"
+        )
+    if not config.get("tie_word_embeddings", True):
+        return config, ""
+    for head, embeddings in _MATRICES.items():
+        for embedding in embeddings:
+            if head in names and embedding in names and not _equal(read(head), read(embedding)):
+                note = (
+                    f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is taken as untied"
+                )
+                return {**config, "tie_word_embeddings": False}, note
+    return config, ""
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
+    return all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pieces)

@@ -1,0 +1,233 @@
+"""Every key of config.json: what it changes in transformers is honoured, refused, or listed as without effect.
+
+The keys are those of transformers' own configuration classes, and transformers' logits are the oracle.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.hugging_face_files import kind_of
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.command import main
+from megapipe.conversion.hugging_face_source import HuggingFaceSource
+from tests.conversion.test_round_trips import logits_of, theirs_of
+
+FAMILIES = [
+    "mistral",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("gpt2", "llama", "mixtral", "qwen2", "qwen3", "bert", "megatron_bert")
+    ),
+]
+OF_4 = {
+    "torch_dtype": "float64",
+    "torchscript": True,
+    "pruned_heads": {"0": [1]},
+    "tie_encoder_decoder": True,
+    "is_decoder": True,
+    "is_encoder_decoder": True,
+    "cross_attention_hidden_size": 8,
+    "add_cross_attention": True,
+    "max_length": 7,
+    "do_sample": True,
+    "temperature": 0.5,
+    "bad_words_ids": [[3]],
+    "suppress_tokens": [2],
+    "task_specific_params": {"text-generation": {"max_length": 50}},
+    "rope_theta": 77.0,
+    "rope_scaling": {"type": "linear", "factor": 3.0},
+    "partial_rotary_factor": 0.5,
+    "position_embedding_type": "relative_key",
+    "n_ctx": 9,
+    "quantization_config": {"bits": 4},
+    "use_bidirectional_attention": True,
+    "per_layer_config": {"0": {"hidden_size": 4}},
+}
+"""Keys that transformers 4 writes, and some of other models, with values that are not their defaults."""
+CHANGES: dict[str, list[Any]] = {
+    "hidden_act": ["relu", "gelu", "gelu_new", "swish"],
+    "activation_function": ["relu", "gelu", "gelu_pytorch_tanh"],
+    "sliding_window": [3, None],
+    "layer_types": [["sliding_attention", "full_attention"]],
+    "n_inner": [100, 256],
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 40.0},
+        {"rope_type": "linear", "rope_theta": 40.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 40.0, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 40.0, "factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "default", "rope_theta": 40.0, "partial_rotary_factor": 0.5},
+    ],
+    "num_experts_per_tok": [1, 3],
+    "id2label": [{"0": "A", "1": "B", "2": "C"}],
+    "label2id": [{"A": 0, "B": 1, "C": 2}],
+    "problem_type": ["regression"],
+    "summary_activation": ["tanh"],
+}
+NOT_TRIED_TOGETHER = {
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "transformers_version",
+    "label2id",
+    "torchscript",
+    "return_dict",
+}
+"""They decide how transformers loads the model, which class of it, and how it returns logits."""
+
+
+def changed(key: str, value: Any) -> list[Any]:
+    """Values of a key other than `value`."""
+    if key in CHANGES:
+        return [other for other in CHANGES[key] if other != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value]
+    if isinstance(value, float):
+        return [value + 0.25]
+    if isinstance(value, str):
+        return ["another"]
+    return [True, 3] if value is None else []
+
+
+def keys_of(config: dict[str, Any]) -> dict[str, list[Any]]:
+    """Key -> values that are not the folder's."""
+    tried = {key: changed(key, value) for key, value in config.items() if key != "model_type"}
+    return tried | {key: [value] for key, value in OF_4.items() if config.get(key) != value}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    theirs_of(request.param).save_pretrained(path)
+    return path
+
+
+def variant(folder: Path, target: Path, config: dict[str, Any]) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    shutil.copy(folder / "model.safetensors", target)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def opened(folder: Path) -> HuggingFaceSource | None:
+    """None where the folder is refused by a line."""
+    try:
+        return HuggingFaceSource(folder)
+    except CheckpointError:
+        return None
+
+
+def check_logits(folder: Path, source: HuggingFaceSource, what: str) -> None:
+    weights = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
+    for found, expected in logits_of(folder, source.contents.model, weights):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), what
+
+
+def fields_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of the model; None where a line refuses it."""
+    kind = kind_of(BertModelConfig() if "bert" in config["model_type"] else ModelConfig())
+    with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    try:
+        return dict(kind.fields(config, names))
+    except (CheckpointError, KeyError):
+        return None
+
+
+def test_every_changed_key_is_honoured_or_refused(folder: Path, tmp_path: Path) -> None:
+    whole = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    config = json.loads((folder / "config.json").read_text())
+    before = fields_of(folder, config)
+    without_effect, honoured, refused = {}, set(), set()
+    for key, values in keys_of(whole).items():
+        for value in values:
+            changes = {**config, key: value}
+            fields = fields_of(folder, changes)
+            if fields is None:
+                refused.add(key)
+            elif fields == before:
+                without_effect[key] = value
+            elif (source := opened(variant(folder, tmp_path / "v", changes))) is not None:
+                honoured.add(key)
+                check_logits(tmp_path / "v", source, f"{key} {value!r}")
+    assert {"is_encoder_decoder", "quantization_config", "use_bidirectional_attention"} <= refused
+    assert {"use_cache", "initializer_range", "temperature"} <= without_effect.keys()
+    assert honoured & {"layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps"}
+    together = {key: value for key, value in without_effect.items() if key not in NOT_TRIED_TOGETHER}
+    path = variant(folder, tmp_path / "v", {**config, **together})
+    check_logits(path, HuggingFaceSource(path), f"one of {sorted(together)}")
+
+
+def test_every_missing_key_has_transformers_default_or_is_refused(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    before = fields_of(folder, config)
+    # Without tie_word_embeddings, transformers may draw a random head.
+    for key in config.keys() - {"architectures", "model_type", "tie_word_embeddings"}:
+        left = {name: value for name, value in config.items() if name != key}
+        fields = fields_of(folder, left)
+        if fields is None:
+            continue
+        path = variant(folder, tmp_path / "v", left)
+        theirs = transformers.AutoConfig.from_pretrained(path).to_dict().get(key)
+        if (fields != before or theirs != config[key]) and (source := opened(path)) is not None:
+            check_logits(path, source, key)
+
+
+def test_a_refusal_names_the_key_and_its_value(tmp_path: Path) -> None:
+    theirs_of("gpt2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, told in (("scale_attn_weights", "scale_attn_weights is False"), ("mystery", "mystery is 'x'")):
+        value = False if key == "scale_attn_weights" else "x"
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(CheckpointError, match=told):
+            HuggingFaceSource(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow), "bert"])
+def test_a_stored_head_that_differs_unties_the_model(name: str, tmp_path: Path) -> None:
+    theirs_of(name).save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    head, embedding = (
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight")
+        if name == "bert"
+        else ("lm_head.weight", "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight")
+    )
+    for scale in (1.0, 2.0):
+        tensors[head] = scale * tensors[embedding]
+        safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        source = HuggingFaceSource(tmp_path)
+        assert source.contents.model.tie_embeddings == (scale == 1.0)
+        assert bool(source.contents.notes) == (scale != 1.0)
+        if scale != 1.0:
+            assert torch.equal(
+                source.read(next(each for each in source.contents.tensors if each.name == "head.output.weight")),
+                tensors[head],
+            )
+        check_logits(tmp_path, source, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_heads_that_contradict_the_tensors_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs_of(name).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/config.json"
+    config = json.loads(file.read_text())
+    capsys.readouterr()
+    for key, value in (("num_key_value_heads", 4), ("num_attention_heads", 2), ("head_dim", 32)):
+        file.write_text(json.dumps({**config, key: value}))
+        assert main(["convert", str(tmp_path / "theirs"), "--to", "megapipe", str(tmp_path / "out")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "has the shape" in line
+        assert "_proj.weight" in line
