@@ -1,4 +1,4 @@
-"""A file that is written in order and knows the checksum of what it holds, also when its writing is taken up again."""
+"""Checksums of files: of one that is written in order, of a whole file, and of pieces of a large one."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,10 @@ PIECE_BYTES = 1 << 16
 
 
 class HashedFile:
-    """`xxh128:<hex>` is the XXH3 hash of 128 bits, as `xxh128sum` prints it: for damage, not against forgery."""
+    """A file that is written in order, with the checksum of its content, also when writing is resumed.
+
+    `xxh128:<hex>` is the XXH3 hash of 128 bits, as `xxh128sum` prints it: against damage, not against forgery.
+    """
 
     def __init__(self, file: BinaryIO, digest: "xxhash.xxh3_128") -> None:
         self._file = file
@@ -29,7 +32,7 @@ class HashedFile:
 
     @classmethod
     def resume(cls, path: Path, size: int, checksum: str) -> "HashedFile":
-        """Opens a file to write on after its first `size` bytes; what stands behind them is cut off.
+        """Open a file to continue writing after its first `size` bytes; what follows them is cut off.
 
         Raises DataError when those bytes are missing or do not have the checksum.
         """
@@ -67,7 +70,7 @@ class HashedFile:
 
 
 def checksum_of_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """Of the whole file, unless `stopped` becomes true on the way."""
+    """Return the checksum of the whole file, or of its beginning once `stopped` becomes true."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while not stopped() and (block := file.read(_BUFFER)):

@@ -1,4 +1,4 @@
-"""A run's checkpoints: go on from the newest, take initial weights from elsewhere, save, keep the last few."""
+"""A run's checkpoints: resume from the newest, load initial weights from elsewhere, save, keep the last few."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -27,7 +27,7 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 def checkpoint_directory(config: PretrainConfig) -> Path:
-    """Where a run's checkpoints lie."""
+    """Return the folder of a run's checkpoints."""
     return Path(config.training.directory) / "checkpoints"
 
 
@@ -67,21 +67,22 @@ class Checkpointer:
 
     @property
     def precision(self) -> str | None:
-        """Precision of the checkpoint to go on from."""
+        """Precision of the checkpoint to resume from."""
         path = self.path
         return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
 
     def describe(self, config: PretrainConfig) -> None:
-        """Have checkpoints say how the run trains, with `auto` replaced by what was chosen."""
+        """Store this configuration in checkpoints, in which `auto` is replaced by the choice that was made."""
         self._config = config
 
     def restore(self, replica: Replica) -> RunState | None:
-        """Take over the newest whole checkpoint, or else the weights of `init_from`; None for a run that starts.
+        """Load the newest complete checkpoint, or else the weights of `init_from`; return None for a run that starts.
 
-        A checkpoint whose bytes turn out damaged is set aside and the one before it taken.
+        A checkpoint whose bytes are damaged is set aside, and the previous one is loaded.
 
         Raises:
-            CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run.
+            CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run, or the data
+                are other ones and checkpoint.accept_other_data is false.
         """
         while self.path is not None:
             try:
@@ -107,7 +108,7 @@ class Checkpointer:
         *,
         within: float | None = None,
     ) -> Path:
-        """Save the state after `step`, then delete what is older than the last few.
+        """Save the state after `step`, then delete all but the last few checkpoints.
 
         With checkpoint.asynchronous this returns once the state is copied, and `finish` once it is durable. A step
         that is saved already is not saved again.
@@ -144,7 +145,7 @@ class Checkpointer:
         return path
 
     def finish(self) -> None:
-        """Return once the save under way is durable.
+        """Return once the save in progress is durable.
 
         Raises CheckpointError when it failed or was given up; older checkpoints are untouched.
         """
@@ -152,7 +153,7 @@ class Checkpointer:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint of this run, or one under way. The same on all ranks."""
+        """Whether there is a checkpoint of this run, or one in progress. The same on all ranks."""
         return self._saved_step is not None
 
     def settle(self) -> Path | None:
