@@ -1,8 +1,8 @@
-"""A run's folder of checkpoints: one folder a step, made under another name and renamed whole.
+"""A run's folder of checkpoints: one folder per step, written under another name and renamed once it is complete.
 
-step-00000010/                whole, or damaged afterwards
-step-00000010.bad-checksum/   found damaged and set aside
-.step-00000010.partial/       being written, or left behind by a save that was killed
+step-00000010/                complete, or damaged afterwards
+step-00000010.bad-checksum/   was damaged when it was loaded, and was set aside
+.step-00000010.partial/       being written, or left over from a save that was killed
 .step-00000010.deleted/       being deleted
 """
 
@@ -21,36 +21,36 @@ _SET_ASIDE = re.compile(r"step-\d{8,}\.bad-.*")
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the folder of a step's checkpoint."""
     return directory / f"step-{step:08d}"
 
 
 def partial_folder(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is whole."""
+    """Return the folder in which a step's checkpoint is written before it is complete."""
     return directory / f".step-{step:08d}.partial"
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """The checkpoints of a directory by step, ascending; empty when there is no such directory."""
+    """Return the checkpoints of a directory by step, ascending; empty when there is no such directory."""
     return dict(sorted((int(match[1]), path) for path, match in _matching(directory, _STEP)))
 
 
 def set_aside(directory: Path) -> list[Path]:
-    """Checkpoints that were found damaged."""
+    """Return the checkpoints that were damaged when they were loaded."""
     return sorted(path for path, _ in _matching(directory, _SET_ASIDE))
 
 
 def newest_valid(directory: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint whose manifest is whole and whose files have their sizes; damaged ones are set aside.
+    """Return the newest checkpoint with a complete manifest and files of the right sizes; set damaged ones aside.
 
-    Checksums are not read here: loading does. For the owner of the directory; who only looks calls `newest_whole`.
-    say: told of every checkpoint that is passed over. Raises CheckpointError for one of another format version.
+    Checksums are not verified here but in loading. For the owner of the directory; a reader calls `newest_whole`.
+    say: called for every checkpoint that is skipped. Raises CheckpointError for one of another format version.
     """
     return _newest(directory, lambda path, error: quarantine(path, error, say))
 
 
 def newest_whole(directory: Path) -> Path | None:
-    """The newest checkpoint that passes the tests of `newest_valid`; nothing is changed on disk."""
+    """Return the newest checkpoint that passes the checks of `newest_valid`; nothing is changed on disk."""
     return _newest(directory, lambda path, error: None)
 
 
@@ -60,7 +60,7 @@ def _newest(directory: Path, pass_over: Callable[[Path, DamagedCheckpointError],
             manifest = read_manifest(path)
             check_files(path, manifest)
             if manifest.run.step != step:
-                raise DamagedCheckpointError(f"{path} holds the checkpoint of step {manifest.run.step}", "step")
+                raise DamagedCheckpointError(f"{path} contains the checkpoint of step {manifest.run.step}", "step")
         except DamagedCheckpointError as error:
             pass_over(path, error)
         else:
@@ -69,7 +69,7 @@ def _newest(directory: Path, pass_over: Callable[[Path, DamagedCheckpointError],
 
 
 def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], None] = print) -> None:
-    """Rename a damaged checkpoint so that nobody resumes from it; nothing is deleted.
+    """Rename a damaged checkpoint so that no run resumes from it; nothing is deleted.
 
     Raises CheckpointError when the folder cannot be renamed.
     """
@@ -86,9 +86,10 @@ def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], N
 
 
 def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
-    """Remove what saves and deletions that were killed left behind. For the owner of the directory alone.
+    """Remove what killed saves and deletions left over. For the owner of the directory alone.
 
-    What cannot be removed, on NFS while somebody reads it say, costs space alone: the next save tries again.
+    A folder that cannot be removed, for example on NFS while a process reads it, only costs space: the next save tries
+    again.
     """
     for path, _ in _matching(directory, _LEFTOVER):
         with suppress(OSError):
@@ -98,8 +99,8 @@ def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
 def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, keep_every: int | None = None) -> None:
     """Delete all but the `count` newest checkpoints; the newest is durable already. For the owner of the directory.
 
-    keep_every: checkpoints whose step is a multiple of it stay for ever. A checkpoint loses its name first, so that a
-    deletion that is killed leaves no half of one to be found.
+    keep_every: checkpoints whose step is a multiple of it are kept permanently. A checkpoint is renamed first, so that
+    a deletion that is killed leaves no incomplete one under its name.
     """
     for step, path in list(steps(directory).items())[:-count]:
         if keep_every is not None and step % keep_every == 0:

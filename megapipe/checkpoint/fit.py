@@ -1,42 +1,209 @@
-"""Whether a checkpoint is one of this model."""
+"""Whether a checkpoint fits a run: the same parameters, and for a resume the same model, samples and data.
 
-from collections.abc import Iterable, Mapping
+`RULES` is the one table of what may change on a resume; docs/checkpoints.md prints it, and a test compares the two.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import Manifest
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
 from megapipe.costs.parameters import ParameterSpec
+from megapipe.data.identity import DataIdentity
 
 _SHOWN = 3
+"""Problems that a message spells out."""
+
+
+class Rule(Enum):
+    """What happens to a resume when a field of the configuration is not what it was in the checkpoint."""
+
+    REFUSED = "refused"
+    ASKED = "refused unless accepted"
+    """It decides which samples a step sees; checkpoint.accept_other_data accepts it."""
+    REPORTED = "allowed and reported"
+    """It changes the numbers from here on, as a user may want."""
+    ALLOWED = "allowed"
+
+
+RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
+    Rule.REFUSED: {
+        "model": (
+            *("vocabulary_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size"),
+            *("ffn_hidden_size", "num_experts", "experts_per_token", "normalize_expert_shares", "max_positions"),
+            *("normalization", "norm_epsilon", "norm_position", "activation", "positions", "rope_theta"),
+            *("rope_scaling.kind", "rope_scaling.factor", "rope_scaling.low_frequency_factor"),
+            *("rope_scaling.high_frequency_factor", "rope_scaling.original_length"),
+            *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head"),
+        ),
+        "optimizer": ("name",),
+    },
+    Rule.ASKED: {
+        "data": (
+            *("prefix", "blend", "tokenizer", "split", "sequence_length", "mask_end_of_document"),
+            *("isolate_documents", "pack", "order", "fim_rate", "fim_suffix_first", "fim_tokens"),
+            *("pairs", "short_sequence_probability", "mask_probability", "whole_words", "max_ngram", "ngram_lengths"),
+        ),
+        "batch": ("global_size", "ramp_start", "ramp_samples"),
+        "training": ("seed",),
+    },
+    Rule.REPORTED: {
+        "model": ("embedding_dropout", "attention_dropout", "hidden_dropout", "expert_balance_rate", "attention"),
+        "zero": ("reduce_dtype",),
+        "schedule": ("name", "file"),
+        "optimizer": (
+            *("learning_rate", "betas", "epsilon", "moment_dtype", "momentum", "weight_decay", "clip_norm"),
+            *("muon.momentum", "muon.nesterov", "muon.newton_schulz_steps", "muon.scale", "muon.elementwise_rate"),
+            *("decay", "warmup_steps", "decay_steps", "floor"),
+        ),
+        "loss_scale": ("kind", "initial", "window", "hysteresis", "minimum", "patience"),
+        "training": (*("steps", "precision", "master_weights", "fp8", "fp8_first_kept", "fp8_last_kept", "compile"),),
+        "kernels": ("backends",),
+        "reliability": ("skip_non_finite", "skip_samples"),
+    },
+}
+"""Rule -> group of the configuration -> its fields. Fields that are not listed are allowed."""
+
+BY_CONTENT = ("data.prefix", "data.blend", "data.tokenizer")
+"""Paths, compared by what they lead to: `DataIdentity` decides, and of a blend its weights."""
+
+_RULE_OF = {
+    f"{group}.{name}": rule for rule, groups in RULES.items() for group, names in groups.items() for name in names
+}
+
+
+def rule_of(field: str, config: PretrainConfig) -> Rule:
+    """Return the rule for a field by its dotted name. config: the run's, since Megatron-LM's order needs one more."""
+    if field == "training.steps" and config.data.order == "megatron":
+        return Rule.ASKED  # that order is built for exactly so many steps
+    return _RULE_OF.get(field, Rule.ALLOWED)
+
+
+@dataclass(frozen=True)
+class RunFit:
+    """How a run differs from the one that saved a checkpoint. Each entry names a field or shard and both values.
+
+    reported: allowed changes of numbers. other_data: accepted changes of samples or data. unknown_data: the
+    checkpoint does not say which data it was trained on.
+    """
+
+    reported: tuple[str, ...]
+    other_data: tuple[str, ...]
+    unknown_data: bool
+
+
+def check_run(path: Path, manifest: Manifest, config: PretrainConfig, data: DataIdentity) -> RunFit:
+    """Compare a run with the one that saved the checkpoint at `path`, by `RULES` and by the identity of the data.
+
+    Groups that the checkpoint does not store are not compared; a field that it does not store had its default.
+
+    Raises:
+        CheckpointError: the model or the optimizer is another one, or the samples are others and
+            checkpoint.accept_other_data is false.
+    """
+    differing: dict[Rule, list[str]] = {rule: [] for rule in Rule}
+    for name, here, was in _differences(config, manifest.run.config):
+        words = "the list of data.blend's weights" if name == "data.blend" else name
+        differing[rule_of(name, config)].append(f"{words} is {here!r} and was {was!r}")
+    if manifest.run.data is not None:
+        differing[Rule.ASKED] += data.differences(manifest.run.data)
+    if differing[Rule.REFUSED]:
+        raise CheckpointError(
+            f"{path} is of another model or optimizer: {_listed(differing[Rule.REFUSED])}; set that back to resume, "
+            "or start another run in another training.directory"
+        )
+    if differing[Rule.ASKED] and not config.checkpoint.accept_other_data:
+        raise CheckpointError(
+            f"{path} was trained on other samples: {_listed(differing[Rule.ASKED])}; set that back to continue the "
+            "run as it was, set checkpoint.accept_other_data true to continue on the samples given here, or start "
+            f"another run from its weights with init_from {path} in another training.directory"
+        )
+    return RunFit(tuple(differing[Rule.REPORTED]), tuple(differing[Rule.ASKED]), manifest.run.data is None)
+
+
+def _differences(config: PretrainConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every field whose value differs: (dotted name, value here, stored value)."""
+    default = type(config)()
+    for group in fields(config):
+        here, was = getattr(config, group.name), stored.get(group.name)
+        if not (is_dataclass(here) and isinstance(was, Mapping)):
+            continue
+        same = _same_sizes(here, was) if isinstance(here, ModelConfig) else ()
+        for name, value, stored_value in _group_differences(group.name, here, was, getattr(default, group.name)):
+            if name not in same:
+                yield name, value, stored_value
+
+
+def _group_differences(
+    prefix: str, here: Any, stored: Mapping[str, Any], default: Any
+) -> Iterator[tuple[str, Any, Any]]:
+    """The same of one group. A field that is not stored had the value of `default`, which keeps older behaviour."""
+    for each in fields(here):
+        name, value, initial = f"{prefix}.{each.name}", getattr(here, each.name), getattr(default, each.name)
+        was = stored.get(each.name, initial)
+        if is_dataclass(value):
+            yield from _group_differences(name, value, was if isinstance(was, Mapping) else {}, initial)
+            continue
+        if name == "data.blend":
+            value, was = (list(each.values()) if isinstance(each, Mapping) else each for each in (value, was))
+        elif name in BY_CONTENT:
+            continue
+        if _plain(value) != _plain(was):
+            yield name, value, was
+
+
+def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
+    """Return the sizes that are the same once nulls are replaced by the numbers that they stand for."""
+    was = replace(type(here)(), **{each.name: stored[each.name] for each in fields(here) if each.name in stored})
+    sizes = {
+        "model.num_kv_heads": (here.kv_heads, was.kv_heads),
+        "model.head_size": (here.head_dim, was.head_dim),
+        "model.ffn_hidden_size": (here.ffn_size, was.ffn_size),
+    }
+    return [name for name, (one, other) in sizes.items() if one == other]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the parameters `specs`, in their shapes.
 
-    specs: of the whole model. model: its configuration as plain values; the fields that differ are told.
+    specs: of the whole model. model: its configuration as plain values, of which the message names what differs.
     """
     stored = manifest.shapes()
     wanted = {spec.name: spec.shape for spec in specs}
-    found = [f"{name} is missing" for name in wanted if name not in stored]
-    found += [
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems += [
         f"{name} has shape {stored[name]} instead of {shape}"
         for name, shape in wanted.items()
         if name in stored and stored[name] != shape
     ]
-    found += [f"{name} has no place in this model" for name in stored if name not in wanted]
-    if not found:
+    problems += [f"{name} is not a parameter of this model" for name in stored if name not in wanted]
+    if not problems:
         return
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     differing = model_differences(manifest, model)
-    way_out = "; ".join(differing) if differing else "the configurations agree, so the checkpoint was made otherwise"
-    raise CheckpointError(f"the checkpoint is of another model: {', '.join(found[:_SHOWN])}{more}. {way_out}")
+    reason = "; ".join(differing) if differing else "the configurations agree, so other code made the checkpoint"
+    raise CheckpointError(f"the checkpoint is of another model: {_listed(problems, ', ')}. {reason}")
 
 
 def model_differences(manifest: Manifest, model: Mapping[str, Any]) -> list[str]:
-    """Fields of the model's configuration that are not what the checkpoint was trained with, one message each."""
+    """Return the fields of the model's configuration that differ from the checkpoint's, one message each."""
     stored: Mapping[str, Any] = manifest.run.config.get("model", {})
     return [
         f"model.{name} is {value!r} here and {stored[name]!r} in the checkpoint"
         for name, value in model.items()
         if name in stored and stored[name] != value
     ]
+
+
+def _listed(problems: list[str], separator: str = "; ") -> str:
+    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return separator.join(problems[:_SHOWN]) + more

@@ -1,7 +1,7 @@
-"""Loading on any layout: each rank finds the parts of the file tensors that its shards need, checks and copies them.
+"""Loading on any layout: each rank selects the parts of the file tensors that its shards need, checks and copies them.
 
-Nothing is touched before every rank has checked every byte that it is about to read, so that a damaged checkpoint
-leaves all states as they were.
+No state changes before every rank has checked every byte that it is about to read, so that a damaged checkpoint leaves
+all states as they were.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,13 +24,13 @@ from megapipe.parallel.unit_state import UnitState
 
 
 class Moments(Protocol):
-    """What an optimizer keeps between updates."""
+    """State that an optimizer keeps between updates."""
 
     def kinds(self, spec: ParameterSpec) -> Collection[str]:
-        """The moments that a parameter has, by name."""
+        """Return the names of the moments that a parameter has."""
 
     def allocate(self, state: UnitState) -> None:
-        """Make a unit's moments."""
+        """Allocate the moments of a unit."""
 
 
 def load(
@@ -42,21 +42,21 @@ def load(
     moments: Moments,
     updates_per_step: int = 1,
 ) -> RunState:
-    """Take over a checkpoint: weights of all versions, moments and update counts of every unit of this rank.
+    """Load a checkpoint: weights of all versions, moments and update counts of every unit of this rank.
 
     A collective call; the layout need not be the one that saved. Weights are cast where precisions differ. Where the
     checkpoint has fewer weight versions than the states, the missing ones are equal to the newest.
 
     Args:
-        states: what this rank holds; on return as they were when the checkpoint was saved.
+        states: all units of this rank; on return they are as they were when the checkpoint was saved.
         applied: unit name -> updates applied; overwritten.
         moments: those of the optimizer.
-        updates_per_step: weight versions that one step of the schedule makes.
+        updates_per_step: weight versions that one step of the schedule creates.
 
     Raises:
         DamagedCheckpointError: bytes are not those that were saved.
-        CheckpointError: it does not fit the model or the optimizer, or a file cannot be found. Either is the same on
-            every rank, and states are as before.
+        CheckpointError: it does not fit the model or the optimizer, or a file is missing. Either error is the same on
+            every rank, and states are unchanged.
     """
     manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, moments))
     run = manifest.run
@@ -71,7 +71,7 @@ def load(
 
 
 def load_weights(path: Path, states: Sequence[UnitState], mesh: Mesh) -> Manifest:
-    """Take the newest weights of a checkpoint alone, as the weights before a first step. Otherwise as `load`."""
+    """Load the newest weights of a checkpoint alone, as the weights before a first step. Otherwise as `load`."""
     manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, None))
     _copy(transfers, states, 0, mesh)
     return manifest
@@ -94,7 +94,7 @@ class _Transfer:
 
 
 def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -> tuple[Manifest, list[_Transfer]]:
-    """Everything that `states` need, each byte of it checked. moments: None for weights alone."""
+    """Return everything that `states` need, with every byte checked. moments: None for weights alone."""
     manifest = read_manifest(path)
     files: dict[str, TensorFile] = {}
     transfers = []
@@ -112,7 +112,7 @@ def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -
 
 
 def _further_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterator[str]:
-    """Kinds besides the newest weights that a shard goes on from."""
+    """Yield the kinds that a shard resumes from in addition to the newest weights."""
     stored = manifest.kinds_of(shard.name)
     for age in range(1, len(shard.state.weights)):
         if earlier_weights(age) in stored:
@@ -129,7 +129,7 @@ def _further_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterat
 
 
 def _applied_updates(manifest: Manifest, state: UnitState) -> int:
-    """Updates that a unit's optimizer applied: the same for all its parameters."""
+    """Return the number of updates that a unit's optimizer applied: the same for all its parameters."""
     counts = {segment.spec.name: manifest.applied_updates.get(segment.spec.name, 0) for segment in state.table}
     if len(set(counts.values())) > 1:
         raise CheckpointError(f"the parameters of unit {state.name} have different numbers of updates: {counts}")
@@ -140,15 +140,15 @@ def _chunks(manifest: Manifest, shard: Shard, kind: str) -> list[Chunk]:
     chunks = manifest.chunks_of(shard.name, kind)
     if not chunks:
         raise CheckpointError(
-            f"the checkpoint holds no {kind} of {shard.name}, which this model has; "
-            "make the model section of the configuration that of the checkpoint"
+            f"the checkpoint has no {kind} of {shard.name}, which this model has; "
+            "use the model section of the checkpoint's configuration"
         )
     shape = shard.segment.spec.shape
     different = next((chunk.shape for chunk in chunks if chunk.shape != shape), None)
     if different is not None:
         raise CheckpointError(
             f"{shard.name} has shape {different} in the checkpoint and {shape} in this model; "
-            "make the model section of the configuration that of the checkpoint"
+            "use the model section of the checkpoint's configuration"
         )
     problem = tiling_problem(shape, [chunk.extent for chunk in chunks])
     if problem is not None:
@@ -157,7 +157,7 @@ def _chunks(manifest: Manifest, shard: Shard, kind: str) -> list[Chunk]:
 
 
 def _checked_source(path: Path, files: dict[str, TensorFile], chunk: Chunk, spans: Iterable[range]) -> Tensor:
-    """The file tensor of a chunk, after a check of the bytes in which `spans` of its elements lie."""
+    """Return the file tensor of a chunk, after a check of the bytes that contain `spans` of its elements."""
     if chunk.file not in files:
         files[chunk.file] = TensorFile(path / chunk.file)
     source = files[chunk.file].flat(chunk.key, chunk.dtype, chunk.extent.num_elements)
@@ -166,7 +166,7 @@ def _checked_source(path: Path, files: dict[str, TensorFile], chunk: Chunk, span
 
 
 def _copy(transfers: Sequence[_Transfer], states: Sequence[UnitState], versions_made: int, mesh: Mesh) -> None:
-    """Newest weights to every version, then whatever else is stored to its own buffer."""
+    """Copy the newest weights to every version, then everything else that is stored to its own buffer."""
     for transfer in transfers:
         if transfer.kind == WEIGHTS:
             transfer.copy()

@@ -6,6 +6,7 @@ files are plain names in its folder.
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import xxhash
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.extents import Extent
-from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
+from megapipe.checkpoint.manifest import Chunk, DataChange, Manifest, RunState
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.config import untrusted
 from megapipe.costs.parameters import Box
+from megapipe.data.identity import DataIdentity
 
 MANIFEST = "manifest.json"
 FORMAT = "megapipe checkpoint"
@@ -79,6 +81,8 @@ def encoded(manifest: Manifest) -> bytes:
         "config": run.config,
         "loss_scale": dict(run.loss_scale),
         "skipped": run.skipped,
+        "data": None if run.data is None else run.data.as_dict(),
+        "data_changes": [asdict(change) for change in run.data_changes],
         "checksums": f"xxh3_64 of every {PIECE_BYTES} bytes of a tensor",
         "files": dict(manifest.files),
         "chunks": [_encoded_chunk(chunk) for chunk in manifest.chunks],
@@ -124,13 +128,23 @@ def _decoded(document: Any, file: Path) -> Manifest:
         raise DamagedCheckpointError(f"{file} is not what was saved: its checksum differs", "manifest")
     version = document.get("format_version")
     if version != VERSION:
-        raise CheckpointError(
-            f"{file} has format version {version}, but this megapipe reads {VERSION}; use a newer one"
-        )
+        raise CheckpointError(_wrong_version(file, version, document.get("code_version")))
     try:
         return _manifest(document)
     except untrusted.DECODING_ERRORS as error:
         raise DamagedCheckpointError(f"{file} does not hold what a manifest holds: {error!r}", "manifest") from error
+
+
+def _wrong_version(file: Path, version: Any, code_version: Any) -> str:
+    if isinstance(version, int) and version < VERSION:
+        return (
+            f"{file} has format version {version}, which is older than the version {VERSION} that this megapipe "
+            f"reads; resume it with megapipe {code_version}, which wrote it"
+        )
+    return (
+        f"{file} has format version {version}, which is newer than the version {VERSION} that this megapipe "
+        f"reads; update megapipe to {code_version} or later"
+    )
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
@@ -143,6 +157,11 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         config=dict(document["config"]),
         loss_scale={str(name): float(value) for name, value in document.get("loss_scale", {}).items()},
         skipped=tuple((int(first), int(stop)) for first, stop in document.get("skipped", [])),
+        data=None if document.get("data") is None else DataIdentity.from_dict(document["data"]),
+        data_changes=tuple(
+            DataChange(int(change["step"]), tuple(str(each) for each in change["differences"]))
+            for change in document.get("data_changes", [])
+        ),
     )
     files = {_plain_name(name): int(size) for name, size in document["files"].items()}
     chunks = tuple(_decoded_chunk(entry, files) for entry in document["chunks"])

@@ -37,6 +37,9 @@ class CheckpointConfig:
     """Keep, beside these, every checkpoint whose step is a multiple of this one; null keeps none."""
     resume: bool = True
     """Continue from the newest whole checkpoint under training.directory, if there is one."""
+    accept_other_data: bool = False
+    """Resume also where the data, or fields that decide which samples a step sees, differ from the checkpoint's. The
+    change is reported, and recorded in metrics.jsonl and in later checkpoints."""
 
     @property
     def saves(self) -> bool:

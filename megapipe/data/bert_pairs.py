@@ -129,7 +129,7 @@ class SentencePairs:
 
     def _grown(self, document: int, sentence: int, target: int, at_least: int) -> tuple[int, int]:
         """Sentences [begin, end) of the document around `sentence`, until they hold `target` tokens."""
-        first, last = (int(self._shard.document_indices[document + side]) for side in (0, 1))
+        first, last = self._shard.document_indices[document : document + 2].tolist()
         lengths = self._shard.sequence_lengths
         begin, end, held = sentence, sentence + 1, int(lengths[sentence])
         while (held < target or end - begin < at_least) and end < last:
@@ -153,7 +153,8 @@ class SentencePairs:
         )
 
     def _num_sentences(self, document: int) -> int:
-        return int(self._shard.document_indices[document + 1] - self._shard.document_indices[document])
+        first, last = self._shard.document_indices[document : document + 2].tolist()
+        return int(last - first)
 
     def _tokens(self, begin: int, end: int) -> tuple[int, int]:
         """Tokens of sentences [begin, end): a shard keeps them back to back."""

@@ -65,7 +65,7 @@ class BertSamples:
         self.max_predictions = data.max_predictions
         self.shard = IndexedDataset(data.prefix)
         self.manifest = manifest = read_manifest(data.prefix)
-        self.vocabulary = _vocabulary(data, manifest)
+        self.vocabulary = vocabulary_of(data, manifest)
         if manifest is not None:
             manifest.check_shard(self.shard)
             manifest.check_vocabulary(vocabulary_size)
@@ -161,8 +161,11 @@ class BertSamples:
         return parts.num_tokens + self._pairs.num_special
 
 
-def _vocabulary(data: BertDataConfig, manifest: ShardManifest | None) -> BertVocabulary:
-    """The named one, or the manifest's."""
+def vocabulary_of(data: BertDataConfig, manifest: ShardManifest | None) -> BertVocabulary:
+    """Return the vocabulary that `data.tokenizer` names, or the one in the manifest of the shard `data.prefix`.
+
+    Raises DataError for a vocabulary that cannot be read, or that is not the shard's.
+    """
     named = data.tokenizer or (tokenizer_of_shard(data.prefix, manifest) if manifest is not None else "")
     if not named:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Shards as a run may use them: described by their manifests, of one tokenizer, within the model's vocabulary."""
+"""Shards that a run may use: described by their manifests, of one tokenizer, within the model's vocabulary."""
 
 import errno
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megapipe.data.manifest import ShardManifest, read_manifest
 def open_shards(
     prefixes: Sequence[str | Path], vocabulary_size: int | None
 ) -> tuple[list[IndexedDataset], list[ShardManifest]]:
-    """Open shards; also the manifests of those that have one.
+    """Open shards, and return them with the manifests of those that have one.
 
     Raises DataError for unusable shards, different tokenizers, and one whose vocabulary exceeds `vocabulary_size`.
     """
@@ -38,26 +38,26 @@ def _open(prefix: str | Path) -> IndexedDataset:
         if error.errno != errno.EMFILE:
             raise
         raise DataError(
-            f"{prefix} cannot be opened beside the run's other shards, since this process may not open more files, "
-            "and a shard takes two: raise the limit with ulimit -n before the start, or merge shards"
+            f"{prefix} cannot be opened together with the run's other shards: this process may not open more files, "
+            "and a shard takes two; raise the limit with ulimit -n before the start, or merge shards"
         ) from error
 
 
 def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
-    """Raises DataError when two shards were written with different tokenizers."""
+    """Raise DataError when two shards were written with different tokenizers."""
     for manifest in manifests[1:]:
         manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
 
 
 def unknown_id(tokens: np.ndarray, vocabulary_size: int | None) -> int | None:
-    """Place of the first token outside [0, vocabulary_size); None where there is none, or the size is not known."""
+    """Return the index of the first token outside [0, vocabulary_size), or None; None too where the size is None."""
     if vocabulary_size is None or not tokens.size or (tokens.max() < vocabulary_size and tokens.min() >= 0):
         return None
     return int(np.argmax((tokens >= vocabulary_size) | (tokens < 0)))
 
 
 def outside_vocabulary(shard: IndexedDataset, position: int, vocabulary_size: int | None) -> DataError:
-    """What is wrong with the shard's token at `position`."""
+    """Return the error for the shard's token at `position`."""
     return DataError(
         f"token {position} of {shard.prefix}.bin is {shard.tokens[position]}, outside the model's vocabulary of "
         f"{vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"

@@ -13,16 +13,13 @@ from megapipe.data.shard_format import HEADER, FloatTokens, bin_path, idx_path, 
 class IndexedDataset:
     """One shard: sequences of tokens, grouped into documents.
 
-    Attributes (arrays are read-only views of the mapped files):
-        dtype: token type of the .bin file
-        tokens: [num_tokens], every sequence back to back
-        sequence_lengths: int32 [num_sequences], in tokens
-        sequence_offsets: int64 [num_sequences], in bytes
-        document_indices: int64 [num_documents + 1], sequence numbers at which documents begin, then num_sequences
+    dtype: token type of the .bin file. float_tokens: meaning of the dtype codes 6 and 7; None refuses them, since it
+    differs between writers.
 
-    float_tokens: what tokens of dtype code 6 or 7 are; None refuses them, since that differs between writers.
-
-    Raises DataError when a file is missing, truncated, of another format or not the other one's partner.
+    Raises DataError when a file is missing, truncated, of another format or not the other one's partner. The arrays
+    are read-only views of the mapped files. Each access to one first checks that its file still has the size that it
+    had when it was opened (a microsecond, and no read), and raises DataError otherwise: reading a mapped page that was
+    cut off would kill the process with SIGBUS.
     """
 
     def __init__(self, prefix: str | Path, float_tokens: FloatTokens | None = None) -> None:
@@ -31,61 +28,89 @@ class IndexedDataset:
         self._map_tokens(bin_path(prefix))
         _advise(self._index, "MADV_NORMAL")
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """[num_tokens], every sequence back to back."""
+        if self._tokens is not None:
+            _check_size(self._tokens, bin_path(self.prefix))
+        return self._token_array
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """int32 [num_sequences], in tokens."""
+        return self._checked(self._index_arrays[0])
+
+    @property
+    def sequence_offsets(self) -> np.ndarray:
+        """int64 [num_sequences], in bytes."""
+        return self._checked(self._index_arrays[1])
+
+    @property
+    def document_indices(self) -> np.ndarray:
+        """int64 [num_documents + 1], sequence numbers at which documents start, then num_sequences."""
+        return self._checked(self._index_arrays[2])
+
+    def _checked(self, array: np.ndarray) -> np.ndarray:
+        _check_size(self._index, idx_path(self.prefix))
+        return array
+
     def __len__(self) -> int:
         """Number of sequences."""
         return self.num_sequences
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """Tokens of one sequence, in the shard's dtype."""
+        """Return the tokens of one sequence, in the shard's dtype."""
         if not 0 <= sequence < self.num_sequences:
             raise IndexError(f"sequence {sequence} of {self.prefix}, which has {self.num_sequences}")
         start = int(self.sequence_offsets[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sequence_lengths[sequence])]
 
     def document(self, document: int) -> np.ndarray:
-        """Tokens of one document, all its sequences joined, in the shard's dtype."""
+        """Return the tokens of one document, all its sequences joined, in the shard's dtype."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.prefix}, which has {self.num_documents}")
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def document_start(self, document: int) -> int:
-        """Position in `tokens` at which a document begins; num_tokens for num_documents."""
+        """Return the position in `tokens` at which a document starts; num_tokens for num_documents."""
         sequence = int(self.document_indices[document])
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self.sequence_offsets[sequence]) // self.dtype.itemsize
 
     def document_starts_between(self, begin: int, end: int) -> np.ndarray:
-        """Positions p, begin < p < end, at which a document begins: int64, ascending, each once.
+        """Return the positions p, begin < p < end, at which a document starts: int64, ascending, each once.
 
         Read from the .idx file alone, by binary search, so that a rank without token ids knows the boundaries too.
         """
         item = self.dtype.itemsize
         # Not numpy.searchsorted: the mapped arrays are unaligned, and it would copy all of them first.
-        low = bisect_right(self.sequence_offsets, begin * item)
-        high = bisect_left(self.sequence_offsets, end * item)
-        first = bisect_left(self.document_indices, low)
-        last = bisect_left(self.document_indices, high)
-        return np.unique(self.sequence_offsets[self.document_indices[first:last]] // item)
+        offsets, documents = self.sequence_offsets, self.document_indices
+        low = bisect_right(offsets, begin * item)
+        high = bisect_left(offsets, end * item)
+        first = bisect_left(documents, low)
+        last = bisect_left(documents, high)
+        return np.unique(offsets[documents[first:last]] // item)
 
     def search_index(self) -> None:
-        """Says that the index will be searched here and there, not read from front to back.
+        """Announce that the index will be searched at random places, not read from front to back.
 
-        The kernel then reads the page that a search touches and not, as it would guess, the hundreds behind it.
+        The kernel then reads the page that a search touches and not the hundreds that follow it.
         """
         _advise(self._index, "MADV_RANDOM")
 
     def scatter(self) -> None:
-        """Says the same of the tokens, which are then to be read by `window`."""
+        """Announce the same for the tokens, which must then be read by `window`."""
         self._scattered = self._tokens is not None and _advise(self._tokens, "MADV_RANDOM")
 
     def window(self, begin: int, end: int) -> np.ndarray:
-        """Tokens [begin, end), in the shard's dtype; after `scatter`, its pages are asked for together."""
+        """Return tokens [begin, end), in the shard's dtype; after `scatter`, their pages are requested together."""
+        tokens = self.tokens
         if self._scattered and self._tokens is not None:
             item = self.dtype.itemsize
             first = begin * item // mmap.PAGESIZE * mmap.PAGESIZE
             self._tokens.madvise(mmap.MADV_WILLNEED, first, end * item - first)
-        return self.tokens[begin:end]
+        return tokens[begin:end]
 
     def _map_index(self, path: Path, float_tokens: FloatTokens | None) -> None:
         if not path.is_file():
@@ -110,7 +135,7 @@ class IndexedDataset:
             stop = position + np.dtype(kind).itemsize * count
             arrays.append(mapped[position:stop].view(kind))
             position = stop
-        self.sequence_lengths, self.sequence_offsets, self.document_indices = arrays
+        self._index_arrays = arrays
         if self.document_indices[0] != 0 or self.document_indices[-1] != self.num_sequences:
             raise DataError(
                 f"{path} is damaged: its documents cover sequences {self.document_indices[0]} to "
@@ -137,11 +162,27 @@ class IndexedDataset:
         if size:  # an empty file cannot be mapped
             with path.open("rb") as file:
                 self._tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.tokens: np.ndarray = np.frombuffer(self._tokens or b"", dtype=self.dtype)
+        self._token_array: np.ndarray = np.frombuffer(self._tokens or b"", dtype=self.dtype)
+
+
+def _check_size(mapped: mmap.mmap, path: Path) -> None:
+    """Raise DataError when the file that is mapped no longer has the size that it had when it was opened."""
+    try:
+        size = mapped.size()
+    except OSError as error:  # for example of a network file system whose server lost the file
+        raise DataError(f"{path} can no longer be read: {error.strerror}; {_RESTORE}") from error
+    if size != len(mapped):
+        raise DataError(
+            f"{path} has {size:,} bytes now and had {len(mapped):,} when it was opened: it was changed while in use; "
+            f"{_RESTORE}"
+        )
+
+
+_RESTORE = "restore the file and start the same command again, which resumes from the newest checkpoint"
 
 
 def _advise(mapped: mmap.mmap, advice: str) -> bool:
-    """Tell the kernel how a file will be read; whether the system takes such advice."""
+    """Tell the kernel how a file will be read; return whether the system accepts such advice."""
     if not hasattr(mmap, advice):
         return False
     mapped.madvise(getattr(mmap, advice))
@@ -157,6 +198,6 @@ def _wrong_index_size(path: Path, size: int, expected: int, num_sequences: int) 
 
 
 def _suggest(path: Path) -> str:
-    """The shards in the same folder, for a misspelt prefix."""
-    found = sorted(other.stem for other in path.parent.glob("*.idx")) if path.parent.is_dir() else []
-    return f"; {path.parent} holds {', '.join(found[:5])}" if found else ""
+    """Name the shards in the same folder, for a misspelt prefix."""
+    shards = sorted(other.stem for other in path.parent.glob("*.idx")) if path.parent.is_dir() else []
+    return f"; {path.parent} contains {', '.join(shards[:5])}" if shards else ""

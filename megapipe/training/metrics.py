@@ -23,8 +23,8 @@ class MetricsFile(Listener):
 
     A step's line has the fields of StepRecord; others have `event`: start (with `step`, where the run goes on from),
     evaluation (with the fields of EvaluationRecord), checkpoint, rewind (with `step`, where a spike made the run go on
-    from), skipped_samples, end. What is not finite becomes null: JSON has no
-    word for it.
+    from), skipped_samples, other_data (with `step`, the last one on the samples before), end. What is not finite
+    becomes null: JSON has no word for it.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -141,6 +141,8 @@ def _run(
         _listeners(config, mesh, position) as listeners,
         Profiler(config, mesh, listeners.say, position.step) as profiler,
     ):
+        if (change := checkpointer.data_change) is not None:
+            listeners.event("other_data", step=change.step, differences=list(change.differences))
         guards = Guards(config, mesh, heartbeat, listeners.say)
         loop = TrainingLoop(
             config, mesh, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards

@@ -1,4 +1,4 @@
-"""A run's checkpoints: go on from the newest, take initial weights from elsewhere, save, keep the last few."""
+"""A run's checkpoints: resume from the newest, load initial weights from elsewhere, save, keep the last few."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -10,42 +10,33 @@ from megapipe.checkpoint.agreement import agreed, on_first_rank
 from megapipe.checkpoint.background import EndedSave
 from megapipe.checkpoint.directory import newest_valid, newest_whole, quarantine, set_aside, step_folder, steps
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.fit import check_model, model_differences
+from megapipe.checkpoint.fit import RunFit, check_model, check_run, model_differences
 from megapipe.checkpoint.hugging_face import is_hugging_face, load_hugging_face
 from megapipe.checkpoint.load import load, load_weights
 from megapipe.checkpoint.lock import DirectoryLock
-from megapipe.checkpoint.manifest import Manifest, RunState
+from megapipe.checkpoint.manifest import DataChange, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
 from megapipe.checkpoint.save import save
-from megapipe.config.bert import BertDataConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.data.identity import data_identity
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
 from megapipe.training.saving import Saves
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FIXED = (
-    ("training", "seed"),
-    ("data", "sequence_length"),
-    ("data", "split"),
-    ("data", "pack"),
-    ("data", "order"),
-    ("batch", "global_size"),
-    *(("data", name) for name in BertDataConfig.own_fields() if name != "tokenizer"),
-)
-"""What decides which samples a step sees, those of them that a run has; one that changes them is another run."""
 
 
 def checkpoint_directory(config: PretrainConfig) -> Path:
-    """Where a run's checkpoints lie."""
+    """Return the folder of a run's checkpoints."""
     return Path(config.training.directory) / "checkpoints"
 
 
 class Checkpointer:
     """The checkpoints of one run, seen from every rank. Every method is a collective call.
 
-    path: the checkpoint that `restore` will go on from, None for a run that starts. precision: what that one was
-    trained in, which `training.precision: auto` keeps; known before the model is built.
+    path: the checkpoint that `restore` will resume from, None for a run that starts. precision: the one that it was
+    trained in, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
+    samples that the last `restore` accepted, None where there was none.
     """
 
     def __init__(self, config: PretrainConfig, mesh: Mesh, say: Callable[[str], None] = print) -> None:
@@ -65,29 +56,33 @@ class Checkpointer:
         try:
             on_first_rank(mesh.world, self._take_directory)
             self.path = self._newest()
+            self._data = on_first_rank(mesh.world, lambda: data_identity(config.data))
         except CheckpointError:
             self.close()
             raise
+        self.data_change: DataChange | None = None
+        self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
         self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
 
     @property
     def precision(self) -> str | None:
-        """Precision of the checkpoint to go on from."""
+        """Precision of the checkpoint to resume from."""
         path = self.path
         return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
 
     def describe(self, config: PretrainConfig) -> None:
-        """Have checkpoints say how the run trains, with `auto` replaced by what was chosen."""
+        """Store this configuration in checkpoints, in which `auto` is replaced by the choice that was made."""
         self._config = config
 
     def restore(self, replica: Replica) -> RunState | None:
-        """Take over the newest whole checkpoint, or else the weights of `init_from`; None for a run that starts.
+        """Load the newest complete checkpoint, or else the weights of `init_from`; return None for a run that starts.
 
-        A checkpoint whose bytes turn out damaged is set aside and the one before it taken.
+        A checkpoint whose bytes are damaged is set aside, and the previous one is loaded.
 
         Raises:
-            CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run.
+            CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run, or the data
+                are other ones and checkpoint.accept_other_data is false.
         """
         while self.path is not None:
             try:
@@ -113,7 +108,7 @@ class Checkpointer:
         *,
         within: float | None = None,
     ) -> Path:
-        """Save the state after `step`, then delete what is older than the last few.
+        """Save the state after `step`, then delete all but the last few checkpoints.
 
         With checkpoint.asynchronous this returns once the state is copied, and `finish` once it is durable. A step
         that is saved already is not saved again.
@@ -139,6 +134,8 @@ class Checkpointer:
             config=asdict(self._config),
             loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
             skipped=tuple(skipped),
+            data=self._data,
+            data_changes=self._data_changes,
         )
         applied = replica.optimizer.applied
         path = self.saves.begin(
@@ -148,7 +145,7 @@ class Checkpointer:
         return path
 
     def finish(self) -> None:
-        """Return once the save under way is durable.
+        """Return once the save in progress is durable.
 
         Raises CheckpointError when it failed or was given up; older checkpoints are untouched.
         """
@@ -156,7 +153,7 @@ class Checkpointer:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint of this run, or one under way. The same on all ranks."""
+        """Whether there is a checkpoint of this run, or one in progress. The same on all ranks."""
         return self._saved_step is not None
 
     def settle(self) -> Path | None:
@@ -221,7 +218,7 @@ class Checkpointer:
         on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
 
     def _resume(self, path: Path, replica: Replica) -> RunState:
-        agreed(self._mesh.world, lambda: self._check_fit(path, replica))
+        fit = agreed(self._mesh.world, lambda: self._check_fit(path, replica))
         run = load(
             path,
             replica.states(),
@@ -233,53 +230,55 @@ class Checkpointer:
         if replica.loss_scaler is not None:
             replica.loss_scaler.restore(run.loss_scale, run.step)
         self._saved_step = run.step
+        self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
+        self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
         if self._mesh.rank == 0:
-            self._say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
+            self._report(path, run, fit)
         return run
 
-    def _check_fit(self, path: Path, replica: Replica) -> None:
+    def _report(self, path: Path, run: RunState, fit: RunFit) -> None:
+        self._say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
+        for difference in fit.reported:
+            self._say(f"note: {difference} in the checkpoint")
+        if fit.unknown_data:
+            self._say(
+                f"warning: {path} does not record which data it was trained on, so that nothing checks that "
+                "these are the same; the next checkpoint records it"
+            )
+        if fit.other_data:
+            self._say(
+                f"warning: from step {run.step + 1} on the run takes other samples, as checkpoint.accept_other_data "
+                f"allows: {'; '.join(fit.other_data)}"
+            )
+
+    def _check_fit(self, path: Path, replica: Replica) -> RunFit:
         """Raise CheckpointError when the checkpoint is of another model or of a run on other samples."""
         manifest = read_manifest(path)
+        fit = check_run(path, manifest, self._config, self._data)
         self._check_model(path, manifest, replica)
-        config = asdict(self._config)
-        # Megatron-LM's order depends on the length of the run.
-        fixed = (*FIXED, ("training", "steps")) if self._config.data.order == "megatron" else FIXED
-        differing = [
-            (f"{group}.{name}", config[group][name], manifest.run.config.get(group, {}).get(name, config[group][name]))
-            for group, name in fixed
-            if name in config[group]
-        ]
-        # Shards may lie elsewhere now, but in other proportions they give other samples.
-        weights = list(self._config.data.blend.values())
-        stored_blend = manifest.run.config.get("data", {}).get("blend", {})
-        differing.append(("the list of data.blend's weights", weights, list(stored_blend.values())))
-        for name, here, stored in differing:
-            if stored != here:
-                raise CheckpointError(
-                    f"{name} is {here!r} but {path} was saved by a run with {stored!r}; set it back to go on "
-                    "with that run, or start another one from its weights with init_from in a new training.directory"
-                )
+        return fit
 
     def _check_model(self, path: Path, manifest: Manifest, replica: Replica) -> None:
         specs = [spec for layer in replica.layout.layers for spec in layer.parameters.values()]
-        model = asdict(self._config.model)
         try:
-            check_model(manifest, specs, model)
+            check_model(manifest, specs, asdict(self._config.model))
         except CheckpointError as error:
             raise CheckpointError(f"{path} does not fit: {error}") from error
-        if self._mesh.rank == 0:
-            for difference in model_differences(manifest, model):
-                self._say(f"note: {difference}")
 
     def _initialize(self, folder: Path, replica: Replica) -> None:
-        """Weights alone, from a megapipe checkpoint or a Hugging Face folder."""
+        """Load the weights alone, from a megapipe checkpoint or a Hugging Face folder."""
         path = on_first_rank(self._mesh.world, lambda: _weights_folder(folder))
+        differences: list[str] = []
         if is_hugging_face(path):
             load_hugging_face(path, replica.states(), self._config.model, self._mesh)
         else:
             agreed(self._mesh.world, lambda: self._check_model(path, read_manifest(path), replica))
-            load_weights(path, replica.states(), self._mesh)
+            differences = model_differences(
+                load_weights(path, replica.states(), self._mesh), asdict(self._config.model)
+            )
         if self._mesh.rank == 0:
+            for difference in differences:
+                self._say(f"note: {difference}")
             self._say(f"initial weights from {path}")
 
 

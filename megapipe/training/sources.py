@@ -17,7 +17,7 @@ Samples = SampleSet | AnyBertSamples
 
 
 def open_samples(config: PretrainConfig, split: SplitName) -> Samples:
-    """A split's samples. Raises DataError for unusable files or a split too small for one sample."""
+    """Open a split's samples. Raises DataError for unusable files or a split too small for one sample."""
     return bert_samples(config, split) if isinstance(config, BertPretrainConfig) else split_samples(config, split)
 
 
@@ -30,9 +30,12 @@ def open_loader(
     *,
     training: bool = True,
 ) -> Loader:
-    """Loads what this rank needs of every step. plan: by default the configuration's; training: dropout is active."""
+    """Return the loader of this rank's part of every step.
+
+    plan: by default the configuration's. training: dropout is active.
+    """
     if isinstance(config, BertPretrainConfig) and isinstance(samples, AnyBertSamples):
         return BertLoader(config, mesh, consumer, samples, plan, training=training)
     if isinstance(config, BertPretrainConfig) or isinstance(samples, AnyBertSamples):
-        raise TypeError(f"{type(samples).__name__} are no samples of a {type(config).__name__}")
+        raise TypeError(f"{type(samples).__name__} are not samples of a {type(config).__name__}")
     return batch_loader(config, mesh, consumer, samples, plan, training=training)

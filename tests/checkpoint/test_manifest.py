@@ -9,11 +9,15 @@ import pytest
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.extents import Extent
-from megapipe.checkpoint.manifest import Chunk, Manifest, RunState
+from megapipe.checkpoint.manifest import Chunk, DataChange, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, _checksum, check_files, encoded, read_manifest
 from megapipe.costs.parameters import Box
+from megapipe.data.identity import DataIdentity, ShardIdentity
 
 FILE = "rank-00000.safetensors"
+SHARD = ShardIdentity(
+    dtype="uint16", num_documents=2, num_sequences=2, num_tokens=9, bin_sample="a", idx_sample="b", end_of_document=7
+)
 
 
 def manifest() -> Manifest:
@@ -23,7 +27,16 @@ def manifest() -> Manifest:
         for kind in ("weights", "first_moment")
     )
     config = {"model": {"hidden_size": 3, "betas": [0.9, 0.95]}, "init_from": ""}
-    run = RunState(10, 80, {"seed": 2**62}, "bf16", ((9, 5.25), (10, 1e-3)), config)
+    run = RunState(
+        10,
+        80,
+        {"seed": 2**62},
+        "bf16",
+        ((9, 5.25), (10, 1e-3)),
+        config,
+        data=DataIdentity(prefixes=("data/web",), shards=(SHARD,), vocabulary="xxh128:0"),
+        data_changes=(DataChange(5, ("data.split is '1' and was '9,1'",)),),
+    )
     return Manifest("0.1.0", run, {"blocks.0.w": 9}, {FILE: 100}, chunks)
 
 
@@ -80,7 +93,11 @@ def chunk(**changes: Any) -> dict[str, Any]:
     ("changes", "told"),
     [
         ({"format": "pickle"}, "not the manifest"),
-        ({"format_version": 2}, "version 2"),
+        ({"format_version": 2}, r"version 2, which is newer than the version 1.*update megapipe to 0\.1\.0 or later"),
+        ({"format_version": 0}, r"version 0, which is older than the version 1.*with megapipe 0\.1\.0, which wrote"),
+        ({"data": {"shards": [{"prefix": "web"}], "vocabulary": None}}, "num_documents"),
+        ({"data": 5}, "int"),
+        ({"data_changes": [5]}, "int"),
         ({"step": None}, "step|int"),
         ({"files": {"../../etc/passwd": 1}}, "etc/passwd"),
         ({"files": {"/etc/passwd": 1}}, "etc/passwd"),

@@ -175,5 +175,5 @@ def test_opening_reads_nothing_but_a_few_numbers(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     documents = random_documents(generator, 50, 100)
     shard = IndexedDataset(write_shard(tmp_path / "shard", [*documents, *numbered_documents([40])]))
-    shard.tokens = None  # type: ignore[assignment]
+    shard._token_array = None  # type: ignore[assignment]
     assert isinstance(open_pairs(shard).parts(3), Parts)

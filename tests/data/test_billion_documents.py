@@ -45,6 +45,10 @@ class ZeroTokens:
 class ComputedShard(IndexedDataset):
     """Documents of one sequence each."""
 
+    tokens: Any = None
+    sequence_offsets: Any = None
+    document_indices: Any = None
+
     def __init__(self, num_documents: int) -> None:
         self.prefix = "computed"
         self.dtype = np.dtype("<u2")
@@ -52,9 +56,9 @@ class ComputedShard(IndexedDataset):
         self.num_tokens = num_documents * LENGTH + 1
         self.offsets = ComputedArray(num_documents, lambda place: np.where(place > 0, 2 * (place * LENGTH + 1), 0))
         self.indices = ComputedArray(num_documents + 1, lambda place: place)
-        self.sequence_offsets: Any = self.offsets
-        self.document_indices: Any = self.indices
-        self.tokens: Any = ZeroTokens()
+        self.sequence_offsets = self.offsets
+        self.document_indices = self.indices
+        self.tokens = ZeroTokens()
         self._tokens, self._scattered = None, False
 
     def search_index(self) -> None:

@@ -131,7 +131,7 @@ def test_damaged_files_are_refused(tmp_path: Path, kind: str, change: dict, mess
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     write_shard(tmp_path / "corpus_text_document", REFERENCE_DOCUMENTS)
-    with pytest.raises(DataError, match=r"corpus.idx does not exist.*holds corpus_text_document"):
+    with pytest.raises(DataError, match=r"corpus.idx does not exist.*contains corpus_text_document"):
         IndexedDataset(tmp_path / "corpus")
     (tmp_path / "corpus_text_document.bin").unlink()
     with pytest.raises(DataError, match=r"corpus_text_document.bin does not exist"):

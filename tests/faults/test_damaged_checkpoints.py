@@ -106,8 +106,8 @@ def damages() -> Iterator[Damage]:
             origin = "another run" if of_another_run else "the step before"
             told = rf"{file}: tensor 'weights/.*checksum"
             yield Damage(f"{file} of {origin}", replayed(file, of_another_run), told)
-    yield Damage(f"{MANIFEST} of the step before", replayed(MANIFEST, False), "holds the checkpoint of step 1")
-    yield Damage("the checkpoint of the step before", replaced, "holds the checkpoint of step 1")
+    yield Damage(f"{MANIFEST} of the step before", replayed(MANIFEST, False), "contains the checkpoint of step 1")
+    yield Damage("the checkpoint of the step before", replaced, "contains the checkpoint of step 1")
 
 
 @dataclass(frozen=True)
