@@ -69,7 +69,7 @@ class LaunchEnvironment:
         timeout: seconds that a rank waits for another one.
 
         Raises:
-            LaunchError: a rank did not start in time, or the store cannot be reached or served.
+            LaunchError: rank 0 did not start in time, or the store cannot be reached or served.
         """
         if self.world_size == 1:
             return None
@@ -105,13 +105,15 @@ def initialize(
         )
     place = choose_device(device, environment.local_rank)
     if environment.world_size > 1:
-        met = start or environment.meet(timeout)
-        assert met is not None  # there are several ranks
+        if start is None:
+            start = environment.meet(timeout)
+            assert start is not None  # there are several ranks
+            start.wait_for_all()
         dist.init_process_group(
             "nccl" if place.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout),
             device_id=place if place.type == "cuda" else None,
-            store=met.store,
+            store=start.store,
             rank=environment.rank,
             world_size=environment.world_size,
         )

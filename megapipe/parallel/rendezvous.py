@@ -44,24 +44,19 @@ class Start:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-        """Meet the other ranks. All ranks call this.
+        """Meet the other ranks. All ranks call this; where one did not, the first exchange fails.
 
         timeout: seconds that a rank waits for the others, here and in every exchange.
 
         Raises:
             LaunchError: rank 0 did not start in time.
-            StartError: on rank 0, other ranks did not; those that did get it in their first exchange.
         """
         self.rank, self.world_size, self.is_over = rank, world_size, False
         self._timeout = timeout
         self._exchanges = 0
         with _losses_named(rank):
-            name, missing = _common_name(store, rank, world_size, timeout)
+            name, self._missing = _common_name(store, rank, world_size, timeout)
             self.store: dist.Store = dist.PrefixStore(name, store)
-            if missing:
-                problem = f"{in_words(missing)} did not start within {_limit(timeout)}"
-                self._answer({"problem": problem})
-                raise StartError(problem)
 
     def exchange(self, mine: str, answer: Callable[[list[str]], str]) -> str:
         """Return rank 0's answer to the values of all ranks, in rank order. All ranks call this, or `fail`.
@@ -80,14 +75,13 @@ class Start:
         self._exchange({"problem": problems}, lambda _: "")
         raise AssertionError("an exchange with a problem has no answer")
 
-    def end(self) -> None:
-        """Return once all ranks are ready to train. All ranks call this, or `fail`.
+    def wait_for_all(self) -> None:
+        """Return once all ranks have come here. All ranks call this, or `fail`.
 
         Raises:
             StartError: as `exchange`.
         """
         self.exchange("", lambda _: "")
-        self.is_over = True
 
     def speaks_first(self) -> bool:
         """Whether no rank has said before why the job ends."""
@@ -105,14 +99,15 @@ class Start:
         """Return when this process may end: on rank 0, which may serve the store, after the others."""
         self.store.set(f"left {self.rank}", "")
         if self.rank == 0:
-            others = [f"left {rank}" for rank in range(1, self.world_size)]
+            others = [f"left {rank}" for rank in range(1, self.world_size) if rank not in self._missing]
             _until(lambda: self.store.check(others), GRACE_SECONDS)
 
     def _exchange(self, mine: dict[str, str], answer: Callable[[list[str]], str]) -> str:
         with _losses_named(self.rank):
             self.store.set(f"{self._exchanges}/{self.rank}", json.dumps(mine))
             if self.rank == 0:
-                given = self._answer(self._judged(answer))
+                given = self._judged(answer)
+                self.store.set(f"{self._exchanges}/answer", json.dumps(given))
             else:
                 # Rank 0 may have come late, and then waits for others as long as it may.
                 key = f"{self._exchanges}/answer"
@@ -124,12 +119,10 @@ class Start:
             raise StartError(given["problem"])
         return str(given["value"])
 
-    def _answer(self, given: dict[str, str]) -> dict[str, str]:
-        self.store.set(f"{self._exchanges}/answer", json.dumps(given))
-        return given
-
     def _judged(self, answer: Callable[[list[str]], str]) -> dict[str, str]:
         """Rank 0's answer, once all ranks have said something, or one of them a problem a while ago."""
+        if self._missing:
+            return {"problem": f"{in_words(self._missing)} did not start within {_limit(self._timeout)}"}
         said: dict[int, dict[str, str]] = {}
         deadline = time.monotonic() + self._timeout
         failed = False

@@ -53,6 +53,8 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     try:
         environment = LaunchEnvironment.read(os.environ)
         start = environment.meet(_start_timeout(parsed))
+        if start is not None:
+            start.wait_for_all()
         if isinstance(parsed, ConfigError):
             raise parsed
         config = parsed.config

@@ -62,7 +62,8 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment, start: Star
     with locked_folder(config, environment, start) as lock:
         make_folders(config, environment)
         if start is not None:
-            start.end()
+            start.wait_for_all()
+            start.is_over = True
         if config.training.deterministic:
             require_determinism()
         with Watchdog(config.watchdog, environment.rank, Path(config.training.directory)) as heartbeat:

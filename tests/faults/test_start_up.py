@@ -23,8 +23,11 @@ from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import ROOT, TINY, command, environment, rest_of, start
 from tests.support.ranks import free_port, run_ranks
 
-KINDS = {
+QUICK = {
     "layout": (["--parallel.data=1", "--parallel.pipeline=2"], "parallel.pipeline: rank 0 has 1, rank 1 has 2"),
+    "a misspelt key": (["--model.num_layer=4"], "rank 1: unknown configuration key 'model.num_layer'"),
+}
+OTHERS = {
     "timeout": (["--parallel.timeout_seconds=20"], "parallel.timeout_seconds: rank 0 has 60.0, rank 1 has 20.0"),
     "data": (["--data.prefix=other/corpus"], "data.prefix: rank 0 has corpus (tokens"),
     "seed": (["--training.seed=7"], "training.seed: rank 0 has 1234, rank 1 has 7"),
@@ -32,12 +35,10 @@ KINDS = {
     "path": (["--training.directory=elsewhere"], "rank 1: training.directory elsewhere is not the folder "),
     "precision": (["--training.precision=bf16"], 'training.precision: rank 0 has "fp32", rank 1 has "bf16"'),
     "model": (["--model.num_layers=4"], "model.num_layers: rank 0 has 2, rank 1 has 4"),
+    "a missing file": (["--data.prefix=nowhere"], "rank 1: nowhere.idx does not exist"),
+    "a layout for more ranks": (["--parallel.data=3"], "rank 1: "),
 }
-BAD = {
-    "a misspelt key on one rank": (["--model.num_layer=4"], "rank 1: unknown configuration key 'model.num_layer'"),
-    "a file missing on one host": (["--data.prefix=nowhere"], "rank 1: nowhere.idx does not exist"),
-    "a layout for other ranks": (["--parallel.data=3"], "rank 1: "),
-}
+"""What rank 1 alone is given, and the part of the line that ends all ranks."""
 COMMON = [*TINY, "--data.prefix=corpus", "--training.steps=20", "--parallel.data=2", "--checkpoint.every=5"]
 
 
@@ -66,8 +67,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ranks_of_different_jobs_or_with_bad_input_end_with_one_line(folder: Path) -> None:
-    cases = {**KINDS, **BAD}
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_ranks_of_different_jobs_or_with_bad_input_end_with_one_line(
+    folder: Path, cases: dict[str, tuple[list[str], str]]
+) -> None:
     ports = [free_port() for _ in cases]
     first, second = run_ranks(2, programs, 2, ports, folder, [given for given, _ in cases.values()], 60.0)
     for (name, (_, told)), (status, lines), (other_status, other_lines) in zip(

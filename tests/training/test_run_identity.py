@@ -81,7 +81,7 @@ def refusal(config: PretrainConfig, rank: int, start: Start) -> str:
     try:
         agree_on_run(start, run_identity(config, 2, CPU))
         with locked_folder(config, LaunchEnvironment(rank, 2, rank), start):
-            start.exchange("", lambda _: "")
+            start.wait_for_all()
     except StartError as shared:
         return str(shared)
     except ConfigError as error:  # as `failures.status_of` does
