@@ -34,7 +34,7 @@ class DirectoryLock:
             make_durable_folder(directory, storage)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
+            raise _unwritable(directory, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -52,7 +52,7 @@ class DirectoryLock:
             os.fsync(self._descriptor)  # so that other hosts can read it
         except OSError as error:
             os.close(self._descriptor)
-            raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
+            raise _unwritable(directory, error) from error
 
     def keep(self) -> None:
         """Hold the lock until the process ends: something still writes, and `release` must do nothing."""
@@ -62,6 +62,11 @@ class DirectoryLock:
         """Let another job in."""
         if not self._kept:
             os.close(self._descriptor)
+
+
+def _unwritable(directory: Path, error: OSError) -> CheckpointError:
+    told = explained(error, directory)
+    return CheckpointError(f"training.directory {directory} cannot be written: {told}; give a folder that takes files")
 
 
 def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
