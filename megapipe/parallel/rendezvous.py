@@ -40,7 +40,7 @@ class Start:
     Attributes:
         rank, world_size: of this process, and of the job.
         store: holds nothing of an earlier start; process groups use it too.
-        is_over: whether the ranks have nothing left to agree on before training: an error on one rank is its own.
+        is_over: whether training has started, or an exchange failed; later errors are a rank's own.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
@@ -54,7 +54,7 @@ class Start:
         self.rank, self.world_size, self.is_over = rank, world_size, False
         self._timeout = timeout
         self._exchanges = 0
-        with _losses_named(rank):
+        with _loss_named(rank):
             name, self._missing = _common_name(store, rank, world_size, timeout)
             self.store: dist.Store = dist.PrefixStore(name, store)
 
@@ -73,7 +73,7 @@ class Start:
             StartError: always, with the problems of all ranks and the ranks that have them.
         """
         self._exchange({"problem": problems}, lambda _: "")
-        raise AssertionError("an exchange with a problem has no answer")
+        raise AssertionError("a problem ends the start")
 
     def wait_for_all(self) -> None:
         """Return once all ranks have come here. All ranks call this, or `fail`.
@@ -103,7 +103,7 @@ class Start:
             _until(lambda: self.store.check(others), GRACE_SECONDS)
 
     def _exchange(self, mine: dict[str, str], answer: Callable[[list[str]], str]) -> str:
-        with _losses_named(self.rank):
+        with _loss_named(self.rank):
             self.store.set(f"{self._exchanges}/{self.rank}", json.dumps(mine))
             if self.rank == 0:
                 given = self._judged(answer)
@@ -112,10 +112,12 @@ class Start:
                 # Rank 0 may have come late, and then waits for others as long as it may.
                 key = f"{self._exchanges}/answer"
                 if not self._appears(key, 2 * self._timeout + GRACE_SECONDS):
+                    self.is_over = True
                     raise LaunchError(f"rank {self.rank}: rank 0 fell silent at the start; its own end says why")
                 given = json.loads(self.store.get(key))
         self._exchanges += 1
         if "problem" in given:
+            self.is_over = True
             raise StartError(given["problem"])
         return str(given["value"])
 
@@ -282,7 +284,7 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 @contextmanager
-def _losses_named(rank: int) -> Iterator[None]:
+def _loss_named(rank: int) -> Iterator[None]:
     """Turn the loss of the store into a LaunchError."""
     try:
         yield

@@ -13,7 +13,7 @@ from megapipe.data.errors import DataError
 from megapipe.engine.errors import EngineError
 from megapipe.optim.loss_scale import LossScaleError
 from megapipe.parallel.errors import CommunicationError, LaunchError
-from megapipe.parallel.rendezvous import Start, StartError
+from megapipe.parallel.rendezvous import Start
 from megapipe.training.consistency import ReplicasDifferError
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.guards import NonFiniteError
@@ -48,7 +48,8 @@ def status_of(error: Exception, start: Start | None = None) -> ExitCode:
     """
     # torchrun ends all ranks as soon as one is gone: they end by themselves, with their own status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if start is not None and not start.is_over and not isinstance(error, StartError):
+    starting = start is not None and not start.is_over
+    if start is not None and starting:
         error = _shared(error, start)
     status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), None)
     lost = status is None and _lost_a_peer(error)
@@ -64,7 +65,7 @@ def status_of(error: Exception, start: Start | None = None) -> ExitCode:
     if start is None:
         say()
     else:
-        _say_once(start, words, lost, say, alike=not start.is_over or status not in (None, ExitCode.FAILED))
+        _say_once(start, words, lost, say, alike=starting or status not in (None, ExitCode.FAILED))
     if status is None:
         return ExitCode.PEER_LOST if lost else ExitCode.FAILED
     return status
