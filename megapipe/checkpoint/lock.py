@@ -1,9 +1,10 @@
-"""One job at a time on one directory of checkpoints."""
+"""One job at a time in the folder of a run."""
 
 import errno
 import fcntl
 import json
 import os
+import uuid
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
@@ -14,25 +15,27 @@ LOCK = ".lock"
 
 
 class DirectoryLock:
-    """An advisory lock on a directory, which the system takes back when the process ends, however it ends.
+    """An advisory lock on a directory, which the system releases when the process ends, however it ends.
 
     The file stays: removing it would let a third job lock a new file while a second one holds the old.
+
+    Attributes:
+        word: in the file for as long as this lock is held; `word_in` reads it, on any host that has the directory.
     """
 
     def __init__(self, directory: Path, storage: StorageWriter = DISK) -> None:
-        """Create the directory where it is missing, durably, and lock it.
+        """Create the directory where it is missing, durably, and lock it. A refused lock changes no file.
 
         Raises CheckpointError naming the holder when another job has it, or when the folder cannot be written.
         """
         path = directory / LOCK
+        self.word = uuid.uuid4().hex
+        self._kept = False
         try:
-            missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-            directory.mkdir(parents=True, exist_ok=True)
-            for folder in missing:
-                storage.flush_folder(folder.parent)
+            make_durable_folder(directory, storage)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
+            raise _unwritable(directory, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -43,17 +46,44 @@ class DirectoryLock:
             raise CheckpointError(
                 f"{directory} is in use by {holder}; stop that job, or give this one another training.directory"
             ) from None
-        holder = json.dumps({"host": os.uname().nodename, "process": os.getpid()})
+        holder = json.dumps({"host": os.uname().nodename, "process": os.getpid(), "word": self.word})
         try:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, holder.encode(), 0)
+            os.fsync(self._descriptor)  # so that other hosts can read it
         except OSError as error:
             os.close(self._descriptor)
-            raise CheckpointError(f"cannot write {path}: {explained(error, directory)}") from error
+            raise _unwritable(directory, error) from error
+
+    def keep(self) -> None:
+        """Hold the lock until the process ends: something still writes, and `release` must do nothing."""
+        self._kept = True
 
     def release(self) -> None:
         """Let another job in."""
-        os.close(self._descriptor)
+        if not self._kept:
+            os.close(self._descriptor)
+
+
+def _unwritable(directory: Path, error: OSError) -> CheckpointError:
+    told = explained(error, directory)
+    return CheckpointError(f"training.directory {directory} cannot be written: {told}; give a folder that takes files")
+
+
+def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
+    """Create a folder and its parents where they are missing, so that they survive a power failure."""
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        storage.flush_folder(folder.parent)
+
+
+def word_in(directory: Path) -> str | None:
+    """Return the word of the lock on a directory, None where there is no lock."""
+    try:
+        return str(json.loads((directory / LOCK).read_bytes())["word"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _holder(path: Path) -> str:

@@ -7,7 +7,6 @@ later ones win. `--print_config` prints the result as YAML. Hyphens in flags are
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, NoReturn, TypeVar
@@ -161,17 +160,3 @@ def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> 
         for name, value in namespace.items()
         if name.partition(".")[0] in groups and not name.endswith("__path__") and value is not None
     )
-
-
-def parse_given_or_exit(parser: ArgumentParser, kind: type[Config], hint: str) -> Given[Config]:
-    """Parse sys.argv for a program: no arguments prints `hint`, a wrong one the problem; both exit with status 2."""
-    arguments = sys.argv[1:]
-    if not arguments:
-        print(hint, file=sys.stderr)
-        raise SystemExit(2)
-    try:
-        return parse_given(parser, kind, arguments)
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(2) from None

@@ -15,7 +15,7 @@ from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup, Group
 from megapipe.parallel.links.exchange import SharedMemoryExchange
 from megapipe.parallel.mesh import WORLD, Mesh
-from megapipe.parallel.rendezvous import fresh_store, shares_store_with_earlier_starts
+from megapipe.parallel.rendezvous import Start, connect
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -23,11 +23,18 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What torchrun tells a process. One process without a launcher is rank 0 of 1."""
+    """What torchrun sets for a process. One process without a launcher is rank 0 of 1.
+
+    address, port: of the store through which ranks find each other. launcher_serves: whether torchrun runs that store,
+    and not rank 0.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    address: str = "localhost"
+    port: int = 0
+    launcher_serves: bool = False
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "LaunchEnvironment":
@@ -53,10 +60,27 @@ class LaunchEnvironment:
                 raise LaunchError(f"{name}={value} is outside 0..WORLD_SIZE-1 (WORLD_SIZE={world_size})")
         if not 0 < port < 65536:
             raise LaunchError(f"MASTER_PORT={port} is not a port: ports are 1..65535")
-        return cls(rank, world_size, local_rank)
+        launcher_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], port, launcher_serves)
+
+    def meet(self, timeout: float) -> Start | None:
+        """Meet the other ranks of this start of the job; None for one process. All ranks call this.
+
+        timeout: seconds that a rank waits for another one.
+
+        Raises:
+            LaunchError: rank 0 did not start in time, or the store cannot be reached or served.
+        """
+        if self.world_size == 1:
+            return None
+        serve = self.rank == 0 and not self.launcher_serves
+        store = connect(self.address, self.port, self.rank, serve=serve, timeout=timeout)
+        return Start(store, self.rank, self.world_size, timeout)
 
 
-def initialize(sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout: float = 600.0) -> Mesh:
+def initialize(
+    sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout: float = 600.0, start: Start | None = None
+) -> Mesh:
     """Join the world that torchrun started, or run alone, and lay the mesh over it.
 
     A world of one process needs no torch.distributed and creates none. Larger ones speak gloo on the CPU and NCCL on
@@ -66,10 +90,11 @@ def initialize(sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout:
         sizes: ranks along each dimension of `mesh.DIMENSIONS`; one that is left out has size 1.
         device: "auto" takes GPUs where there are any.
         timeout: seconds that a collective waits for its peers.
+        start: the ranks of this start, where they have met already.
 
     Raises:
-        LaunchError: the environment is incomplete or wrong, the layout does not fit the world, or there is no such
-            device.
+        LaunchError: the environment is incomplete or wrong, the layout does not fit the world, there is no such
+            device, or another rank did not start in time.
     """
     environment = LaunchEnvironment.read(os.environ)
     shape = MeshShape(sizes)
@@ -78,17 +103,19 @@ def initialize(sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout:
             f"the layout {shape} needs {shape.world_size} processes but {environment.world_size} were started: start "
             f"with torchrun and {shape.world_size} processes in all, or change the parallel sizes"
         )
-    place = _device(device, environment.local_rank)
+    place = choose_device(device, environment.local_rank)
     if environment.world_size > 1:
-        limit = timedelta(seconds=timeout)
-        fresh = shares_store_with_earlier_starts(os.environ)
+        if start is None:
+            start = environment.meet(timeout)
+            assert start is not None  # there are several ranks
+            start.wait_for_all()
         dist.init_process_group(
             "nccl" if place.type == "cuda" else "gloo",
-            timeout=limit,
+            timeout=timedelta(seconds=timeout),
             device_id=place if place.type == "cuda" else None,
-            store=fresh_store(os.environ, limit) if fresh else None,
-            rank=environment.rank if fresh else -1,
-            world_size=environment.world_size if fresh else -1,
+            store=start.store,
+            rank=environment.rank,
+            world_size=environment.world_size,
         )
     return connected_mesh(shape, place, timeout)
 
@@ -160,7 +187,8 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name}={environment[name]!r} is not an integer: torchrun sets it") from None
 
 
-def _device(choice: DeviceChoice, local_rank: int) -> torch.device:
+def choose_device(choice: DeviceChoice, local_rank: int) -> torch.device:
+    """Return the device of this rank, and make a GPU the current one. Raises LaunchError where there is none."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,9 +1,14 @@
-"""What the pretraining programs share: parse, plan, check, train, and tell of a wrong input in one line a problem."""
+"""What the pretraining programs share: parse, plan, check, train, and report a wrong input in one line a problem."""
 
 import os
+import sys
+import threading
 
-from megapipe.config.load import Given, build_parser, parse_given_or_exit
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import Given, build_parser, parse_given
+from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.training.exit_codes import ExitCode
 from megapipe.training.launcher_death import end_with_launcher
 from megapipe.training.signals import before_training, behind_training
 
@@ -22,7 +27,19 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     parser = build_parser(description, kind)
     parser.usage = "%(prog)s --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"
     parser.add_argument("--plan", type=str, help=PLAN_HELP)
-    given: Given[PretrainConfig] = parse_given_or_exit(parser, kind, hint)
+    if len(sys.argv) == 1:
+        if os.environ.get("RANK", "0") == "0":
+            print(hint, file=sys.stderr)
+        return ExitCode.WRONG_INPUT
+    parsed: Given[PretrainConfig] | ConfigError
+    try:
+        parsed = parse_given(parser, kind, sys.argv[1:])
+    except ConfigError as error:
+        if "WORLD_SIZE" not in os.environ:
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
+            return ExitCode.WRONG_INPUT
+        parsed = error  # the other ranks wait to hear of it
 
     end_with_launcher()
 
@@ -32,17 +49,28 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     from megapipe.training.planning import planned
     from megapipe.training.pretrain import pretrain
 
+    start = None
     try:
-        environment, config = LaunchEnvironment.read(os.environ), given.config
-        if given.flags["plan"] is not None:
-            config, told = planned(given, given.flags["plan"], os.environ, environment.world_size)
+        environment = LaunchEnvironment.read(os.environ)
+        start = environment.meet(_start_timeout(parsed))
+        if start is not None:
+            start.wait_for_all()
+        if isinstance(parsed, ConfigError):
+            raise parsed
+        config = parsed.config
+        if parsed.flags["plan"] is not None:
+            config, told = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
             if environment.rank == 0:
                 print(told, flush=True)
-        status = pretrain(config, environment)
+        status = pretrain(config, environment, start)
     except Exception as error:
-        failure = status_of(error)
-        if failure is None:
-            raise
-        status = failure
+        return status_of(error, start)
     behind_training()
     return status
+
+
+def _start_timeout(parsed: Given[PretrainConfig] | ConfigError) -> float:
+    """Seconds to wait for other ranks; the default where the configuration, not checked yet, has no such number."""
+    default = ParallelConfig().timeout_seconds
+    given = default if isinstance(parsed, ConfigError) else parsed.config.parallel.timeout_seconds
+    return given if 0 < given < threading.TIMEOUT_MAX else default

@@ -1,10 +1,11 @@
-"""What a run that failed says, and the status it exits with."""
+"""What a run that failed says, who says it, and the status it exits with."""
 
-import os
 import signal
 import sys
-import time
 import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.errors import ConfigError
@@ -12,54 +13,90 @@ from megapipe.data.errors import DataError
 from megapipe.engine.errors import EngineError
 from megapipe.optim.loss_scale import LossScaleError
 from megapipe.parallel.errors import CommunicationError, LaunchError
+from megapipe.parallel.rendezvous import Start
 from megapipe.training.consistency import ReplicasDifferError
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.guards import NonFiniteError
 from megapipe.training.memory_report import OutOfMemory
 from megapipe.training.spikes import SpikeError
+from megapipe.training.watchdog_process import record_reason
 
-_ALIKE: dict[type[Exception], ExitCode] = {
+_STATUSES: dict[type[Exception], ExitCode] = {
+    ConfigError: ExitCode.WRONG_INPUT,
+    DataError: ExitCode.WRONG_INPUT,
+    LaunchError: ExitCode.WRONG_INPUT,
+    CheckpointError: ExitCode.WRONG_INPUT,
     LossScaleError: ExitCode.NOT_FINITE,
     NonFiniteError: ExitCode.NOT_FINITE,
     SpikeError: ExitCode.SPIKES,
     ReplicasDifferError: ExitCode.REPLICAS_DIFFER,
+    OutOfMemory: ExitCode.FAILED,
 }
-"""Errors that every rank raises at the same step."""
+"""Errors whose message says all that a user needs."""
+
+PATIENCE_SECONDS = 10.0
+"""How long a rank waits for the words of the rank that speaks first."""
 
 
-PATIENCE_SECONDS = 20.0
-"""What a first rank is given to come to, and tell of, what another one has come to already."""
+def status_of(error: Exception, start: Start | None = None) -> ExitCode:
+    """Report an error on stderr and to torchrun, and return the exit status.
 
+    All ranks give their reason to torchrun, and one of them prints it: the first to fail. Another one prints its own
+    if it has another, unless it only lost a rank that failed before.
 
-def status_of(error: Exception) -> ExitCode | None:
-    """Tell of an error on stderr, and return the exit status; None for a defect, whose traceback is to be seen."""
-    if isinstance(error, ConfigError | DataError | LaunchError | CheckpointError):
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The ranks of a host make the same mistake: the first one tells of it, and torchrun ends the others for
-            # its exit. They must not be quicker, and it may be late; but where it goes on, they tell themselves.
-            _await_the_end()
-        _tell(error)
-        return ExitCode.WRONG_INPUT
-    alike = next((code for kind, code in _ALIKE.items() if isinstance(error, kind)), None)
-    if alike is not None:
-        if os.environ.get("RANK", "0") == "0":
-            _tell(error)
+    start: the ranks of this start, None for one process or where they have not met.
+    """
+    # torchrun ends all ranks as soon as one is gone: they end by themselves, with their own status.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    starting = start is not None and not start.is_over
+    if start is not None and starting:
+        error = _shared(error, start)
+    status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), None)
+    lost = status is None and _lost_a_peer(error)
+    words = str(error) if status is not None or lost else "".join(traceback.format_exception(error)).rstrip()
+    record_reason(words)
+
+    def say() -> None:
+        if status is not None:
+            print("".join(f"error: {line}\n" for line in words.splitlines()), end="", file=sys.stderr, flush=True)
         else:
-            _await_the_end()  # torchrun ends all ranks as soon as one is gone: not before rank 0 has told
-        return alike
-    if isinstance(error, OutOfMemory):
-        _tell(error)
-        return ExitCode.FAILED
-    if _lost_a_peer(error):
-        traceback.print_exception(error)
-        return ExitCode.PEER_LOST
-    return None
+            traceback.print_exception(error)
+
+    if start is None:
+        say()
+    else:
+        _say_once(start, words, lost, say, alike=starting or status not in (None, ExitCode.FAILED))
+    if status is None:
+        return ExitCode.PEER_LOST if lost else ExitCode.FAILED
+    return status
 
 
-def _await_the_end() -> None:
-    """Until a launcher ends this process for the exit of another rank, or for so long."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(PATIENCE_SECONDS)
+def _shared(error: Exception, start: Start) -> Exception:
+    """End the start of all ranks for an error on this one, and return it as all ranks know it."""
+    known = isinstance(error, tuple(_STATUSES))
+    try:
+        start.fail(str(error) if known else f"{type(error).__name__}: {error}")
+    except LaunchError as shared:
+        return shared if known else error
+
+
+def _say_once(start: Start, words: str, lost: bool, say: Callable[[], None], *, alike: bool) -> None:
+    """Print on the first rank that comes here, and let every rank end once that one has printed.
+
+    alike: all ranks come here for the same reason.
+    """
+    try:
+        if start.speaks_first():
+            say()
+            start.has_spoken(words)
+        else:
+            spoken = start.spoken(PATIENCE_SECONDS)
+            if spoken is None or (spoken != words and not lost):
+                say()
+        if alike:
+            start.leave()
+    except dist.DistError:  # the process that served the store is gone, and so is what it may have said
+        say()
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
@@ -68,8 +105,3 @@ def _lost_a_peer(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ if isinstance(error, EngineError) else None
     return False
-
-
-def _tell(error: Exception) -> None:
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr, flush=True)

@@ -1,18 +1,61 @@
-"""The folders that a run writes into: made, and tried, before it starts."""
+"""The folders that a run writes to: created, locked and tried before it starts."""
 
+import json
+import os
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from megapipe.checkpoint.lock import DirectoryLock, word_in
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.parallel.rendezvous import Start
+
+PATIENCE_SECONDS = 30.0
+"""How long another host may take to see a file that rank 0 has written; a network file system caches names."""
+
+
+@contextmanager
+def locked_folder(
+    config: PretrainConfig, environment: LaunchEnvironment, start: Start | None
+) -> Iterator[DirectoryLock | None]:
+    """Hold training.directory for this run, before any file in it is touched. All ranks call this.
+
+    Rank 0 locks the folder, and every other rank looks for its lock there. Yields the lock on rank 0, else None.
+
+    Raises:
+        CheckpointError: another job uses the folder, or it cannot be written.
+        ConfigError: this rank reaches another folder than rank 0 does.
+    """
+    directory = Path(config.training.directory)
+    lock = DirectoryLock(directory) if environment.rank == 0 else None
+    try:
+        if start is not None:
+            host = os.uname().nodename
+            mine = "" if lock is None else json.dumps([lock.word, host, str(directory.absolute())])
+            word, first_host, theirs = json.loads(start.exchange(mine, lambda all_words: all_words[0]))
+            deadline = time.monotonic() + (0.0 if host == first_host else PATIENCE_SECONDS)
+            while word_in(directory) != word:
+                if time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"training.directory {directory} is not the folder {theirs} of rank 0 on {first_host}; give "
+                        "all ranks one folder, which all hosts see"
+                    )
+                time.sleep(0.2)
+        yield lock
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def make_folders(config: PretrainConfig, environment: LaunchEnvironment) -> None:
-    """Make training.directory (on rank 0) and profile.trace (on every host).
+    """Create profile.trace on every host, and try to write to it and, on rank 0, to training.directory.
 
     Raises:
-        ConfigError: one of them cannot be made, or takes no file.
+        ConfigError: one of them cannot be created, or takes no file.
     """
     wanted = {}
     if environment.rank == 0:

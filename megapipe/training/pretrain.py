@@ -6,12 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
+from megapipe.checkpoint.lock import DirectoryLock
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.experts import active_parameters
 from megapipe.costs.memory import Precision
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
-from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
+from megapipe.parallel.launch import LaunchEnvironment, choose_device, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.rendezvous import Start
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.planner.runs.scheduling import eager_cost, schedule_name
 from megapipe.planner.runs.validation import data_parallel_size
@@ -20,7 +22,7 @@ from megapipe.training.determinism import require_determinism
 from megapipe.training.display import open_display
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
-from megapipe.training.folders import make_folders
+from megapipe.training.folders import locked_folder, make_folders
 from megapipe.training.guards import Guards
 from megapipe.training.host_memory import keep_freed_memory
 from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
@@ -34,6 +36,7 @@ from megapipe.training.records import Listeners
 from megapipe.training.references import References, reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
+from megapipe.training.run_identity import agree_on_run, run_identity
 from megapipe.training.skipping import SkippedSamplesFile
 from megapipe.training.sources import Samples, open_loader, open_samples
 from megapipe.training.throughput import UtilisationMeter, device_peak
@@ -44,27 +47,38 @@ from megapipe.training.watchdog import Heartbeat, Watchdog
 Say = Callable[[str], None]
 
 
-def pretrain(config: PretrainConfig, environment: LaunchEnvironment) -> int:
+def pretrain(config: PretrainConfig, environment: LaunchEnvironment, start: Start | None = None) -> int:
     """Train a model as configured; returns the process's exit status (130 after Ctrl-C, 143 after SIGTERM).
 
-    Raises ConfigError, DataError or LaunchError before any process group starts.
+    start: the ranks of this start, None for one process.
+
+    Raises ConfigError, DataError, CheckpointError or LaunchError before any process group starts.
     """
     validate(config, environment.world_size)
     samples = open_samples(config, "train")
     validation = open_samples(config, "validation") if config.evaluation.every is not None else None
-    make_folders(config, environment)
-    if config.training.deterministic:
-        require_determinism()
-    with Watchdog(config.watchdog, environment.rank, Path(config.training.directory)) as heartbeat:
-        return _connected(config, environment, samples, validation, heartbeat)
+    device = choose_device(config.parallel.device, environment.local_rank)
+    if start is not None:
+        agree_on_run(start, run_identity(config, environment.world_size, device))
+    with locked_folder(config, environment, start) as lock:
+        make_folders(config, environment)
+        if start is not None:
+            start.wait_for_all()
+            start.is_over = True
+        if config.training.deterministic:
+            require_determinism()
+        with Watchdog(config.watchdog, environment.rank, Path(config.training.directory)) as heartbeat:
+            return _connected(config, environment, start, samples, validation, heartbeat, lock)
 
 
 def _connected(
     config: PretrainConfig,
     environment: LaunchEnvironment,
+    start: Start | None,
     samples: Samples,
     validation: Samples | None,
     heartbeat: Heartbeat,
+    lock: DirectoryLock | None,
 ) -> int:
     parallel = config.parallel
     data = data_parallel_size(config, environment.world_size)
@@ -72,20 +86,26 @@ def _connected(
         {"data": data, "pipeline": parallel.pipeline, "context": parallel.context, "tensor": parallel.tensor},
         device=parallel.device,
         timeout=parallel.timeout_seconds,
+        start=start,
     )
     if mesh.device.type == "cpu":
         keep_freed_memory()
     try:
-        return _train(config, mesh, samples, validation, heartbeat)
+        return _train(config, mesh, samples, validation, heartbeat, lock)
     finally:
         shutdown()
 
 
 def _train(
-    config: PretrainConfig, mesh: Mesh, samples: Samples, validation: Samples | None, heartbeat: Heartbeat
+    config: PretrainConfig,
+    mesh: Mesh,
+    samples: Samples,
+    validation: Samples | None,
+    heartbeat: Heartbeat,
+    lock: DirectoryLock | None,
 ) -> int:
     say = _print if mesh.rank == 0 else _say_nothing
-    with Checkpointer(config, mesh, say) as checkpointer:
+    with Checkpointer(config, mesh, say, lock) as checkpointer:
         config = with_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)

@@ -13,10 +13,11 @@ from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.fit import RunFit, check_model, check_run, model_differences
 from megapipe.checkpoint.hugging_face import is_hugging_face, load_hugging_face
 from megapipe.checkpoint.load import load, load_weights
-from megapipe.checkpoint.lock import DirectoryLock
+from megapipe.checkpoint.lock import DirectoryLock, make_durable_folder
 from megapipe.checkpoint.manifest import DataChange, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
 from megapipe.checkpoint.save import save
+from megapipe.checkpoint.storage import explained
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import data_identity
 from megapipe.parallel.mesh import Mesh
@@ -39,27 +40,31 @@ class Checkpointer:
     samples that the last `restore` accepted, None where there was none.
     """
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, say: Callable[[str], None] = print) -> None:
-        """Lock the directory and find what to go on from.
+    def __init__(
+        self,
+        config: PretrainConfig,
+        mesh: Mesh,
+        say: Callable[[str], None] = print,
+        lock: DirectoryLock | None = None,
+    ) -> None:
+        """Find the checkpoint to continue from.
 
-        say: told on rank 0 of what a user should know.
+        Args:
+            say: called on rank 0 with what a user should know.
+            lock: on the run's folder, held by rank 0; it is kept where a save cannot be ended.
 
         Raises:
-            CheckpointError: another job uses the directory, it holds another run's checkpoints that this one would
-                mix with, or it holds damaged ones alone. The same on every rank.
+            CheckpointError: the directory holds another run's checkpoints that this one would mix with, or damaged
+                ones alone. The same on every rank.
         """
         self._config = config
         self._mesh = mesh
         self._say = say
-        self._lock: DirectoryLock | None = None
+        self._lock = lock
         self.directory = checkpoint_directory(config)
-        try:
-            on_first_rank(mesh.world, self._take_directory)
-            self.path = self._newest()
-            self._data = on_first_rank(mesh.world, lambda: data_identity(config.data))
-        except CheckpointError:
-            self.close()
-            raise
+        on_first_rank(mesh.world, self._prepare_directory)
+        self.path = self._newest()
+        self._data = on_first_rank(mesh.world, lambda: data_identity(config.data))
         self.data_change: DataChange | None = None
         self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
@@ -163,7 +168,9 @@ class Checkpointer:
         except CheckpointError:
             # `ended` tells of it.
             self._saved_step = None
-        self.path = on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
+        self.path = self._on_this_host(
+            on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
+        )
         return self.path
 
     def ended(self) -> list[EndedSave]:
@@ -171,12 +178,6 @@ class Checkpointer:
         ended = self.saves.ended()
         self.path = next((each.path for each in reversed(ended) if each.error is None), self.path)
         return ended
-
-    def close(self) -> None:
-        """Let another job use the directory."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -186,15 +187,17 @@ class Checkpointer:
             self.saves.close(failed=kind is not None)
         finally:
             # A thread that still writes keeps others out for as long as this process lives.
-            if not self.saves.under_way:
-                self.close()
+            if self._lock is not None and self.saves.under_way:
+                self._lock.keep()
 
-    def _take_directory(self) -> None:
-        """Lock the directory, if this run reads or writes it, and see that it may be used."""
-        saves, exists = self._config.checkpoint.saves, self.directory.is_dir()
-        if not saves and not (self._config.checkpoint.resume and exists):
+    def _prepare_directory(self) -> None:
+        """Create the directory, if this run writes to it, and see that it may be used."""
+        if not self._config.checkpoint.saves:
             return
-        self._lock = DirectoryLock(self.directory)
+        try:
+            make_durable_folder(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.directory}: {explained(error, self.directory)}") from error
         if not self._config.checkpoint.resume and steps(self.directory):
             raise CheckpointError(
                 f"{self.directory} holds the checkpoints of a run that checkpoint.resume false leaves alone; choose "
@@ -202,7 +205,13 @@ class Checkpointer:
             )
 
     def _newest(self) -> Path | None:
-        return on_first_rank(self._mesh.world, self._find_newest) if self._config.checkpoint.resume else None
+        if not self._config.checkpoint.resume:
+            return None
+        return self._on_this_host(on_first_rank(self._mesh.world, self._find_newest))
+
+    def _on_this_host(self, path: Path | None) -> Path | None:
+        """Rank 0's checkpoint, where this host has the folder of the run."""
+        return None if path is None else self.directory / path.name
 
     def _find_newest(self) -> Path | None:
         found = newest_valid(self.directory, self._say)
@@ -267,7 +276,7 @@ class Checkpointer:
 
     def _initialize(self, folder: Path, replica: Replica) -> None:
         """Load the weights alone, from a megapipe checkpoint or a Hugging Face folder."""
-        path = on_first_rank(self._mesh.world, lambda: _weights_folder(folder))
+        path = folder / on_first_rank(self._mesh.world, lambda: weights_folder(folder).relative_to(folder))
         differences: list[str] = []
         if is_hugging_face(path):
             load_hugging_face(path, replica.states(), self._config.model, self._mesh)
@@ -282,8 +291,11 @@ class Checkpointer:
             self._say(f"initial weights from {path}")
 
 
-def _weights_folder(folder: Path) -> Path:
-    """The folder that `init_from` means: itself, or the newest checkpoint of a run's folder."""
+def weights_folder(folder: Path) -> Path:
+    """Return the folder that `init_from` means: itself, or the newest checkpoint of a run's folder.
+
+    Raises CheckpointError where there is neither.
+    """
     if (folder / MANIFEST).is_file() or is_hugging_face(folder):
         return folder
     found = newest_whole(folder) or newest_whole(folder / "checkpoints")

@@ -87,7 +87,8 @@ class Watchdog:
         self.heartbeat = Heartbeat()
         self._config = config
         self._rank = rank
-        self._file = directory / STACKS / f"rank-{rank}.txt"
+        # The process is in the name: two starts, or hosts with one rank's number each, never write to one file.
+        self._file = directory / STACKS / f"rank-{rank}-pid-{os.getpid()}.txt"
         self._stacks: IO[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -108,10 +109,11 @@ class Watchdog:
         if self.heartbeat.descriptor >= 0:
             os.close(self.heartbeat.descriptor)
         if self._stacks is not None:
+            empty = os.fstat(self._stacks.fileno()).st_size == 0
             self._stacks.close()
-            if self._file.stat().st_size == 0:
-                self._file.unlink()
-                with contextlib.suppress(OSError):  # another rank's stacks are there
+            if empty:
+                with contextlib.suppress(OSError):  # another rank's stacks are there, or someone removed the folder
+                    self._file.unlink()
                     self._file.parent.rmdir()
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -115,10 +115,15 @@ def end(settings: Settings, memory: bytes, silence: float) -> None:
     file = Path(settings.stacks)
     time.sleep(1.0)  # the handler writes at once, or the process is stopped and never will
     stacks = file.read_text(errors="replace") if file.exists() else ""
-    print(
+    line = (
         f"watchdog: rank {settings.rank} made no progress for {silence:.1f} s in {place(memory)}; process "
-        f"{settings.pid} is {state}; the job ends with exit status {settings.end_signal}\n"
-        + (f"stacks of rank {settings.rank}, also in {file}:\n{stacks}" if stacks else "it wrote no stacks\n"),
+        f"{settings.pid} is {state}; the job ends with exit status {settings.end_signal}"
+    )
+    record_reason(line)
+    print(
+        line,
+        f"stacks of rank {settings.rank}, also in {file}:\n{stacks}" if stacks else "it wrote no stacks",
+        sep="\n",
         file=sys.stderr,
         flush=True,
     )
@@ -129,6 +134,18 @@ def end(settings: Settings, memory: bytes, silence: float) -> None:
             return
         time.sleep(0.1)
     _send(settings.pid, signal.SIGKILL)
+
+
+def record_reason(words: str) -> None:
+    """Give torchrun, where it started this rank, the reason that its summary prints (`Root Cause`).
+
+    In the format of torch.distributed.elastic's ErrorHandler (torch 2.13), whose file it is.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        reason = {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason from the screen
+            Path(path).write_text(json.dumps(reason))
 
 
 _STATES = {

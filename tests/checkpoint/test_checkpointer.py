@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.checkpoint import CheckpointError, DirectoryLock, read_manifest
+from megapipe.checkpoint import CheckpointError, read_manifest
 from megapipe.checkpoint.manifest_file import MANIFEST
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
@@ -161,14 +161,6 @@ def test_a_run_without_checkpoints_leaves_no_folder(tmp_path: Path, corpus: str)
     config = config_in(tmp_path / "run", corpus, GPT2_SHAPE, checkpoint={"every": None})
     assert train(alone(), config, 1).start == 0
     assert not (tmp_path / "run").exists()
-
-
-def test_a_second_job_is_refused_until_the_first_ends(config: PretrainConfig) -> None:
-    lock = DirectoryLock(path_of(config, 1).parent)
-    with pytest.raises(CheckpointError, match="in use by process"):
-        restored(alone(), config)
-    lock.release()
-    assert restored(alone(), config) == 3
 
 
 def test_the_last_few_are_kept_and_a_step_is_saved_once(tmp_path: Path, corpus: str) -> None:

@@ -57,6 +57,7 @@ def test_a_rank_asleep_in_a_collective_is_named_by_its_watchdog(tmp_path: Path, 
     assert told, output
     assert " in step 20: " in told[0]
     assert "is waiting" in told[0]
-    stacks = (tmp_path / RUN / "stacks/rank-1.txt").read_text()
+    (file,) = (tmp_path / RUN / "stacks").glob("rank-1-pid-*.txt")
+    stacks = file.read_text()
     assert "in strike" in stacks, "where it sleeps"
     assert "in all_reduce" not in stacks, "it never entered the collective"

@@ -65,7 +65,8 @@ def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Pat
     assert "is stopped by a signal" in told["watchdog: rank 1"]
     assert "(may wait for rank 1)" in told["watchdog: rank 0"]
     assert f"exitcode  : {ExitCode.STALLED:d}" in errors
-    assert "in _execute" in (tmp_path / "runs/default/stacks/rank-0.txt").read_text()
+    (stacks,) = (tmp_path / "runs/default/stacks").glob("rank-0-pid-*.txt")
+    assert "in _execute" in stacks.read_text()
 
 
 @pytest.mark.parametrize("whom", ["one rank", "torchrun"])

@@ -1,9 +1,9 @@
 """A launcher's environment is taken as it is or refused with the reason, before any process group exists."""
 
 import os
-import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.errors import CommunicationError, LaunchError
 from megapipe.parallel.groups import DistributedGroup, SoloGroup
 from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, shutdown
-from tests.support.ranks import run_ranks
+from tests.support.ranks import free_port, run_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -27,7 +27,10 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_complete_environment_is_read() -> None:
-    assert LaunchEnvironment.read(COMPLETE) == LaunchEnvironment(rank=1, world_size=4, local_rank=1)
+    read = LaunchEnvironment(rank=1, world_size=4, local_rank=1, address="localhost", port=29500)
+    assert LaunchEnvironment.read(COMPLETE) == read
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert LaunchEnvironment.read(COMPLETE | agent) == replace(read, launcher_serves=True)
     assert LaunchEnvironment.read({"PATH": "/bin"}) == LaunchEnvironment(rank=0, world_size=1, local_rank=0)
 
 
@@ -80,12 +83,6 @@ def test_layout_that_does_not_fit_the_world_is_told() -> None:
 def test_missing_gpu_is_told() -> None:
     with pytest.raises(LaunchError, match="LOCAL_RANK=0 needs GPU 0 but this host has 0"):
         initialize({}, device="cuda")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
 
 
 def join_by_environment(rank: int, port: int) -> list[float]:

@@ -1,39 +1,139 @@
-"""Ranks of one start agree upon a name, whatever earlier starts of the job left in the store."""
+"""The ranks of one start meet and agree, or all of them end with one reason."""
 
+import re
+import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megapipe.parallel import rendezvous
 from megapipe.parallel.errors import LaunchError
-from megapipe.parallel.rendezvous import agreed_name, shares_store_with_earlier_starts
+from megapipe.parallel.rendezvous import Start, StartError, connect, in_words
+from tests.support.ranks import free_port
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout: float = 60.0) -> Start:
+    return Start(store, rank, world_size, timeout)
 
 
 def test_every_start_has_a_name_of_its_own() -> None:
-    store, earlier = dist.HashStore(), set[str]()
+    store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:
         for dying in (2, 1, None):  # the first two starts lose a rank before it has asked
             ranks = [rank for rank in (1, 2) if rank != dying]
-            asked = [threads.submit(agreed_name, store, rank, 3, 60.0) for rank in ranks]
-            if dying is None:
-                names = {agreed_name(store, 0, 3, 60.0), *(each.result() for each in asked)}
-                assert len(names) == 1
-                assert names.isdisjoint(earlier)
-            else:
-                with pytest.raises(LaunchError, match=f"rank {dying} did not start within 1 s"):
-                    agreed_name(store, 0, 3, 1.0)
-                earlier |= {each.result() for each in asked}
+            asked = [threads.submit(meet, store, rank, 3) for rank in ranks]
+            if dying is not None:
+                for start in (meet(store, 0, 3, 0.3), asked[0].result()):
+                    with pytest.raises(StartError, match=rf"^rank {dying} did not start within 0\.3 s"):
+                        start.wait_for_all()
                 store.set(f"start/asks {dying}", "a word of the dead")
+                continue
+            starts = [meet(store, 0, 3), *(each.result() for each in asked)]
+            said = [threads.submit(start.exchange, str(start.rank), ",".join) for start in starts]
+            assert [each.result() for each in said] == ["0,1,2"] * 3
 
 
 def test_a_missing_first_rank_is_named() -> None:
     with pytest.raises(LaunchError, match=r"rank 1: rank 0 did not start within 0.1 s"):
-        agreed_name(dist.HashStore(), 1, 2, 0.1)
+        meet(dist.HashStore(), 1, 2, 0.1)
 
 
-def test_only_jobs_that_may_restart_need_a_name() -> None:
-    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    assert shares_store_with_earlier_starts(shared)
-    assert not shares_store_with_earlier_starts(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
-    assert not shares_store_with_earlier_starts(shared | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert not shares_store_with_earlier_starts({})
+def failed(store: dist.Store, rank: int, problems: dict[int, str]) -> str:
+    start = meet(store, rank, 4)
+    start.exchange("", lambda _: "fine")
+    try:
+        if rank in problems:
+            start.fail(problems[rank])
+        return start.exchange("", lambda _: "never asked")
+    except StartError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("problems", "told"),
+    [
+        (dict.fromkeys(range(4), "a is 3"), "a is 3"),
+        ({1: "a is 3\nb is 4", 2: "b is 4"}, "rank 1: a is 3\nranks 1-2: b is 4"),
+    ],
+)
+def test_problems_of_any_rank_end_all_with_one_text(problems: dict[int, str], told: str) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(failed, [store] * 4, range(4), [problems] * 4)) == {told}
+
+
+def test_a_problem_is_told_though_a_rank_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 0.2)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        starts = list(threads.map(meet, [store] * 3, range(3), [3] * 3))
+        asked = threads.submit(starts[0].exchange, "", lambda _: "never asked")
+        with pytest.raises(StartError, match=r"^rank 1: a is 3$"):  # rank 2 says nothing
+            starts[1].fail("a is 3")
+        with pytest.raises(StartError, match=r"^rank 1: a is 3$"):
+            asked.result()
+
+
+def test_a_silent_rank_is_named() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        first, _ = threads.map(meet, [store] * 2, range(2), [2] * 2, [0.2, 60.0])
+    with pytest.raises(StartError, match=r"^rank 1 fell silent at the start for 0\.2 s"):
+        first.exchange("", lambda _: "never asked")
+
+
+def test_one_rank_alone_speaks() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(meet, [store] * 2, range(2), [2] * 2)
+        assert [second.speaks_first(), first.speaks_first()] == [True, False]
+        assert first.spoken(0.01) is None
+        second.has_spoken("a is 3")
+        assert first.spoken(60.0) == "a is 3"
+        left = threads.submit(first.leave)
+        second.leave()
+        left.result(2.0)
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_ranks_in_words_name_each_rank_once(ranks: set[int]) -> None:
+    words = in_words(ranks)
+    named: list[int] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", words):
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(ranks)
+    assert words.startswith("ranks " if len(ranks) > 1 else "rank ")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with (
+        socket.create_server(("", 0)) as listener,
+        pytest.raises(LaunchError, match=f"cannot listen on MASTER_PORT={listener.getsockname()[1]} .*in use"),
+    ):
+        connect("localhost", listener.getsockname()[1], 0, serve=True, timeout=30.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"), [("localhost", "Connection refused"), ("no.such.host.invalid", "[Nn]ame|resol")]
+)
+def test_an_address_that_nothing_answers_at_is_named(address: str, reason: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"rank 1 .*MASTER_ADDR={address} .*within 0\.3 s.*({reason})"):
+        connect(address, free_port(), 1, serve=False, timeout=0.3)
+    assert time.monotonic() - begun < 10.0
+
+
+def test_a_listener_that_is_no_store_is_named() -> None:
+    before = set(threading.enumerate())
+    with (
+        socket.create_server(("", 0)) as listener,
+        pytest.raises(LaunchError, match=r"within 0\.3 s.*does not answer as a job's rank 0 does"),
+    ):
+        connect("localhost", listener.getsockname()[1], 1, serve=False, timeout=0.3)
+    for thread in set(threading.enumerate()) - before:
+        thread.join()  # torch gives up now that the listener is gone

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -70,6 +71,13 @@ def run_ranks(
                 process.kill()
                 process.join()
                 pipe.close()
+
+
+def free_port() -> int:
+    """A port of this host that no program listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 def _start(

@@ -1,15 +1,25 @@
-"""What a failed run says: what all ranks come to once, by the first one, and a wrong input else by whoever has it."""
+"""Why a run failed: printed by one rank, given to torchrun by every rank."""
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megapipe.config.errors import ConfigError
+from megapipe.engine.errors import EngineError
+from megapipe.parallel.errors import CommunicationError
+from megapipe.parallel.rendezvous import Start
 from megapipe.training import failures
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.failures import status_of
+from megapipe.training.memory_report import OutOfMemory
 from megapipe.training.spikes import SpikeError
+
+WRONG = ConfigError("a.b is 3\nc.d is 4")
 
 
 @pytest.fixture(autouse=True)
@@ -20,34 +30,79 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture
+def ranks() -> tuple[Start, Start]:
+    """Two ranks whose training has started."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(Start, [store] * 2, range(2), [2] * 2, [60.0] * 2)
+    first.is_over = second.is_over = True
+    return first, second
+
+
+def lost() -> EngineError:
+    error = EngineError("FORWARD of stage 1 waits")
+    error.__cause__ = CommunicationError("lost rank 1")
+    return error
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "variable", "others_tell"),
-    [
-        (ConfigError("a.b is 3\nc.d is 4"), ExitCode.WRONG_INPUT, "LOCAL_RANK", True),
-        (SpikeError("a.b is 3\nc.d is 4"), ExitCode.SPIKES, "RANK", False),
-    ],
+    ("error", "status"),
+    [(WRONG, ExitCode.WRONG_INPUT), (SpikeError("a.b is 3\nc.d is 4"), ExitCode.SPIKES)],
 )
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_tells_at_once_and_others_wait_to_be_ended(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-    status: ExitCode,
-    variable: str,
-    others_tell: bool,
-    rank: int,
+def test_the_first_rank_to_fail_speaks_for_all(
+    ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str], error: Exception, status: ExitCode
 ) -> None:
-    waited: list[float] = []
+    first, second = ranks
+    assert status_of(error, second) == status
+    assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "each ends with its own status"
+    assert status_of(error, first) == status
+    assert capsys.readouterr().err == ""
 
-    def sleep(seconds: float) -> None:
-        assert capsys.readouterr().err == ""
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a launcher ends it"
-        waited.append(seconds)
 
-    monkeypatch.setenv(variable, str(rank))
-    monkeypatch.setattr(failures.time, "sleep", sleep)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    assert status_of(error) == status
-    tells = rank == 0 or others_tell
-    assert capsys.readouterr().err == ("error: a.b is 3\nerror: c.d is 4\n" if tells else "")
-    assert waited == [failures.PATIENCE_SECONDS] * (rank != 0)
+def test_a_reason_of_its_own_is_printed_but_not_a_lost_peer(
+    ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = ranks
+    assert status_of(OutOfMemory("no memory left"), second) == ExitCode.FAILED
+    assert capsys.readouterr().err == "error: no memory left\n"
+    assert status_of(lost(), first) == ExitCode.PEER_LOST
+    assert capsys.readouterr().err == ""
+    assert status_of(WRONG, first) == ExitCode.WRONG_INPUT
+    assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"
+
+
+def test_a_rank_speaks_where_the_first_speaker_fell_silent(
+    ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.05)
+    assert ranks[0].speaks_first(), "and is killed before it prints"
+    assert status_of(OutOfMemory("no memory left"), ranks[1]) == ExitCode.FAILED
+    assert capsys.readouterr().err == "error: no memory left\n"
+
+
+def test_a_defect_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(KeyError("a name"), None) == ExitCode.FAILED
+    assert capsys.readouterr().err.endswith("KeyError: 'a name'\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"), [(WRONG, "a.b is 3"), (lost(), "FORWARD of stage 1 waits"), (KeyError("x"), "KeyError: 'x'")]
+)
+def test_torchrun_prints_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    status = status_of(error)
+    summary = ChildFailedError("job", {0: ProcessFailure(0, 1, status, str(file))}).format_msg()
+    assert f"traceback : {line}" in summary
+
+
+def test_a_disk_that_cannot_take_the_reason_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "error.json"))
+    assert status_of(WRONG) == ExitCode.WRONG_INPUT
+    assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"

@@ -134,7 +134,7 @@ def test_nothing_is_evaluated_or_saved_unless_asked_for(tmp_path: Path, corpus: 
     config.checkpoint = replace(config.checkpoint, every=None)
     run(config)
     assert [record.get("event") for record in records(tmp_path)] == ["start", *[None] * 8, "end"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss_curve.png", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "loss_curve.png", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize(("training", "steps_done"), [(True, 0), (False, 3)], ids=["step", "evaluation"])

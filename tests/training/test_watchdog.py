@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_run_python_is_dumped_and_ended(
 def test_a_rank_that_ends_leaves_nothing(tmp_path: Path) -> None:
     with Watchdog(WatchdogConfig(floor_seconds=60.0), 0, tmp_path) as heartbeat:
         heartbeat.step(0, "FORWARD")
-        assert [path.name for path in tmp_path.iterdir()] == ["stacks"]
+        assert [path.name for path in (tmp_path / "stacks").iterdir()] == [f"rank-0-pid-{os.getpid()}.txt"]
     assert list(tmp_path.iterdir()) == []
 
 

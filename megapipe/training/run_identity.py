@@ -1,0 +1,210 @@
+"""Whether all ranks run the same job: configuration, code, version of torch, and the content of every file it names.
+
+Paths may differ from host to host: what they lead to is compared. Nothing else may differ. The ranks exchange one
+digest; only where two differ do some of them send all that is behind it, so that thousands of ranks agree in
+milliseconds.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+import megapipe
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.config.run import PretrainConfig
+from megapipe.data.manifest import read_manifest
+from megapipe.data.shard_format import bin_path, idx_path
+from megapipe.parallel.rendezvous import Start, StartError, in_words
+from megapipe.planner.hardware.reader import PRESETS
+from megapipe.training.resume import weights_folder
+
+_SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".yaml", ".json")
+_PIECES, _PIECE_BYTES = 16, 1 << 16
+"""A file larger than so many pieces is compared by its size and by pieces spread over it."""
+_NAMED_FIELDS = 3
+_NAMED_KINDS = 8
+_LONGEST_VALUE = 100
+ABSENT = "nothing"
+
+
+class Fact(NamedTuple):
+    """One thing that all ranks share. compared: equal on all of them. shown: to a user, where it is not."""
+
+    compared: str
+    shown: str
+
+
+Identity = Mapping[str, Fact]
+"""By name, such as `optimizer.learning_rate`."""
+
+
+def agree_on_run(start: Start, identity: Identity) -> None:
+    """Return where all ranks run the same job. All ranks call this.
+
+    Raises:
+        StartError: they do not. One line names fields, values and ranks.
+    """
+    compared = json.dumps({name: fact.compared for name, fact in identity.items()})
+    digest = xxhash.xxh3_128_hexdigest(compared.encode())
+    ranks: dict[str, list[int]] = {}
+
+    def ask_further(digests: list[str]) -> str:
+        for rank, each in enumerate(digests):
+            ranks.setdefault(each, []).append(rank)
+        return "" if len(ranks) == 1 else json.dumps([alike[0] for alike in ranks.values()][:_NAMED_KINDS])
+
+    asked = start.exchange(digest, ask_further)
+    if not asked:
+        return
+
+    def refuse(identities: list[str]) -> str:
+        kinds = [
+            (alike, {name: Fact(*fact) for name, fact in json.loads(identities[alike[0]]).items()})
+            for alike in list(ranks.values())[:_NAMED_KINDS]
+        ]
+        raise StartError(difference(kinds))
+
+    start.exchange(json.dumps(identity) if start.rank in json.loads(asked) else "", refuse)
+
+
+def difference(kinds: Sequence[tuple[Sequence[int], Identity]]) -> str:
+    """Describe in one line how groups of ranks with an identity each differ."""
+    names = dict.fromkeys(name for _, identity in kinds for name in identity)
+    differing = []
+    for name in names:
+        values: dict[str, tuple[str, list[int]]] = {}
+        for ranks, identity in kinds:
+            fact = identity.get(name, Fact(ABSENT, ABSENT))
+            values.setdefault(fact.compared, (fact.shown, []))[1].extend(ranks)
+        if len(values) > 1:
+            words = [
+                f"{in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} {_shortened(shown)}"
+                for shown, ranks in values.values()
+            ]
+            differing.append(f"{name}: {', '.join(words)}")
+    more = len(differing) - _NAMED_FIELDS
+    return (
+        f"the ranks do not run the same job: {'; '.join(differing[:_NAMED_FIELDS])}"
+        f"{f'; and {more} more differences' if more > 0 else ''}; start all ranks with one configuration, the same "
+        "files and the same code"
+    )
+
+
+def run_identity(config: PretrainConfig, world_size: int, device: torch.device) -> dict[str, Fact]:
+    """Return what has to be equal on all ranks.
+
+    training.directory is left out: that all ranks reach one folder is seen from the lock in it.
+
+    Args:
+        device: of this rank; its kind is compared.
+    """
+    values = asdict(config)
+    for group, name in (("data", "prefix"), ("data", "blend"), ("training", "directory")):
+        del values[group][name]
+    facts = {name: _fact(value) for name, value in _flat(values)}
+    shards = _shards(config)
+    if not config.data.blend:
+        facts["data.prefix"] = _leads_to(config.data.prefix, shards[config.data.prefix])
+    for number, (prefix, weight) in enumerate(config.data.blend.items(), 1):
+        facts[f"data.blend, shard {number}"] = _leads_to(f"{prefix}: {weight!r}", f"{weight!r} of {shards[prefix]}")
+    tokenizer = getattr(config.data, "tokenizer", "")
+    named = {"data.tokenizer": tokenizer, "schedule.file": config.schedule.file}
+    if config.recompute.hardware is not None and config.recompute.hardware not in PRESETS:
+        named["recompute.hardware"] = config.recompute.hardware
+    for name, path in named.items():
+        if path:
+            facts[name] = _leads_to(path, content(Path(path.rpartition(":")[2] if name == "data.tokenizer" else path)))
+    facts["init_from"] = _leads_to(config.init_from, _weights(config.init_from)) if config.init_from else _fact("")
+    facts["the kind of device"] = _fact(device.type)
+    facts["WORLD_SIZE"] = _fact(world_size)
+    facts["the version of torch"] = _fact(torch.__version__)
+    return facts | {name: Fact(checksum, checksum[:8]) for name, checksum in _sources().items()}
+
+
+def content(path: Path) -> str:
+    """Describe what a file or a folder holds, whatever it is called."""
+    if path.is_file():
+        size = path.stat().st_size
+        digest = xxhash.xxh3_64(b"%d" % size)
+        with path.open("rb") as file:
+            if size <= _PIECES * _PIECE_BYTES:
+                digest.update(file.read())
+            else:
+                for number in range(_PIECES):
+                    file.seek(number * (size - _PIECE_BYTES) // (_PIECES - 1))
+                    digest.update(file.read(_PIECE_BYTES))
+        return f"{size:,} bytes, checksum {digest.hexdigest()}"
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.is_file())
+        digest = xxhash.xxh3_64()
+        for each in files:
+            digest.update(f"{each.relative_to(path)}: {content(each)}\n".encode())
+        return f"{len(files):,} files, checksum {digest.hexdigest()}"
+    return ABSENT
+
+
+def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of a configuration, those of groups within groups by their dotted names."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _fact(value: Any) -> Fact:
+    words = json.dumps(value, default=str, sort_keys=True)
+    return Fact(words, words)
+
+
+def _leads_to(path: str, found: str) -> Fact:
+    return Fact(found, f"{path} ({found})")
+
+
+def _shards(config: PretrainConfig) -> dict[str, str]:
+    """What every shard of the run holds, by its path."""
+    return {prefix: _shard(prefix) for prefix in config.data.prefixes}
+
+
+def _shard(prefix: str) -> str:
+    manifest = read_manifest(prefix)
+    if manifest is not None and manifest.bin_checksum is not None and manifest.idx_checksum is not None:
+        return (
+            f"{manifest.num_tokens:,} tokens, {manifest.num_documents:,} documents, checksums {manifest.bin_checksum} "
+            f"{manifest.idx_checksum}, tokenizer {manifest.tokenizer_fingerprint}"
+        )
+    return f"tokens {content(bin_path(prefix))}; index {content(idx_path(prefix))}"
+
+
+def _weights(path: str) -> str:
+    """What initial weights are taken from; a checkpoint's manifest holds the checksums of its files."""
+    try:
+        folder = weights_folder(Path(path))
+    except CheckpointError:
+        return ABSENT
+    return content(folder / MANIFEST if (folder / MANIFEST).is_file() else folder)
+
+
+@cache
+def _sources() -> dict[str, str]:
+    """Checksums of the sources of megapipe, and of kernels within it, by path."""
+    package = Path(megapipe.__file__).parent
+    found = {}
+    for folder, _, names in sorted(os.walk(package, followlinks=True)):
+        for name in sorted(names):
+            if name.endswith(_SOURCES):
+                path = Path(folder, name)
+                found[f"source {path.relative_to(package.parent)}"] = xxhash.xxh3_64_hexdigest(path.read_bytes())
+    return found
+
+
+def _shortened(words: str) -> str:
+    return words if len(words) <= _LONGEST_VALUE else f"{words[:_LONGEST_VALUE]}..."

@@ -1,0 +1,171 @@
+"""A start that cannot go well ends on all ranks, with one line and status 2, and changes nothing on disk."""
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megapipe.checkpoint import CheckpointError
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.command import run_program
+from megapipe.training.folders import locked_folder
+from megapipe.training.pretrain import pretrain
+from tests.faults.jobs import LIMIT_SECONDS, RUN, needs_proc, statuses
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.launch import ROOT, TINY, command, environment, rest_of, start
+from tests.support.ranks import free_port, run_ranks
+
+QUICK = {
+    "layout": (["--parallel.data=1", "--parallel.pipeline=2"], "parallel.pipeline: rank 0 has 1, rank 1 has 2"),
+    "a misspelt key": (["--model.num_layer=4"], "rank 1: unknown configuration key 'model.num_layer'"),
+}
+OTHERS = {
+    "timeout": (["--parallel.timeout_seconds=20"], "parallel.timeout_seconds: rank 0 has 60.0, rank 1 has 20.0"),
+    "data": (["--data.prefix=other/corpus"], "data.prefix: rank 0 has corpus (tokens"),
+    "seed": (["--training.seed=7"], "training.seed: rank 0 has 1234, rank 1 has 7"),
+    "steps": (["--training.steps=40"], "training.steps: rank 0 has 20, rank 1 has 40"),
+    "path": (["--training.directory=elsewhere"], "rank 1: training.directory elsewhere is not the folder "),
+    "precision": (["--training.precision=bf16"], 'training.precision: rank 0 has "fp32", rank 1 has "bf16"'),
+    "model": (["--model.num_layers=4"], "model.num_layers: rank 0 has 2, rank 1 has 4"),
+    "a missing file": (["--data.prefix=nowhere"], "rank 1: nowhere.idx does not exist"),
+    "a layout for more ranks": (["--parallel.data=3"], "rank 1: "),
+}
+"""What rank 1 alone is given, and the part of the line that ends all ranks."""
+COMMON = [*TINY, "--data.prefix=corpus", "--training.steps=20", "--parallel.data=2", "--checkpoint.every=5"]
+
+
+def programs(
+    rank: int, world_size: int, ports: list[int], folder: Path, on_rank_1: list[list[str]], timeout: float
+) -> list[tuple[int, list[str]]]:
+    """Status and error lines of one start of the program after the other, as a launcher would start it."""
+    dist.destroy_process_group()
+    os.chdir(folder)
+    ended = []
+    for port, given in zip(ports, on_rank_1, strict=True):
+        variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="localhost")
+        sys.argv = ["pretrain_gpt.py", *COMMON, f"--parallel.timeout_seconds={timeout}", *(given if rank == 1 else [])]
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            status = run_program(PretrainConfig, "", "")
+        ended.append((int(status), errors.getvalue().splitlines()))
+    return ended
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shard(tmp_path)
+    (tmp_path / "other").mkdir()
+    write_shard(tmp_path / "other", seed=1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_ranks_of_different_jobs_or_with_bad_input_end_with_one_line(
+    folder: Path, cases: dict[str, tuple[list[str], str]]
+) -> None:
+    ports = [free_port() for _ in cases]
+    first, second = run_ranks(2, programs, 2, ports, folder, [given for given, _ in cases.values()], 60.0)
+    for (name, (_, told)), (status, lines), (other_status, other_lines) in zip(
+        cases.items(), first, second, strict=True
+    ):
+        assert (status, other_status) == (2, 2), name
+        (line,) = lines + other_lines
+        assert line.startswith("error: "), name
+        assert told in line, name
+    assert not list(folder.rglob("metrics.jsonl")), "none trains"
+
+
+def test_a_rank_that_never_starts_is_named_by_one_line(folder: Path) -> None:
+    ended = run_ranks(2, programs, 3, [free_port()], folder, [[]], 2.0)
+    assert [status for ((status, _),) in ended] == [2, 2]
+    (line,) = [line for ((_, lines),) in ended for line in lines]
+    assert line == "error: rank 2 did not start within 2 s (parallel.timeout_seconds)"
+
+
+def test_a_port_in_use_ends_every_rank_in_time(folder: Path) -> None:
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        ((first,), (second,)) = run_ranks(2, programs, 2, [port], folder, [[]], 2.0)
+    assert (first[0], second[0]) == (2, 2)
+    (line,), (other,) = first[1], second[1]
+    assert line.startswith(f"error: rank 0 cannot listen on MASTER_PORT={port} of ")
+    assert other.startswith("error: rank 1 on ")
+    assert f"MASTER_PORT={port} within 2 s" in other
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Times and contents of all files and folders."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in (folder, *folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_a_refused_second_start_changes_no_file(folder: Path, every: int | None) -> None:
+    directory = folder / "run"
+    config = make_config(
+        str(folder / "corpus"), GPT2_SHAPE, training={"directory": str(directory)}, checkpoint={"every": every}
+    )
+    with locked_folder(config, LaunchEnvironment(), None):
+        (directory / "stacks").mkdir()
+        (directory / "stacks/rank-0-pid-1.txt").write_text("")
+        (directory / "metrics.jsonl").write_text("a line of the first start\n")
+        before = snapshot(folder)
+        with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*another training.directory"):
+            pretrain(config, LaunchEnvironment())
+        assert snapshot(folder) == before
+    assert pretrain(config, LaunchEnvironment()) == 0
+
+
+@needs_proc
+@pytest.mark.slow
+def test_the_same_command_a_second_time_leaves_the_first_alone(folder: Path) -> None:
+    arguments = ["--data.prefix=corpus", "--training.steps=100000", "--optimizer.decay=constant"]
+    first = start(1, *arguments, folder=folder)
+    assert first.stdout is not None
+    next(line for line in first.stdout if line.startswith("step "))
+    os.kill(first.pid, signal.SIGSTOP)  # so that the files are at rest
+    before = snapshot(folder / RUN)
+    second = subprocess.run(
+        command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
+    assert second.returncode == 2
+    assert second.stderr.startswith(f"error: {RUN} is in use by process {first.pid} on ")
+    assert len(second.stderr.splitlines()) == 1
+    assert snapshot(folder / RUN) == before
+    os.kill(first.pid, signal.SIGCONT)
+    os.kill(first.pid, signal.SIGTERM)
+    assert "stopped by SIGTERM after step " in rest_of(first, LIMIT_SECONDS)
+    assert first.returncode == 143
+
+
+PROGRAM = """
+import os, sys
+from megapipe.config.run import PretrainConfig
+from megapipe.training.command import run_program
+sys.argv += ["--training.seed=7"] * (os.environ["RANK"] == "1")
+raise SystemExit(run_program(PretrainConfig, "Pretrain a GPT.", ""))
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_shows_the_reason_as_root_cause(folder: Path) -> None:
+    (folder / "program.py").write_text(PROGRAM)
+    arguments = ["--data.prefix=corpus", "--parallel.data=2"]
+    job = start(
+        2, *arguments, folder=folder, program=folder / "program.py", errors=subprocess.STDOUT, PYTHONPATH=str(ROOT)
+    )
+    output = rest_of(job, LIMIT_SECONDS)
+    assert job.returncode == 1, "torchrun's own"
+    assert output.count("error: the ranks do not run the same job: training.seed: rank 0 has 1234") == 1, output
+    assert statuses(output) == {2}, output
+    assert "traceback : the ranks do not run the same job: training.seed" in output.partition("Root Cause")[2], output

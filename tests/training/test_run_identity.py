@@ -1,0 +1,170 @@
+"""Ranks that do not run the same job are refused with one line, whatever field differs."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.parallel.rendezvous import Start, StartError, connect
+from megapipe.training import run_identity as module
+from megapipe.training.folders import locked_folder
+from megapipe.training.run_identity import Fact, agree_on_run, difference, run_identity
+from tests.support.gpt_runs import write_shard
+from tests.support.ranks import free_port, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def other(hint: Any, value: Any) -> Any:
+    """Another value of a field of that type."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        return other(kinds[0], 1 if value is None and kinds[0] in (int, float) else value)
+    if get_origin(hint) is Literal:
+        return next(each for each in get_args(hint) if each != value)
+    if hint is bool:
+        return not value
+    if hint in (int, float):
+        return value + 1
+    if hint is str:
+        return f"{value or ''}x"
+    if get_origin(hint) is dict:
+        return {**value, "x": other(get_args(hint)[1], 1 if get_args(hint)[1] is float else "")}
+    return [*(value or []), 7]
+
+
+def changed(config: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field by its dotted name, and the configuration in which it alone is another."""
+    hints = get_type_hints(type(config))
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if is_dataclass(value):
+            for name, inner in changed(value, f"{above}{each.name}."):
+                yield name, replace(config, **{each.name: inner})
+        else:
+            yield f"{above}{each.name}", replace(config, **{each.name: other(hints[each.name], value)})
+
+
+def start_config(kind: type[PretrainConfig], folder: Path) -> PretrainConfig:
+    config = kind()
+    config.data = replace(config.data, prefix=str(folder / "corpus"))
+    config.training = replace(config.training, directory=str(folder / "run"))
+    return config
+
+
+def refusals(rank: int, port: int, folder: Path) -> dict[str, str]:
+    """What this rank hears where rank 1 has another value in one field, for each field in turn."""
+    start = Start(connect("localhost", port, rank, serve=rank == 0, timeout=60.0), rank, 2, 60.0)
+    told = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_sources", dict)  # 600 files, which take most of the time
+        for kind in (PretrainConfig, BertPretrainConfig):
+            config = start_config(kind, folder)
+            assert refusal(config, rank, start) == ""
+            for name, another in changed(config):
+                told[f"{kind.__name__}: {name}"] = refusal(another if rank == 1 else config, rank, start)
+    start.leave()
+    return told
+
+
+def refusal(config: PretrainConfig, rank: int, start: Start) -> str:
+    """What ends the start of all ranks, empty where they agree."""
+    try:
+        agree_on_run(start, run_identity(config, 2, CPU))
+        with locked_folder(config, LaunchEnvironment(rank, 2, rank), start):
+            start.wait_for_all()
+    except StartError as shared:
+        return str(shared)
+    except ConfigError as error:  # as `failures.status_of` does
+        with pytest.raises(StartError) as caught:
+            start.fail(str(error))
+        return str(caught.value)
+    return ""
+
+
+def test_every_field_that_differs_is_refused_by_name(tmp_path: Path) -> None:
+    write_shard(tmp_path)
+    first, second = run_ranks(2, refusals, free_port(), tmp_path)
+    assert first == second, "all ranks end with one line"
+    assert len(first) > 300
+    for name, line in first.items():
+        field = name.partition(": ")[2]
+        assert "\n" not in line
+        if field == "training.directory":
+            assert line.startswith("rank 1: training.directory "), line
+        else:
+            assert line.startswith("the ranks do not run the same job: "), (name, line)
+            assert field in line
+            assert "rank 0 has " in line, (name, line)
+            assert "rank 1 has " in line, (name, line)
+
+
+def test_paths_may_differ_where_their_content_does_not(tmp_path: Path) -> None:
+    config = start_config(BertPretrainConfig, tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    corpus = write_shard(tmp_path / "a")
+    for name in ("vocab.txt", "schedule.txt", "hardware.yaml"):
+        (tmp_path / "a" / name).write_text(name)
+    (tmp_path / "a/weights").mkdir()
+    (tmp_path / "a/weights/config.json").write_text("{}")
+    (tmp_path / "a/weights/model.safetensors").write_bytes(bytes(1 << 21))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    def named(folder: Path, blend: bool) -> PretrainConfig:
+        shard = {"prefix": "", "blend": {str(folder / "corpus"): 2.0}} if blend else {"prefix": str(folder / "corpus")}
+        return replace(
+            config,
+            data=replace(config.data, tokenizer=f"bert-uncased:{folder / 'vocab.txt'}", **shard),
+            schedule=replace(config.schedule, file=str(folder / "schedule.txt")),
+            recompute=replace(config.recompute, hardware=str(folder / "hardware.yaml")),
+            training=replace(config.training, directory=str(folder / "run")),
+            init_from=str(folder / "weights"),
+        )
+
+    def compared(folder: Path, blend: bool = False) -> dict[str, str]:
+        return {name: fact.compared for name, fact in run_identity(named(folder, blend), 2, CPU).items()}
+
+    assert compared(tmp_path / "a") == compared(tmp_path / "b")
+    assert compared(tmp_path / "a", blend=True) == compared(tmp_path / "b", blend=True)
+    here = compared(tmp_path / "b")
+    (tmp_path / "b/vocab.txt").write_text("another")
+    (tmp_path / "b/schedule.txt").write_text("another")
+    (tmp_path / "b/hardware.yaml").write_text("another")
+    with (tmp_path / "b/weights/model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"1")
+    shard = Path(corpus).with_name("corpus.bin")
+    (tmp_path / "b/corpus.bin").write_bytes(shard.read_bytes()[:-1] + b"\7")
+    there = compared(tmp_path / "b")
+    differing = {name for name in here if here[name] != there[name]}
+    assert differing == {"data.prefix", "data.tokenizer", "schedule.file", "recompute.hardware", "init_from"}
+
+
+def test_a_difference_names_fields_values_and_ranks() -> None:
+    def identity(**values: str) -> dict[str, Fact]:
+        return {name: Fact(value, value) for name, value in values.items()}
+
+    groups = [
+        ([0, 2, 3, 4], identity(a="1", b="2", c="3", d="4", e="5", same="6")),
+        ([1], identity(a="7", b="8", c="9", d="0", e="0", same="6")),
+        ([5], identity(a="1", b="8", c="3", d="4", e="5", same="6")),
+    ]
+    assert difference(groups).startswith(
+        "the ranks do not run the same job: a: ranks 0, 2-5 have 1, rank 1 has 7; b: ranks 0, 2-4 have 2, ranks 1, 5 "
+        "have 8; c: ranks 0, 2-5 have 3, rank 1 has 9; and 2 more differences; "
+    )
+
+
+def test_sources_of_all_packages_are_compared() -> None:
+    names = set(module._sources())
+    for name in ("training/pretrain.py", "kernels/registry.py"):
+        assert f"source megapipe/{name}" in names
