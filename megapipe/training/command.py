@@ -5,6 +5,7 @@ import os
 from megapipe.config.load import Given, build_parser, parse_given_or_exit
 from megapipe.config.run import PretrainConfig
 from megapipe.training.launcher_death import end_with_launcher
+from megapipe.training.output import print_line
 from megapipe.training.signals import before_training, behind_training
 
 PLAN_HELP = (
@@ -37,7 +38,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
         if given.flags["plan"] is not None:
             config, told = planned(given, given.flags["plan"], os.environ, environment.world_size)
             if environment.rank == 0:
-                print(told, flush=True)
+                print_line(told)
         status = pretrain(config, environment)
     except Exception as error:
         failure = status_of(error)

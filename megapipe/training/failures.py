@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 import traceback
 
@@ -16,6 +15,7 @@ from megapipe.training.consistency import ReplicasDifferError
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.guards import NonFiniteError
 from megapipe.training.memory_report import OutOfMemory
+from megapipe.training.output import print_error
 from megapipe.training.spikes import SpikeError
 
 _ALIKE: dict[type[Exception], ExitCode] = {
@@ -72,4 +72,4 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 
 def _tell(error: Exception) -> None:
     for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print_error(f"error: {line}")

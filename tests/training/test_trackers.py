@@ -7,7 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megapipe.config.run import PretrainConfig
-from megapipe.training.trackers import TensorBoard, WeightsAndBiases, open_trackers, step_scalars, wandb_mode
+from megapipe.training.listeners import Listeners
+from megapipe.training.trackers import TensorBoard, WeightsAndBiases, add_trackers, step_scalars, wandb_mode
 from tests.training.records import evaluation_record, step_record
 
 LOADS = {"expert_load_variations": [0.25, 0.75]}
@@ -40,7 +41,9 @@ def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
 def test_no_tracker_unless_asked_for(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     config.tracking = replace(config.tracking, wandb_project="")
-    assert open_trackers(config, resumed=False, say=print) == []
+    listeners = Listeners()
+    add_trackers(listeners, config, resumed=False)
+    assert listeners._lanes == {}
 
 
 @pytest.fixture
