@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases: what was told can be read back, and nobody is asked anything."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,22 @@ def test_wandb_mode_rules(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WANDB_API_KEY", "key")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode() == "disabled"
+
+
+@pytest.mark.slow
+def test_an_unreachable_wandb_costs_a_run_nothing(
+    no_account: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    begun = time.monotonic()
+    listeners = Listeners()
+    add_trackers(listeners, configuration(tmp_path), resumed=False)
+    for step in range(1, 100):
+        listeners.step(step_record(step))
+    assert time.monotonic() - begun < 5, "it starts in the background"
+    listeners.close(seconds=0.1)
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.slow
