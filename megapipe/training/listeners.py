@@ -137,7 +137,10 @@ class _Lane:
                 continue
             method, arguments, fields = call
             for guard in list(self._guards):
-                line = guard.retry() if method == "retry" else guard.call(method, arguments, fields)
+                if method == "retry":
+                    guard.retry()
+                    continue
+                line = guard.call(method, arguments, fields)
                 if line is not None:
                     self._warn(self.name, line)
         for guard in self._guards:

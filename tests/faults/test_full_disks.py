@@ -95,7 +95,8 @@ def on_disk(disk: FillingDisk, at_step: Callable[[int], None]) -> Iterator[None]
 
         def reported(self: TrainingLoop, position: Any, results: Any) -> bool:
             stopped = report(self, position, results)
-            at_step(position.step)
+            if results:
+                at_step(position.step)
             return stopped
 
         saver, save = saving.BackgroundSaver, resume.save
@@ -202,7 +203,9 @@ def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "asynchronous"), [(0, True), (1, True), (1, False)])
+@pytest.mark.parametrize(
+    ("victim", "asynchronous"), [(0, True), (1, True), pytest.param(1, False, marks=pytest.mark.exhaustive)]
+)
 def test_one_full_rank_delays_no_other(tmp_path: Path, corpus: str, victim: int, asynchronous: bool) -> None:
     config = configuration(corpus, tmp_path, asynchronous=asynchronous, keep_last=None)
     config.parallel = replace(config.parallel, data=2, timeout_seconds=1000.0)
