@@ -60,7 +60,8 @@ def train(name: str, options: list[str], arguments: argparse.Namespace) -> Path:
         str(arguments.prefix), *MODEL, "--parallel.device=cpu", "--training.directory", str(folder),
         "--training.steps", str(arguments.steps), "--optimizer.warmup_steps", str(max(1, arguments.steps // 10)),
         "--optimizer.learning_rate", str(arguments.learning_rate), "--training.log_every=50",
-        "--checkpoint.every", "null", "--evaluation.every", str(max(1, arguments.steps // 4)), *options,
+        "--checkpoint.every", "null", "--checkpoint.at_end", "false",
+        "--evaluation.every", str(max(1, arguments.steps // 4)), *options,
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     return folder

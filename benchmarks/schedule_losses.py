@@ -39,7 +39,8 @@ def train(name: str, arguments: argparse.Namespace) -> Path:
         "--training.steps", str(arguments.steps), "--optimizer.warmup_steps", str(max(1, arguments.steps // 10)),
         "--training.precision", "fp32", "--parallel.pipeline", "2", "--schedule.name", name,
         "--optimizer.learning_rate", str(arguments.learning_rate),
-        "--checkpoint.every", "null", "--evaluation.every", str(max(1, arguments.steps // 4)),
+        "--checkpoint.every", "null", "--checkpoint.at_end", "false",
+        "--evaluation.every", str(max(1, arguments.steps // 4)),
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     return folder

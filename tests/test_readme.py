@@ -57,12 +57,12 @@ def test_every_command_runs() -> None:
     shutil.rmtree(ROOT / folder, ignore_errors=True)
     for written in COMMANDS:
         command = written.replace("runs/quickstart", folder)
-        for name in ("2bw", "bert"):
+        for name in ("2bw", "bert", "gpt_tiny"):
             command = command.replace(f"runs/{name}", f"{folder}/{name}")
         if written in QUICK:
             run(command, 300, **short_quickstarts(folder))
         elif written in TRAINING:
-            name = "2bw" if "2bw" in written else "train"
+            name = "2bw" if "2bw" in written else "pipeline" if "torchrun" in written else "gpt_tiny"
             output = run(f"{command} --training.steps 6 --training.directory {folder}/{name}", 180)
             assert "step 6/6" in output
     shutil.rmtree(ROOT / folder)
@@ -88,6 +88,9 @@ def test_training_commands_run_as_written_and_learn(command: str, tmp_path: Path
     unigram = float(re.findall(r"unigram entropy (\d+\.\d+)", output)[0])
     losses = [float(loss) for loss in re.findall(r"\| loss (\d+\.\d+)", output)]
     assert losses[-1] < unigram - margin
+    if "runs/quickstart" not in command and str(tmp_path / "2bw") not in command:
+        sample = run(f"python tools/generate.py --checkpoint {tmp_path}/run --prompt 'def ' --max-new-tokens 32", 120)
+        assert "def " in sample
 
 
 def is_tokenized(line: str) -> bool:

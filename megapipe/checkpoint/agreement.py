@@ -1,4 +1,4 @@
-"""Work in which all ranks succeed or all of them raise the same error."""
+"""Work in which all ranks succeed, or all of them raise the same error."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def gathered(world: Group, work: Callable[[], T]) -> list[T]:
     try:
         value = work()
     except Exception as error:  # a rank that left with an error of its own would leave the others waiting
-        failure, cause = _told(error, world), error
+        failure, cause = as_all_ranks_raise_it(error, world), error
     outcomes: list[tuple[CheckpointError | None, T]] = world.all_gather_object((failure, value))
     for failed, _ in outcomes:
         if failed is not None:
@@ -43,8 +43,8 @@ def on_first_rank(world: Group, work: Callable[[], T]) -> T:
     return found[0][0]
 
 
-def _told(error: Exception, world: Group) -> CheckpointError:
-    """The error as every rank raises it; one of many ranks says which one met it."""
+def as_all_ranks_raise_it(error: BaseException, world: Group) -> CheckpointError:
+    """Return this rank's error as every rank raises it: with the rank and its host where there are several."""
     message = str(error) if world.size == 1 else f"{error} (rank {world.rank}, on {os.uname().nodename})"
     if isinstance(error, DamagedCheckpointError):
         return DamagedCheckpointError(message, error.reason)

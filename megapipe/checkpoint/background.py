@@ -1,7 +1,9 @@
-"""Saving beside training: a copy at a step's end, which a thread of each rank then writes.
+"""Saving while training continues: a copy at the end of a step, which a thread of each rank then writes.
 
-The ranks agree by collectives where a save begins and where it is waited for, both in the thread that trains; in
-between by files (`records`). At most one save is under way, and its copy is the only extra memory.
+Ranks agree by collectives where a save starts and where it ends, both in the thread that trains. In between, a rank
+reports a durable file through the checkpoint's folder (`records`), and a failure in memory only: `failed` becomes
+true, the caller sums that flag with a step's other sums, and all ranks then call `finish`, which exchanges the
+reasons. At most one save is under way, and its copy is the only extra memory.
 """
 
 import threading
@@ -12,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint.agreement import gathered, on_first_rank
+from megapipe.checkpoint.agreement import agreed, as_all_ranks_raise_it, on_first_rank
 from megapipe.checkpoint.directory import partial_folder, step_folder
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
-from megapipe.checkpoint.records import await_written, tell_failed, tell_written
+from megapipe.checkpoint.records import await_written, report_written
 from megapipe.checkpoint.save import (
     Content,
     Written,
@@ -34,13 +36,18 @@ from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 
+_FIRST_SLICE = 0.01
+_LONGEST_SLICE = 1.0
+"""Seconds that a rank waits for its own thread before ranks compare how far they are: far below the time that a
+collective waits, so that a slow disk of one rank never looks like a lost peer."""
+
 
 @dataclass(frozen=True)
 class EndedSave:
     """What became of a save, as one rank sees it.
 
-    seconds: from its beginning to where the next one may begin. error: why there is no such checkpoint, None where it
-    is durable (rank 0) or this rank's share of it is (the others).
+    seconds: from its start to where the next one may start. error: why there is no such checkpoint, None where it is
+    durable (rank 0) or this rank's share of it is (the others).
     """
 
     step: int
@@ -52,7 +59,7 @@ class EndedSave:
 class BackgroundSaver:
     """Saves of one run into one directory. The caller owns the directory, and all ranks see it.
 
-    Whoever uses it calls `finish` before the process ends: what is not durable by then is lost.
+    The caller calls `finish` before the process ends: what is not durable by then is lost.
 
     Attributes:
         waited: seconds that the last `start` waited for the save before it.
@@ -64,10 +71,10 @@ class BackgroundSaver:
         mesh: Mesh,
         *,
         storage: StorageWriter = DISK,
-        patience: float = 600.0,
+        patience: float = 300.0,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Nothing is allocated or written yet.
+        """Allocate and write nothing yet.
 
         patience: seconds that rank 0 waits while no rank writes anything. after: called on rank 0, in the thread that
         writes, once a checkpoint is durable.
@@ -91,16 +98,22 @@ class BackgroundSaver:
         return self._job is not None and self._job.running
 
     @property
+    def failed(self) -> bool:
+        """Whether this rank's part of the save has failed, and `finish` has not reported that to all ranks yet."""
+        job = self._job
+        return job is not None and not job.agreed and not job.running and job.error is not None
+
+    @property
     def snapshot_bytes(self) -> int:
         """Host memory that the copy takes on this rank."""
         return self._snapshot.num_bytes
 
     def plan(self, states: Sequence[UnitState]) -> None:
-        """Share out the writing of these states, ahead of the first save. A collective call."""
+        """Divide the writing of these states among ranks, before the first save. A collective call."""
         self._plan_of(states)
 
     def prepare(self) -> None:
-        """Begin to allocate the memory of the copies for what was planned, once. No collective; to be called when
+        """Start to allocate the memory of the copies for what was planned, once. No collective; to be called when
         optimizers have their moments."""
         if self._plan is not None and not self._prepared:
             self._prepared = True
@@ -115,7 +128,7 @@ class BackgroundSaver:
         copied: bool = True,
         within: float | None = None,
     ) -> Path:
-        """Begin to save, and return where the checkpoint will be. A collective call; it waits for a save under way.
+        """Start to save, and return where the checkpoint will be. A collective call; it waits for a save under way.
 
         Args:
             states, applied: as in `save`.
@@ -123,31 +136,31 @@ class BackgroundSaver:
             within: seconds after which the save under way is given up, and this one with it.
 
         Raises:
-            CheckpointError: the checkpoint exists, its folder cannot be made, or the save before it took too long. The
-                same on every rank.
+            CheckpointError: the checkpoint exists, its folder cannot be made, there is no memory for the copy, or the
+                save before it took too long. The same on every rank. A failure of the save before it is in `poll`.
         """
         begun = time.perf_counter()
-        if self._job is not None:
-            self._job.join(within)
-            self._collect()
-        # Nobody begins while somebody still writes for the save before.
-        gathered(self._mesh.world, lambda: self._give_up())
+        outcome = self._settle(within)
+        if outcome.given_up and outcome.error is not None:
+            raise outcome.error
         self.waited = time.perf_counter() - begun
         plan = self._plan_of(states)
-        on_first_rank(self._mesh.world, lambda: begin(self._storage, self._directory, run.step))
+        world = self._mesh.world
+        on_first_rank(world, lambda: begin(self._storage, self._directory, run.step))
         if self._mesh.device.type == "cuda":
             # The thread reads on a stream of its own, which waits for nothing.
             torch.cuda.synchronize(self._mesh.device)
         contents = contents_of(plan)
         if copied:
-            contents = self._snapshot.take(contents)
+            whole = contents
+            contents = agreed(world, lambda: self._snapshot.take(whole))
         path = step_folder(self._directory, run.step)
         counts = counts_of(plan, applied)
         self._job = _Job(run.step, path, lambda job: self._persist(job, run, contents, counts))
         return path
 
     def poll(self) -> list[EndedSave]:
-        """The saves that have ended since the last call, oldest first. No collective."""
+        """Return the saves that have ended since the last call, oldest first. No collective."""
         self._collect()
         ended, self._ended = self._ended, []
         return ended
@@ -158,14 +171,12 @@ class BackgroundSaver:
         within: seconds after which it is given up; None waits as long as it takes.
 
         Raises:
-            CheckpointError: it failed or was given up. The same on every rank.
+            CheckpointError: it failed, on whatever rank, or was given up. The same on every rank, and raised once.
         """
         self._snapshot.settle()
-        job = self._job
-        if job is None:
-            return
-        job.join(within)
-        gathered(self._mesh.world, lambda: self._outcome(job))
+        error = self._settle(within).error
+        if error is not None:
+            raise error
 
     def abandon(self, patience: float) -> None:
         """Give the save under way `patience` seconds more, then give it up. No collective: peers may be gone."""
@@ -174,69 +185,113 @@ class BackgroundSaver:
             self._job.abandoned.set()
 
     def _plan_of(self, states: Sequence[UnitState]) -> list[Shard]:
-        """This rank's share of the writing, found once. A collective call."""
+        """This rank's part of the writing, computed once. A collective call."""
         if self._plan is None or self._planned != [id(state) for state in states]:
             self._plan = shards_to_write(states, self._mesh.world)
             self._planned = [id(state) for state in states]
         return self._plan
 
-    def _give_up(self) -> None:
-        """Raise CheckpointError when this rank still writes."""
-        job = self._job
-        if job is not None and job.running:
-            job.abandoned.set()
-            raise CheckpointError(
-                f"the save after step {job.step} was given up: it was not durable in the time that a signal leaves, "
-                "checkpoint.signal_deadline_seconds; older checkpoints are untouched"
-            )
-
-    def _outcome(self, job: "_Job") -> None:
-        self._give_up()
-        if job.error is not None:
-            raise job.error
+    def _settle(self, within: float | None) -> "_Outcome":
+        """Wait for the save under way until it has ended on all ranks, or time is up. A collective call."""
+        job, outcome = self._job, _Outcome()
+        if job is None or job.agreed:
+            return outcome
+        deadline = None if within is None else time.perf_counter() + within
+        pause = _FIRST_SLICE
+        while True:
+            job.join(pause if deadline is None else max(0.0, min(pause, deadline - time.perf_counter())))
+            pause = min(2 * pause, _LONGEST_SLICE)
+            mine = _Progress.of(job, self._mesh, deadline)
+            ranks: list[_Progress] = self._mesh.world.all_gather_object(mine)
+            failure = next((each.failure for each in ranks if each.failure is not None), None)
+            if outcome.error is None and failure is not None:
+                outcome.error = CheckpointError(failure)
+                job.give_up(outcome.error)  # rank 0 waits for the others no longer
+            if not any(each.running for each in ranks):
+                job.agreed = True
+                break
+            if any(each.late for each in ranks):
+                outcome.given_up = True
+                outcome.error = outcome.error or CheckpointError(
+                    f"the save after step {job.step} was given up: it was not durable in the time that a signal "
+                    "leaves, checkpoint.signal_deadline_seconds; older checkpoints are untouched"
+                )
+                job.give_up(outcome.error)
+                break
+        self._collect()
+        return outcome
 
     def _collect(self) -> None:
         job = self._job
-        if job is not None and not job.told and not job.running:
-            job.told = True
+        if job is not None and not job.reported and not job.running:
+            job.reported = True
             self._ended.append(EndedSave(job.step, job.path, job.seconds, job.error))
 
     def _persist(self, job: "_Job", run: RunState, contents: Sequence[Content], counts: Mapping[str, int]) -> None:
         """What the thread does."""
         partial, rank = partial_folder(self._directory, run.step), self._mesh.rank
+        if rank:
+            written = write_share(self._storage, partial, rank, contents, counts)
+            report_written(self._storage, partial, rank, manifest_of(run, [written]))
+            return
         try:
             written = write_share(self._storage, partial, rank, contents, counts)
-            if rank:
-                tell_written(self._storage, partial, rank, manifest_of(run, [written]))
-                return
             others = await_written(self._storage, partial, self._mesh.world_size, self._patience, job.abandoned)
             shares = [written, *(Written(each.files, each.chunks, each.applied_updates) for each in others)]
             if job.abandoned.is_set():
                 raise CheckpointError(f"{partial} was given up")
             finish(self._storage, self._directory, run, shares)
-        except Exception as error:
-            if rank:
-                tell_failed(self._storage, partial, rank, error)
-            else:
-                discard(self._storage, partial)
+        except Exception:
+            discard(self._storage, partial)
             raise
         if self._after is not None:
             self._after()
 
 
 @dataclass
+class _Outcome:
+    """What all ranks know of a save that was waited for. given_up: some rank may still write for it."""
+
+    error: CheckpointError | None = None
+    given_up: bool = False
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far one rank is. failure: why its part failed, in words. late: its time is up."""
+
+    running: bool
+    failure: str | None
+    late: bool
+
+    @classmethod
+    def of(cls, job: "_Job", mesh: Mesh, deadline: float | None) -> "_Progress":
+        """Raises what ended the thread where that is not an Exception."""
+        running = job.running
+        error = None if running else job.error
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        # An error that another rank reported has its words already.
+        told = None if error is None or error is job.reason else str(as_all_ranks_raise_it(error, mesh.world))
+        return cls(running, told, deadline is not None and time.perf_counter() >= deadline)
+
+
+@dataclass
 class _Job:
     """One save on one rank, in a thread that does not keep the process alive.
 
-    abandoned: whether it was given up; it then ends as soon as it notices. told: whether `poll` has its end.
+    abandoned: set when it is not to be completed any more; it then ends as soon as it notices. reason: why, where
+    another rank said so. agreed: all ranks know how it ended. reported: `poll` has its end.
     """
 
     step: int
     path: Path
     work: Callable[["_Job"], None]
     error: BaseException | None = None
+    reason: CheckpointError | None = None
     seconds: float = 0.0
-    told: bool = False
+    agreed: bool = False
+    reported: bool = False
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -248,13 +303,19 @@ class _Job:
     def running(self) -> bool:
         return self._thread.is_alive()
 
-    def join(self, seconds: float | None = None) -> None:
+    def join(self, seconds: float) -> None:
         self._thread.join(seconds)
+
+    def give_up(self, reason: CheckpointError) -> None:
+        """Have the thread end without a checkpoint, if it still runs."""
+        self.reason = reason
+        self.abandoned.set()
 
     def _run(self) -> None:
         try:
             self.work(self)
         except BaseException as error:
-            # Who waits for it raises it, or tells of it.
-            self.error = error
+            # Raised by `finish`, or reported by `poll`.
+            given_up = self.reason is not None and isinstance(error, Exception)
+            self.error = self.reason if given_up else error
         self.seconds = time.perf_counter() - self._begun

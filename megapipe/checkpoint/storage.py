@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -93,9 +92,13 @@ def explained(error: OSError, folder: Path) -> str:
     """What the system said about a failed change in `folder`, and what to do about it."""
     told = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        disk = os.statvfs(folder)
+        left = (
+            f"{disk.f_bavail * disk.f_frsize:,} bytes are free there" if disk.f_favail else "no more files fit there"
+        )
         return (
-            f"{told}; {shutil.disk_usage(folder).free:,} bytes are free there. Older checkpoints are untouched: free "
-            "some space, lower checkpoint.keep_last, or point training.directory at a larger disk"
+            f"{told}; {left}. Older checkpoints are untouched: free some space, lower checkpoint.keep_last, or point "
+            "training.directory at a larger disk"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{told}; make {folder} writable for this user, or point training.directory elsewhere"

@@ -1,4 +1,4 @@
-"""What a run does between steps: evaluate, save, tell, trace."""
+"""What a run does between steps: evaluate, save, report, trace."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,22 +19,28 @@ class CheckpointConfig:
     """Saving and resuming. A checkpoint can be resumed on any layout."""
 
     every: int | Literal["auto"] | None = None
-    """Steps between saves; one more is made at the end and on a signal, SIGUSR1 included. auto measures what a save
-    costs and saves as often as max_overhead lets it; null saves nothing at all, unless every_minutes is given."""
+    """Steps between saves; a signal saves as well. auto measures the cost of a save and saves as often as max_overhead
+    allows; null makes no save in between, unless every_minutes is given."""
     every_minutes: float | None = None
     """Longest time from one save to the next, in minutes of training steps, whatever `every` says; null: no limit."""
+    at_end: bool = True
+    """Save after the last step. With false, and without every and every_minutes, a run saves nothing at all, not even
+    on a signal."""
     max_overhead: float = 0.035
     """every auto: share of the training time that saves may add."""
     asynchronous: bool = True
-    """Copy the state to host memory and train on while it is written; false writes between two steps, for no memory
-    beside the state."""
+    """Copy the state to host memory and continue training while it is written; false writes between two steps and
+    needs no memory for a copy."""
     signal_deadline_seconds: float = 300.0
-    """Give up the save that SIGTERM or SIGINT asked for after so long; set it below the time that the cluster leaves a
-    job between its signal and its end."""
+    """Give up the save that SIGTERM, SIGINT or SIGHUP asked for after so many seconds; set it below the time that the
+    cluster leaves a job between its signal and its end."""
+    retry_seconds: float = 600.0
+    """When the save at the end fails, because the disk is full for example, try again for so many seconds before the
+    run ends with an error; 0 does not try again."""
     keep_last: int | None = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is durable; null keeps all."""
     keep_every: int | None = None
-    """Keep, beside these, every checkpoint whose step is a multiple of this one; null keeps none."""
+    """Also keep every checkpoint whose step is a multiple of this number; null keeps none."""
     resume: bool = True
     """Continue from the newest whole checkpoint under training.directory, if there is one."""
     accept_other_data: bool = False
@@ -42,12 +48,17 @@ class CheckpointConfig:
     change is reported, and recorded in metrics.jsonl and in later checkpoints."""
 
     @property
-    def saves(self) -> bool:
-        """Whether the run saves at all."""
+    def saves_between(self) -> bool:
+        """Whether the run saves before its end."""
         return self.every is not None or self.every_minutes is not None
 
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves at all."""
+        return self.saves_between or self.at_end
+
     def problems(self) -> list[str]:
-        """Every rule that single fields break, one message each."""
+        """Return one message for every rule that a single field breaks."""
         found = [
             f"checkpoint.{name} is {value}; it must be at least 1"
             for name, value in (("every", self.every), ("keep_last", self.keep_last), ("keep_every", self.keep_every))
@@ -63,6 +74,8 @@ class CheckpointConfig:
             for name, value in above_zero.items()
             if value is not None and not value > 0
         ]
+        if not self.retry_seconds >= 0:
+            found.append(f"checkpoint.retry_seconds is {self.retry_seconds}; it must be at least 0")
         if self.keep_every is not None and self.keep_last is None:
             found.append(
                 f"checkpoint.keep_every is {self.keep_every} and checkpoint.keep_last null, which keeps every "
@@ -73,21 +86,21 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Where metrics go besides the terminal and metrics.jsonl."""
+    """Where metrics go besides the terminal and metrics.jsonl. A tracker that fails never stops a run."""
 
     tensorboard: bool = False
     """Write TensorBoard event files to training.directory/tensorboard."""
     wandb_project: str = ""
-    """Weights & Biases project; empty turns it off. Runs offline unless an account is set up; never asks."""
+    """Weights & Biases project; empty turns it off. The run is offline unless an account is set up, and never asks."""
 
 
 @dataclass(kw_only=True)
 class ProfileConfig:
-    """What each rank really did in a few steps, to lay over the prediction (tools/schedule.py overlay)."""
+    """Records what each rank did in a few steps, to compare with the prediction (tools/schedule.py overlay)."""
 
     trace: str | None = None
-    """Folder for one rank-N.json a rank and schedule.txt; null traces nothing and costs nothing."""
+    """Folder for schedule.txt and one rank-N.json per rank; null records nothing and costs nothing."""
     first_step: int = 3
-    """First traced step, counted from 1 where this start of the run begins; the steps before it warm up."""
+    """First recorded step, counted from 1 at this start of the run; the steps before it warm up."""
     steps: int = 3
-    """Steps in a row that are traced."""
+    """Consecutive steps that are recorded."""

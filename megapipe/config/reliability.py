@@ -1,4 +1,4 @@
-"""What a run does about its faults: hangs, numbers that are not finite, spikes of the loss, replicas that differ."""
+"""How a run handles its faults: hangs, numbers that are not finite, loss spikes, replicas that differ."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -6,19 +6,19 @@ from math import isfinite
 
 @dataclass(kw_only=True)
 class WatchdogConfig:
-    """A process beside each rank that ends the job when the rank stops making progress (docs/reliability.md)."""
+    """A process next to each rank that ends the job when the rank makes no progress (docs/reliability.md)."""
 
     enabled: bool = True
-    """Watch every rank; Linux alone."""
+    """Watch every rank; works on Linux only."""
     floor_seconds: float = 300.0
-    """Within a step: no action begun for so long, and for `factor` median steps, is a hang."""
+    """Within a step, a rank hangs when it starts no action for this long and for `factor` median steps."""
     factor: float = 10.0
-    """Median steps without progress that are a hang, if they take longer than floor_seconds."""
+    """Median step times without progress that count as a hang, if they are longer than floor_seconds."""
     pause_seconds: float = 3600.0
-    """Outside of steps, and in the first step, which may compile: no progress for so long is a hang."""
+    """Outside of steps, and in the first step, which may compile, no progress for this long is a hang."""
 
     def problems(self) -> list[str]:
-        """Rules that single fields break, one message each."""
+        """Return one message for every rule that a single field breaks."""
         return [
             f"watchdog.{name} is {value}; it must be finite and above 0, or set watchdog.enabled false"
             for name, value in (
@@ -32,27 +32,27 @@ class WatchdogConfig:
 
 @dataclass(kw_only=True)
 class SpikesConfig:
-    """Going back to the last checkpoint when the loss jumps up, to leave out the samples that made it jump (Chowdhery
-    et al., 2022, arXiv 2204.02311, section 5.1)."""
+    """Returns to the last checkpoint when the loss jumps up, and skips the samples that made it jump (Chowdhery et
+    al., 2022, arXiv 2204.02311, section 5.1)."""
 
     deviations: float | None = None
-    """A loss above the running median by so many robust standard deviations is a spike (null: none is); 10 is rare."""
+    """A loss this many robust standard deviations above the running median is a spike (null: off); 10 is rare."""
     threshold: float | None = None
-    """A loss above this number is a spike, whatever those before it were (null: no such number)."""
+    """A loss above this number is a spike, whatever the losses before it were (null: off)."""
     window: int = 50
-    """deviations: losses that the median is taken over; nothing is judged before there are half as many."""
+    """deviations: number of losses in the median; no loss is judged before half of them are there."""
     skip_batches: int = 1
-    """Batches left out: the one that spiked and those right before it, back to the checkpoint at most."""
+    """Batches to skip: the one that spiked and those right before it, at most back to the checkpoint."""
     patience: int = 3
-    """Times that the run may go back to one checkpoint; one more spike ends it with an error."""
+    """How often the run may return to one checkpoint; one more spike ends it with an error."""
 
     @property
     def watched(self) -> bool:
-        """Whether there is anything that counts as a spike."""
+        """Whether any loss counts as a spike."""
         return self.deviations is not None or self.threshold is not None
 
     def problems(self) -> list[str]:
-        """Rules that single fields break, one message each."""
+        """Return one message for every rule that a single field breaks."""
         found = [
             f"spikes.{name} is {value}; it must be finite and above 0, or null"
             for name, value in (("deviations", self.deviations), ("threshold", self.threshold))
@@ -76,24 +76,24 @@ class ReliabilityConfig:
     """Checks on numbers and ranks between steps."""
 
     skip_non_finite: bool = True
-    """Leave the weights as they are after a step whose loss or gradients are not finite; false ends the run there."""
+    """Keep the weights as they are after a step whose loss or gradients are not finite; false ends the run there."""
     non_finite_patience: int = 20
-    """Skipped steps in a row that end the run; fp16 counts by loss_scale.patience, at its lowest scale."""
+    """Consecutive skipped steps that end the run; fp16 uses loss_scale.patience, at its lowest scale."""
     skip_samples: list[list[int]] = field(default_factory=list)
-    """Ranges [first, behind the last] of samples that no step takes, numbered as consumed_samples counts them."""
+    """Half-open ranges [first, end) of samples that no step takes, numbered as consumed_samples counts them."""
     compare_every: int | None = 1000
-    """Steps between comparisons, bit for bit, of the weights and moments that several ranks hold (null: none)."""
+    """Steps between bit-for-bit comparisons of the weights and moments that several ranks hold (null: never)."""
     stragglers_every: int | None = 50
-    """Steps between measurements of each rank's own time in one step, waits left out (null: none)."""
+    """Steps between measurements of each rank's own time in one step, without its waits (null: never)."""
     straggler_factor: float = 1.3
-    """A rank is slow where it takes so many times the median of the ranks with the same work."""
+    """A rank is slow when it takes this many times the median of the ranks with the same work."""
     straggler_reports: int = 3
-    """Measurements in a row that a rank has to be slow in before it is named."""
+    """Consecutive measurements in which a rank must be slow before a warning names it."""
 
     def problems(self) -> list[str]:
-        """Rules that single fields break, one message each."""
+        """Return one message for every rule that a single field breaks."""
         found = [
-            f"reliability.skip_samples has {each}; a range is [first, behind the last] with 0 <= first < last"
+            f"reliability.skip_samples has {each}; a range is [first, end) with 0 <= first < end"
             for each in self.skip_samples
             if len(each) != 2 or not 0 <= each[0] < each[1]
         ]
@@ -108,5 +108,7 @@ class ReliabilityConfig:
             if value is not None and value < 1
         ]
         if not (isfinite(self.straggler_factor) and self.straggler_factor > 1):
-            found.append(f"reliability.straggler_factor is {self.straggler_factor}; it must be above 1, 1.3 say")
+            found.append(
+                f"reliability.straggler_factor is {self.straggler_factor}; it must be above 1, for example 1.3"
+            )
         return found

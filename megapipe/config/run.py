@@ -252,9 +252,9 @@ class PretrainConfig:
                 "data.order megatron lays out as many samples as the run's steps take, so that none can be left out; "
                 "set data.order keyed, or leave spikes and reliability.skip_samples out"
             )
-        if self.spikes.watched and not self.checkpoint.saves:
+        if self.spikes.watched and not self.checkpoint.saves_between:
             found.append(
-                "spikes are watched for, and nothing is saved: there is no checkpoint to go back to; set "
+                "spikes are watched for, and nothing is saved in between: there is no checkpoint to go back to; set "
                 "checkpoint.every, or leave spikes out"
             )
         return found

@@ -135,10 +135,10 @@ def replica_exchanges(
 
 def scalar_exchanges(num_parameters: int, loss_terms: int = 1, updates: int = 1) -> list[Exchange]:
     """What all ranks exchange in one step besides, in float64: a count of tokens for each term of the loss and update,
-    with wishes to stop and to save; then every parameter's squared norm (0 where it is not the rank's) and the loss's
-    terms."""
+    with flags for stop, save and a failed save; then every parameter's squared norm (0 where it is not the rank's) and
+    the loss's terms."""
     return [
-        Exchange("all_reduce", loss_terms * updates + 2, DOUBLE_BYTES),
+        Exchange("all_reduce", loss_terms * updates + 3, DOUBLE_BYTES),
         Exchange("all_reduce", num_parameters + loss_terms, DOUBLE_BYTES),
     ]
 

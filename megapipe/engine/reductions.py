@@ -125,9 +125,9 @@ class Reductions:
         return other
 
     def start_counts(self, step: StepState) -> None:
-        """Start the sum of (loss tokens of each update, wishes to stop, wishes to save) over all ranks."""
-        wishes = [float(step.input.stop), float(step.input.save)]
-        counts = [0.0] * step.updates * self._loss_terms + wishes
+        """Start the sum of (loss tokens of each update, flags) over all ranks."""
+        flags = [float(step.input.stop), float(step.input.save), float(step.input.save_failed)]
+        counts = [0.0] * step.updates * self._loss_terms + flags
         if self._communicators.counts_loss:
             for microbatch, found in enumerate(step.input.token_counts):
                 first = step.update_of(microbatch) * self._loss_terms

@@ -21,8 +21,8 @@ UnitKey = tuple[int, int, int]
 """(stage, micro-batch, unit); unit is WHOLE for the stage's whole chain."""
 
 
-NUM_WISHES = 2
-"""What ranks ask for and all learn of along with a step's token counts: to stop, to save."""
+NUM_FLAGS = 3
+"""Flags that are summed over ranks with a step's token counts: stop, save, a save has failed."""
 
 Counts = float | Sequence[float]
 """What a micro-batch's loss is a sum over: a number, or one for each term of a loss."""
@@ -37,6 +37,7 @@ class StepInput:
         A loss of several terms has a count for each, in order.
     learning_rate: for this step. stop: this rank asks everyone to stop after the step. loss_scale: multiplies the
         loss, and with it all gradients until the optimizer. save: this rank asks everyone to save after the step.
+        save_failed: this rank's part of a save in the background has failed.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepInput:
     stop: bool = False
     loss_scale: float = 1.0
     save: bool = False
+    save_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class StepResult:
     step: its number. loss: sum over the global batch's loss tokens divided by their number; where the loss has several
         terms, the sum of these means. loss_terms: each mean. token_count: loss tokens, those of the first term.
     gradient_norm: before clipping; that of the last update in a step of several.
-    skipped: the loss or the gradients were not finite, weights stayed. stop, save: some rank asked to stop, to save.
+    skipped: the loss or the gradients were not finite, weights stayed. stop, save, save_failed: that of StepInput was
+        set on some rank.
     outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
     squared_loads: of each block whose experts are balanced, in order, the sum over its experts of their squared loads
         (`layers.router`), of the last update.
@@ -70,6 +73,7 @@ class StepResult:
     outputs: tuple[tuple[Tensor, ...], ...] = ()
     loss_terms: tuple[float, ...] = ()
     save: bool = False
+    save_failed: bool = False
     squared_loads: tuple[float, ...] = ()
 
 
@@ -102,7 +106,7 @@ class StepState:
     tapes: from an input half to the weight half.
     saved: what forwards keep that goes to host memory meanwhile, from the forward to the backward or input half.
     activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
-    counts: loss tokens of each update, by term, then how many ranks want to stop, and to save; float64.
+    counts: loss tokens of each update, by term, then the number of ranks that set each flag; float64.
     reductions: sums of gradients that were started and not awaited.
     scalars: the step's sums, once they were asked for.
     """
@@ -138,7 +142,7 @@ class StepState:
 
     def term_counts(self) -> list[float]:
         """Loss tokens of the step over the global batch, for each term of the loss."""
-        counts = self.global_counts().tolist()[:-NUM_WISHES]
+        counts = self.global_counts().tolist()[:-NUM_FLAGS]
         terms = len(counts) // self.updates
         return [sum(counts[term::terms]) for term in range(terms)]
 
@@ -148,7 +152,7 @@ class StepState:
         """
         if self._loss_gradients is None:
             like = self.loss_sums[0]
-            counts = self.global_counts()[:-NUM_WISHES]
+            counts = self.global_counts()[:-NUM_FLAGS]
             divisors = torch.where(counts == 0, 1.0, counts)  # where nothing counts, nothing is to be divided
             by_update = (self.input.loss_scale / divisors).view(self.updates, *like.shape)
             self._loss_gradients = by_update.to(device=like.device, dtype=like.dtype)
@@ -162,7 +166,7 @@ def finished(state: StepState) -> StepResult:
         return StepResult(state.input.step, loss=0.0, token_count=0.0, outputs=outputs)
     scalars = state.scalars.result()
     # Only now: what finds the scalars may still await the counts, beside this thread.
-    stop, save = (count > 0 for count in state.global_counts().tolist()[-NUM_WISHES:])
+    stop, save, save_failed = (count > 0 for count in state.global_counts().tolist()[-NUM_FLAGS:])
     return StepResult(
         step=state.input.step,
         loss=sum(scalars.loss_terms),
@@ -172,5 +176,6 @@ def finished(state: StepState) -> StepResult:
         stop=stop,
         loss_terms=scalars.loss_terms,
         save=save,
+        save_failed=save_failed,
         squared_loads=scalars.squared_loads,
     )

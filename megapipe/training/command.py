@@ -10,6 +10,7 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.launcher_death import end_with_launcher
+from megapipe.training.output import print_line
 from megapipe.training.signals import before_training, behind_training
 
 PLAN_HELP = (
@@ -61,7 +62,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
         if parsed.flags["plan"] is not None:
             config, told = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
             if environment.rank == 0:
-                print(told, flush=True)
+                print_line(told)
         status = pretrain(config, environment, start)
     except Exception as error:
         return status_of(error, start)

@@ -11,10 +11,10 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import Counts, StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.training.flags import start_any_rank
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
 from megapipe.training.sources import Samples, open_loader
-from megapipe.training.wishes import start_asking
 
 
 class Evaluation:
@@ -46,7 +46,7 @@ class Evaluation:
         start = time.perf_counter()
         # Rows and columns as in batch_sums.
         totals = torch.zeros(3, len(self._family.loss_terms), dtype=torch.float64, device=self._mesh.device)
-        stopped = start_asking(self._mesh, stop())
+        stopped = start_any_rank(self._mesh, stop())
         with self._loader.steps(consumed=0) as batches:
             for batch in itertools.islice(batches, self._num_batches):
                 result = self._engine.run(StepInput(step, batch.contexts, batch.token_counts))
@@ -55,7 +55,7 @@ class Evaluation:
                 # The answer is awaited one batch later, so that the first stage does not wait for the last one.
                 if stopped():
                     return None
-                stopped = start_asking(self._mesh, stop())
+                stopped = start_any_rank(self._mesh, stop())
         if stopped():
             return None
         self._mesh.world.all_reduce(totals)

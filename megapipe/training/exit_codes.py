@@ -25,6 +25,8 @@ class ExitCode(IntEnum):
     STALLED = _END_SIGNAL
     """The watchdog saw no progress. The number is that of the signal whose handler ends the process, see
     `watchdog.Watchdog`."""
+    HUNG_UP = 128 + signal.SIGHUP
+    """SIGHUP, such as a closed terminal; the run was saved."""
     INTERRUPTED = 128 + signal.SIGINT
     """Ctrl-C, or a signal to another rank; the run was saved."""
     TERMINATED = 128 + signal.SIGTERM

@@ -1,7 +1,6 @@
 """What a run that failed says, who says it, and the status it exits with."""
 
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from megapipe.training.consistency import ReplicasDifferError
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.guards import NonFiniteError
 from megapipe.training.memory_report import OutOfMemory
+from megapipe.training.output import print_error
 from megapipe.training.spikes import SpikeError
 from megapipe.training.watchdog_process import record_reason
 
@@ -58,9 +58,9 @@ def status_of(error: Exception, start: Start | None = None) -> ExitCode:
 
     def say() -> None:
         if status is not None:
-            print("".join(f"error: {line}\n" for line in words.splitlines()), end="", file=sys.stderr, flush=True)
+            print_error("\n".join(f"error: {line}" for line in words.splitlines()))
         else:
-            traceback.print_exception(error)
+            print_error(words)
 
     if start is None:
         say()

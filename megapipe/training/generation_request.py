@@ -40,7 +40,7 @@ def find_checkpoint(directory: Path) -> Path:
     if found is None:
         raise CheckpointError(
             f"no whole checkpoint in {directory}: a run keeps them in folders such as checkpoints/step-00000100; "
-            "train with --checkpoint.every N to save some"
+            "a run saves its last step unless checkpoint.at_end is false, and others with --checkpoint.every N"
         )
     return found
 

@@ -1,9 +1,10 @@
-"""The loop: step, tell, evaluate, save, stop."""
+"""The training loop: step, report, evaluate, save, stop."""
 
 import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megapipe.checkpoint.errors import CheckpointError
@@ -16,27 +17,31 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training import skipping
 from megapipe.training.evaluation import Evaluation
+from megapipe.training.flags import any_rank
 from megapipe.training.guards import Guards
+from megapipe.training.listeners import Listeners
 from megapipe.training.loader import Loader, StepBatch
 from megapipe.training.memory_report import out_of_memory_told
 from megapipe.training.profile import Profiler
-from megapipe.training.records import Listener, StepRecord
+from megapipe.training.records import StepRecord
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from megapipe.training.signals import SignalRequests
 from megapipe.training.skipping import Range, SkippingPlan
 from megapipe.training.spikes import Spike, spike_limit
 from megapipe.training.throughput import UtilisationMeter
-from megapipe.training.wishes import any_rank
 
 LOSSES_KEPT = 100
-"""Last losses that a checkpoint stores."""
+"""Number of last losses that a checkpoint stores."""
+
+RETRY_PAUSE_SECONDS = 5.0
+"""Time between two attempts to save at the end of a run."""
 
 
 @dataclass
 class Position:
-    """Where a run stands: steps done, samples they took, their last losses as (step, loss), samples left out because
-    of the loss."""
+    """How far a run is: steps done, samples they took, their last losses as (step, loss), samples skipped because of
+    the loss."""
 
     step: int = 0
     consumed: int = 0
@@ -45,7 +50,7 @@ class Position:
 
     @classmethod
     def of(cls, run: RunState | None) -> "Position":
-        """Where a checkpoint was made; the beginning without one."""
+        """Return the position of a checkpoint, or the start of the run without one."""
         if run is None:
             return cls()
         return cls(run.step, run.consumed_samples, deque(run.losses, maxlen=LOSSES_KEPT), run.skipped)
@@ -53,7 +58,7 @@ class Position:
 
 @dataclass(frozen=True)
 class _FedStep:
-    """A step that the engine was given and has not ended. consumed: samples behind it, those left out included."""
+    """A step that the engine has started and not ended. consumed: samples consumed after it, with skipped ones."""
 
     samples: int
     consumed: int
@@ -62,7 +67,7 @@ class _FedStep:
 
 
 class TrainingLoop:
-    """Runs a replica from a position to the end of the run. Every rank runs it; rank 0's listener tells of it."""
+    """Runs a replica from a position to the end of the run, on every rank; only rank 0 has listeners."""
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class TrainingLoop:
         evaluation: Evaluation | None,
         checkpointer: Checkpointer,
         meter: UtilisationMeter,
-        listener: Listener,
+        listeners: Listeners,
         profiler: Profiler,
         guards: Guards,
     ) -> None:
@@ -84,7 +89,7 @@ class TrainingLoop:
         self._evaluation = evaluation
         self._checkpointer = checkpointer
         self._meter = meter
-        self._listener = listener
+        self._listeners = listeners
         self._profiler = profiler
         self._guards = guards
         self._engine = replica.engine
@@ -93,13 +98,15 @@ class TrainingLoop:
         self._spike: Spike | None = None
         self._fed: deque[_FedStep] = deque()
         self._clock = 0.0
-        self._save_asked = False
+        self._save_requested = False
+        self._save_failed = False
+        self._unsaved: set[int] = set()
 
     def run(self, position: Position) -> int:
-        """Advance `position` to the last step, or to where a signal stopped the run; returns the exit status.
+        """Advance `position` to the last step, or to where a signal stops the run; return the exit status.
 
-        A schedule that never flushes has a step under way while the loop turns; it is drained where something has to
-        happen between two steps.
+        A schedule that never flushes always has a step under way; it is drained where something has to happen between
+        two steps.
         """
         self._checkpointer.saves.plan(self._replica.states())
         with out_of_memory_told(self._replica.stages), SignalRequests() as signals:
@@ -115,9 +122,10 @@ class TrainingLoop:
         with self._loader.steps(position.consumed, self._plan) as batches:
             while position.step < self._config.training.last_step:
                 stopped = self._feed(position, batches, signals)
-                self._tell_saves()
-                if stopped or self._save_asked or self._pauses_behind(position) or self._spike is not None:
-                    stopped |= self._tell(position, self._engine.drain())
+                self._report_saves()
+                pauses = self._save_requested or self._save_failed or self._pauses_after(position)
+                if stopped or pauses or self._spike is not None:
+                    stopped |= self._report(position, self._engine.drain())
                 if self._spike is not None:
                     return 0
                 if not self._fed:
@@ -127,13 +135,13 @@ class TrainingLoop:
         return 0
 
     def _rewind(self, position: Position, spike: Spike) -> None:
-        """Go back to the last checkpoint, to come past the samples at which the loss jumped up without them."""
-        self._spike, self._save_asked = None, False
+        """Go back to the last checkpoint, to skip the samples at which the loss jumped up."""
+        self._spike, self._save_requested, self._save_failed = None, False, False
         self._guards.heartbeat.outside("going back to a checkpoint")
         path = self._checkpointer.settle()
-        self._tell_saves()
+        self._report_saves()
         if path is None:
-            self._listener.say(
+            self._listeners.say(
                 f"warning: the loss jumped up to {spike.loss:.4f} at step {spike.step}, and no save of this run has "
                 "succeeded yet: nothing to go back to"
             )
@@ -143,16 +151,16 @@ class TrainingLoop:
         first, stop = self._plan.last_batches(before.consumed, spike.consumed, self._config.spikes.skip_batches)
         position.step, position.consumed, position.losses = before.step, before.consumed, before.losses
         position.skipped = tuple(sorted({*position.skipped, *before.skipped, (first, stop)}))
-        self._listener.event(
+        self._listeners.event(
             "rewind", step=before.step, spiked=spike.step, loss=spike.loss, limit=spike.limit, first=first, stop=stop
         )
-        self._listener.say(
+        self._listeners.say(
             f"the loss jumped up to {spike.loss:.4f} at step {spike.step} (limit {spike.limit:.4f}): back to {path} "
             f"after step {before.step}, without samples {first} to {stop - 1}"
         )
 
-    def _pauses_behind(self, position: Position) -> bool:
-        """Whether something happens between the step that was fed last and the one after it."""
+    def _pauses_after(self, position: Position) -> bool:
+        """Whether something happens between the step that was fed last and the next one."""
         step, consumed = position.step + len(self._fed), self._consumed(position)
         last = step == self._config.training.last_step
         resized = self._plan.size(consumed) != self._engine_samples
@@ -160,22 +168,28 @@ class TrainingLoop:
         return last or resized or pauses
 
     def _consumed(self, position: Position) -> int:
-        """Samples behind the step that was fed last."""
+        """Samples consumed after the step that was fed last."""
         return self._fed[-1].consumed if self._fed else position.consumed
 
     def _pause(self, position: Position, stopped: bool, signals: SignalRequests) -> bool:
-        """What is due between two steps; whether some rank wants to stop, by now."""
-        last = stopped or position.step == self._config.training.last_step
+        """Do what is due between two steps; return whether some rank wants to stop by now."""
+        at_end = position.step == self._config.training.last_step
+        last = stopped or at_end
+        if self._save_failed:
+            self._save_failed = False
+            with suppress(CheckpointError):  # all ranks learn why, and rank 0 stops waiting for the one that failed
+                self._checkpointer.finish()
+            self._report_saves()
         self._guards.compare(self._replica, position.step)
         if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
             self._guards.heartbeat.outside("evaluation")
             evaluated = self._evaluation.run(position.step, lambda: signals.stop)
             stopped = evaluated is None
             if evaluated is not None:
-                self._listener.evaluation(evaluated)
-        if self._save_asked or self._checkpointer.is_due(position.step, last or stopped):
+                self._listeners.evaluation(evaluated)
+        if self._save_requested or self._checkpointer.is_due(position.step, at_end, stopped):
             self._save(position, last or stopped, stopped)
-            # What came meanwhile does not wait for another step, and for a save behind that one.
+            # A signal that came meanwhile does not wait for another step and another save.
             if not (last or stopped) and any_rank(self._mesh, signals.stop):
                 stopped = True
                 self._save(position, stopped, stopped)
@@ -186,31 +200,56 @@ class TrainingLoop:
         return every is not None and (last or step % every == 0)
 
     def _save(self, position: Position, last: bool, stopped: bool) -> None:
-        """Save. When that fails on the way, a full disk say, the run goes on: the next save may succeed."""
-        self._guards.heartbeat.outside("saving")
-        self._save_asked = False
-        state = position.step, position.consumed, tuple(position.losses), position.skipped
-        try:
-            deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
-            self._checkpointer.save(self._replica, *state, within=deadline)
-            if last:
-                self._checkpointer.finish()
-        except CheckpointError as error:
-            if last:
-                raise
-            self._listener.say(f"warning: no checkpoint after step {position.step}: {error}")
-        self._tell_saves()
+        """Save. When that fails before the end, the run continues: the next save may succeed. last: the run ends here,
+        so that a save that fails is tried again. stopped: by a signal, which leaves less time.
 
-    def _tell_saves(self) -> None:
-        """Tell of saves that have ended, which those beside training do at any time."""
+        Raises CheckpointError, where the run ends, when no attempt in that time has succeeded.
+        """
+        self._save_requested = False
+        state = position.step, position.consumed, tuple(position.losses), position.skipped
+        deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
+        patience = self._config.checkpoint.retry_seconds
+        give_up = time.monotonic() + (patience if deadline is None else min(patience, deadline))
+        remaining = deadline
+        while True:
+            self._guards.heartbeat.outside("saving")
+            self._listeners.retry()
+            try:
+                self._checkpointer.save(self._replica, *state, last=last, within=remaining)
+                if last:
+                    self._checkpointer.finish()
+                break
+            except CheckpointError as error:
+                late = last and any_rank(self._mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
+                if late:
+                    raise
+                again = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if last else ""
+                self._warn_of_save(position.step, f"{error}{again}")
+                if not last:
+                    break
+                time.sleep(RETRY_PAUSE_SECONDS)
+                remaining = None if deadline is None else max(0.0, give_up - time.monotonic())
+        self._report_saves()
+
+    def _report_saves(self) -> None:
+        """Report saves that have ended; those in the background may do so at any time."""
         for save in self._checkpointer.ended():
             if save.error is None:
-                self._listener.event("checkpoint", step=save.step, path=str(save.path))
+                self._listeners.event("checkpoint", step=save.step, path=str(save.path))
+                if save.step in self._unsaved:
+                    self._unsaved.remove(save.step)
+                    self._listeners.say(f"note: the checkpoint after step {save.step} is saved now: {save.path}")
             else:
-                self._listener.say(f"warning: no checkpoint after step {save.step}: {save.error}")
+                self._warn_of_save(save.step, str(save.error))
+
+    def _warn_of_save(self, step: int, reason: str) -> None:
+        """Warn that there is no checkpoint, once for each step."""
+        if step not in self._unsaved:
+            self._unsaved.add(step)
+            self._listeners.say(f"warning: no checkpoint after step {step}: {reason}")
 
     def _feed(self, position: Position, batches: Iterator[StepBatch], signals: SignalRequests) -> bool:
-        """Give the engine its next step and tell of those that ended; whether some rank wants to stop."""
+        """Give the engine its next step and report the steps that ended; return whether some rank wants to stop."""
         if not self._fed:
             self._clock = time.perf_counter()
         step = position.step + len(self._fed)
@@ -230,20 +269,21 @@ class TrainingLoop:
             learning_rate=rate,
             stop=signals.stop,
             loss_scale=1.0 if scale is None else scale,
-            save=self._checkpointer.saves.wishes(asked=signals.take_save()),
+            save=self._checkpointer.saves.requests(asked=signals.take_save()),
+            save_failed=self._checkpointer.saves.failed,
         )
-        return self._tell(position, self._engine.feed(given))
+        return self._report(position, self._engine.feed(given))
 
     def _next_consumed(self, position: Position, step: int) -> int:
-        """Samples behind the next step to be fed, number `step` from 0; tells of those that it leaves out."""
+        """Return the samples consumed after the next step, number `step` from 0; report those that it skips."""
         consumed = self._consumed(position)
         begin = self._plan.begin(consumed)
         if begin > consumed:
-            self._listener.event(skipping.EVENT, step=step + 1, first=consumed, stop=begin)
+            self._listeners.event(skipping.EVENT, step=step + 1, first=consumed, stop=begin)
         return self._plan.end(consumed)
 
-    def _tell(self, position: Position, results: Sequence[StepResult]) -> bool:
-        """Advance `position` over steps that ended; whether some rank wanted to stop in one of them."""
+    def _report(self, position: Position, results: Sequence[StepResult]) -> bool:
+        """Advance `position` over steps that ended; return whether some rank asked to stop in one of them."""
         for result in results:
             fed = self._fed.popleft()
             position.step += 1
@@ -251,24 +291,25 @@ class TrainingLoop:
             self._judge(position, result.loss)
             position.losses.append((position.step, result.loss))
             now = time.perf_counter()
-            self._listener.step(self._record(position, result, fed, now - self._clock))
+            self._listeners.step(self._record(position, result, fed, now - self._clock))
             self._checkpointer.saves.step_ended(now - self._clock)
             self._clock = now
             if self._replica.loss_scaler is not None:
                 self._replica.loss_scaler.observe(result.step, result.skipped)
             self._guards.non_finite.observe(result)
-        self._save_asked |= any(result.save for result in results)
+        self._save_requested |= any(result.save for result in results)
+        self._save_failed |= any(result.save_failed for result in results)
         return any(result.stop for result in results)
 
     def _judge(self, position: Position, loss: float) -> None:
-        """Note a jump of the loss, of a step that `position` already counts, where there is a checkpoint to go to."""
+        """Note a jump of the loss in the last step of `position`, where there is a checkpoint to go back to."""
         if self._spike is None and self._config.spikes.watched and self._checkpointer.begun:
             limit = spike_limit(self._config.spikes, [each for _, each in position.losses])
             if limit < loss < math.inf:
                 self._spike = Spike(position.step, position.consumed, loss, limit)
 
     def _use_engine_for(self, num_samples: int) -> None:
-        """Take the engine for a batch of that size. A ramp never goes back, so the last one is all that is kept."""
+        """Select the engine for a batch of that size. A ramp never goes back, so only the last engine is kept."""
         if num_samples == self._engine_samples:
             return
         full = num_samples == self._config.batch.global_size
@@ -276,7 +317,7 @@ class TrainingLoop:
         self._engine_samples = num_samples
 
     def _record(self, position: Position, result: StepResult, fed: _FedStep, seconds: float) -> StepRecord:
-        """What is told of a step. seconds: since the step before it ended, or since it was fed to an idle engine."""
+        """Return the record of a step. seconds: since the step before it ended, or it was fed to an idle engine."""
         tokens = fed.samples * self._config.data.sequence_length
         return StepRecord(
             step=position.step,

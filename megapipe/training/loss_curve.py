@@ -1,11 +1,15 @@
-"""The loss curve of a run, or of several, as a picture."""
+"""Pictures of the loss curve of one run or of several."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megapipe.training import metrics
 from megapipe.training.metrics import LossHistory
+from megapipe.training.records import Listener
 from megapipe.training.references import References
 
 FILE_NAME = "loss_curve.png"
@@ -14,11 +18,24 @@ _TRAINING, _EVALUATION, _REFERENCE = "#1f6fb4", "#d9541e", "#8a8a8a"
 _RUNS = (_TRAINING, _EVALUATION, "#3a8f3a", "#8a4fb0", "#b8860b", "#c2407e")
 
 Curve = tuple[str, LossHistory, str, str]
-"""What stands ahead of a run's labels, its losses, and the colours of its training and its validation."""
+"""Prefix of a run's labels, its losses, and the colours of its training and validation losses."""
+
+
+class LossCurve(Listener):
+    """Draws `loss_curve.png` in the run's folder at the end of a run, from all starts in its metrics file."""
+
+    def __init__(self, directory: Path, references: References) -> None:
+        self._directory = directory
+        self._references = references
+
+    def event(self, name: str, **fields: Any) -> None:
+        if name == "end":
+            history = metrics.read_losses(self._directory / metrics.FILE_NAME)
+            draw_loss_curve(self._directory / FILE_NAME, history, self._references, title=self._directory.name)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Running mean, float64 [n], over a centred window of a fiftieth of the run, narrower at the ends."""
+    """Return the running mean, float64 [n], over a centred window of a fiftieth of the run, narrower at the ends."""
     reach = max(1, len(values) // 100)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
@@ -27,12 +44,15 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def draw_loss_curve(path: Path, history: LossHistory, references: References, title: str) -> None:
-    """Draw training and validation losses over steps, with both reference losses, to a PNG at `path`."""
+    """Draw training and validation losses over steps, with both reference losses, to a PNG at `path`.
+
+    Losses of steps that the run went back over are drawn faint and grey.
+    """
     _draw(path, [("", history, _TRAINING, _EVALUATION)], references, title)
 
 
 def draw_loss_curves(path: Path, runs: Mapping[str, LossHistory], references: References, title: str) -> None:
-    """Draw several runs into one picture, each in its colour: training as a line, validation as points."""
+    """Draw several runs into one picture, each in one colour: training as a line, validation as points."""
     curves = []
     for index, (name, history) in enumerate(runs.items()):
         colour = _RUNS[index % len(_RUNS)]
@@ -41,7 +61,7 @@ def draw_loss_curves(path: Path, runs: Mapping[str, LossHistory], references: Re
 
 
 def _draw(path: Path, runs: Sequence[Curve], references: References, title: str) -> None:
-    # Importing matplotlib takes half a second, which only the end of a run spends.
+    # The import of matplotlib takes half a second, which only the end of a run spends.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -49,6 +69,8 @@ def _draw(path: Path, runs: Sequence[Curve], references: References, title: str)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, history, training, evaluation in runs:
+        for losses_by_step in history.dropped:
+            axes.plot(*zip(*sorted(losses_by_step.items()), strict=True), color=_REFERENCE, alpha=0.25, linewidth=0.8)
         steps = np.array(sorted(history.training))
         losses = np.array([history.training[step] for step in steps])
         if len(steps):
@@ -73,4 +95,6 @@ def _draw(path: Path, runs: Sequence[Curve], references: References, title: str)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="best")
-    figure.savefig(path)
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)

@@ -1,17 +1,19 @@
-"""metrics.jsonl: every step, evaluation and event of a run, one JSON object a line.
+"""metrics.jsonl: every step, evaluation and event of all starts of a run, one JSON object per line.
 
-The file is appended to and flushed line by line, so that a run never destroys what an earlier one wrote, and one that
-was killed leaves all it had told.
+The file is only appended to, line by line, so that no start destroys the lines of an earlier one, and a killed run
+keeps all lines up to its last step.
 """
 
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.untrusted import DECODING_ERRORS, decode_json
+from megapipe.config.untrusted import decode_json
+from megapipe.training.output import LineFile
 from megapipe.training.records import EvaluationRecord, Listener, StepRecord
 
 FILE_NAME = "metrics.jsonl"
@@ -21,16 +23,15 @@ _LONGEST_LINE = 1 << 24
 class MetricsFile(Listener):
     """Writes `metrics.jsonl` in the run's folder.
 
-    A step's line has the fields of StepRecord; others have `event`: start (with `step`, where the run goes on from),
-    evaluation (with the fields of EvaluationRecord), checkpoint, rewind (with `step`, where a spike made the run go on
-    from), skipped_samples, other_data (with `step`, the last one on the samples before), end. What is not finite
-    becomes null: JSON has no word for it.
+    A step's line has the fields of StepRecord; other lines have `event`: start (with `run`, the id of this start, and
+    `step`, the step that it continues from), evaluation (with the fields of EvaluationRecord), checkpoint, rewind
+    (with `step`, the step that a spike made the run return to), skipped_samples, other_data (with `step`, the last one
+    on the samples before), end, failed. Numbers that are not finite become null, since JSON cannot hold them. All
+    lines after a start, up to the next one, belong to it.
     """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / FILE_NAME
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = LineFile(directory / FILE_NAME)
 
     def event(self, name: str, **fields: Any) -> None:
         self._write({"event": name, "time": time.time(), **fields})
@@ -45,8 +46,7 @@ class MetricsFile(Listener):
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(record)) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(_finite(record)))
 
 
 def _finite(value: Any) -> Any:
@@ -57,32 +57,54 @@ def _finite(value: Any) -> Any:
 
 @dataclass
 class LossHistory:
-    """Losses by step, where they were finite. training[s]: of step s. evaluation[s]: after s steps."""
+    """Losses by step, where they were finite. training[s]: of step s. evaluation[s]: after s steps.
+
+    dropped: training losses by step that did not lead to the newest weights, since the run went back, oldest first.
+    """
 
     training: dict[int, float] = field(default_factory=dict)
     evaluation: dict[int, float] = field(default_factory=dict)
+    dropped: list[dict[int, float]] = field(default_factory=list)
 
     def drop_after(self, step: int) -> None:
-        """Forget what a run that goes on from `step` does again."""
+        """Move what came after `step` to `dropped`: the run continues from there."""
+        rewound = {s: loss for s, loss in self.training.items() if s > step}
+        if rewound:
+            self.dropped.append(rewound)
         self.training = {s: loss for s, loss in self.training.items() if s <= step}
         self.evaluation = {s: loss for s, loss in self.evaluation.items() if s <= step}
 
 
 def read_losses(path: Path) -> LossHistory:
-    """The losses of the run that a metrics file ends with, over all its resumptions."""
-    history = LossHistory()
+    """Return the losses that led to the newest weights, over all starts in a metrics file.
+
+    Lines that hold no record, such as the last one of a killed process, are skipped. Raises OSError.
+    """
+    history, latest = LossHistory(), 0
+    for record in _records(path):
+        event, step, loss = record.get("event"), record.get("step"), record.get("loss")
+        if not isinstance(step, int):
+            continue
+        if event in ("start", "rewind"):
+            history.drop_after(step)
+            latest = step
+        elif event == "evaluation" and isinstance(loss, float):
+            history.evaluation[step] = loss
+        elif event is None:
+            if step <= latest:  # the line of the start before it is lost
+                history.drop_after(step - 1)
+            latest = step
+            if isinstance(loss, float):
+                history.training[step] = loss
+    return history
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         while line := file.readline(_LONGEST_LINE):
             try:
                 record = decode_json(line, str(path), ValueError)
-                event, step, loss = record.get("event"), int(record.get("step", 0)), record.get("loss")
-                loss = None if loss is None else float(loss)
-            except DECODING_ERRORS:  # the end of a line was lost with a killed process
+            except ValueError:
                 continue
-            if event in ("start", "rewind"):
-                history.drop_after(step)
-            elif event == "evaluation" and loss is not None:
-                history.evaluation[step] = loss
-            elif event is None and loss is not None:
-                history.training[step] = loss
-    return history
+            if isinstance(record, dict):
+                yield record

@@ -17,30 +17,33 @@ from megapipe.parallel.rendezvous import Start
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.planner.runs.scheduling import eager_cost, schedule_name
 from megapipe.planner.runs.validation import data_parallel_size
-from megapipe.training import loss_curve, metrics
+from megapipe.training import loss_curve, metrics, skipping
 from megapipe.training.determinism import require_determinism
-from megapipe.training.display import open_display
+from megapipe.training.display import LOG, LogFile, open_display
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
 from megapipe.training.folders import locked_folder, make_folders
 from megapipe.training.guards import Guards
 from megapipe.training.host_memory import keep_freed_memory
 from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
+from megapipe.training.listeners import TERMINAL, Listeners
 from megapipe.training.loop import Position, TrainingLoop
+from megapipe.training.loss_curve import LossCurve
 from megapipe.training.memory_check import check_memory
+from megapipe.training.metrics import MetricsFile
 from megapipe.training.muon_shards import muon_shards
 from megapipe.training.precision import with_precision
 from megapipe.training.profile import Profiler
 from megapipe.training.recompute_choice import with_recompute
-from megapipe.training.records import Listeners
-from megapipe.training.references import References, reference_losses
+from megapipe.training.references import reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
+from megapipe.training.run_folder import RUN, RunFolder, command_line, new_run_id, places
 from megapipe.training.run_identity import agree_on_run, run_identity
 from megapipe.training.skipping import SkippedSamplesFile
 from megapipe.training.sources import Samples, open_loader, open_samples
 from megapipe.training.throughput import UtilisationMeter, device_peak
-from megapipe.training.trackers import open_trackers
+from megapipe.training.trackers import add_trackers
 from megapipe.training.validate import validate
 from megapipe.training.watchdog import Heartbeat, Watchdog
 
@@ -104,8 +107,9 @@ def _train(
     heartbeat: Heartbeat,
     lock: DirectoryLock | None,
 ) -> int:
-    say = _print if mesh.rank == 0 else _say_nothing
-    with Checkpointer(config, mesh, say, lock) as checkpointer:
+    run = new_run_id()
+    with _listeners(config, mesh, run) as listeners, Checkpointer(config, mesh, listeners.say, lock) as checkpointer:
+        say = listeners.say
         config = with_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)
@@ -114,7 +118,10 @@ def _train(
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:
             end = config.training.last_step
-            say(f"already finished: {checkpointer.path} is after step {position.step}, the run ends after step {end}")
+            say(
+                f"already finished: {checkpointer.path} is after step {position.step}, and the run ends after step "
+                f"{end}; raise training.steps to train more, or choose another training.directory for another run"
+            )
             return 0
         evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
         for line in told(choices, config.kernels.backends):
@@ -123,7 +130,7 @@ def _train(
         for told_of in (*remarks, *replica.plan.remarks, muon_shards(replica.states())):
             if told_of is not None:
                 say(told_of)
-        return _run(config, mesh, replica, samples, evaluation, checkpointer, position, say, heartbeat)
+        return _run(config, mesh, replica, samples, evaluation, checkpointer, position, listeners, run, heartbeat)
 
 
 def _run(
@@ -134,10 +141,12 @@ def _run(
     evaluation: Evaluation | None,
     checkpointer: Checkpointer,
     position: Position,
-    say: Say,
+    listeners: Listeners,
+    run: str,
     heartbeat: Heartbeat,
 ) -> int:
-    """Run the loop from `position` on, and on rank 0 tell of it."""
+    """Run the loop from `position` on. run: id of this start."""
+    say = listeners.say
     meter = _meter(config, mesh, say)
     if config.schedule.update == "eager":
         say(
@@ -155,32 +164,31 @@ def _run(
             f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; whole numbers that add "
             "up to no more are kept exactly"
         )
-    references = _references(config, samples, say) if mesh.rank == 0 else None
+    _add_files(listeners, config, mesh, samples, position, run)
+    layout = dict(mesh.shape.sizes)
+    total = BatchPlan.of(config.batch).consumed_after(config.training.last_step - position.step, position.consumed)
+    listeners.event(
+        "start",
+        run=run,
+        step=position.step,
+        total_samples=total,
+        config=asdict(config),
+        layout=layout,
+        schedule=schedule_name(config),
+    )
     loader = open_loader(config, mesh, replica, samples)
-    with (
-        _listeners(config, mesh, position) as listeners,
-        Profiler(config, mesh, listeners.say, position.step) as profiler,
-    ):
-        if (change := checkpointer.data_change) is not None:
-            listeners.event("other_data", step=change.step, differences=list(change.differences))
-        guards = Guards(config, mesh, heartbeat, listeners.say)
+    if (change := checkpointer.data_change) is not None:
+        listeners.event("other_data", step=change.step, differences=list(change.differences))
+    with Profiler(config, mesh, say, position.step) as profiler:
+        guards = Guards(config, mesh, heartbeat, say)
         loop = TrainingLoop(
             config, mesh, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards
         )
         status = loop.run(position)
-        heartbeat.outside("the end of the run")
-        listeners.event("end", status=status, step=position.step)
-    if references is not None:
-        _sum_up(config, position, references, checkpointer.path, status)
+    heartbeat.outside("the end of the run")
+    listeners.event("end", run=run, status=status, step=position.step)
+    _sum_up(config, position, checkpointer.path, status, say)
     return status
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
-def _say_nothing(line: str) -> None:
-    pass
 
 
 def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
@@ -197,36 +205,41 @@ def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     return UtilisationMeter(config, layers, peak, mesh.world_size)
 
 
-def _references(config: PretrainConfig, samples: Samples, say: Say) -> References:
-    found = reference_losses(samples, config.model.vocabulary_size)
-    say(f"losses to beat: {found}")
-    return found
+def _listeners(config: PretrainConfig, mesh: Mesh, run: str) -> Listeners:
+    """Return the terminal and log.txt on rank 0, and nothing on other ranks. run: id of this start."""
+    listeners, training = Listeners(), config.training
+    if mesh.rank == 0:
+        separator = f"===== start {run}: {command_line()}"
+        listeners.add(TERMINAL, "standard output", lambda: open_display(training.steps, training.log_every))
+        listeners.add(
+            "files", LOG, lambda: LogFile(Path(training.directory), training.steps, training.log_every, separator)
+        )
+    return listeners
 
 
-def _listeners(config: PretrainConfig, mesh: Mesh, position: Position) -> Listeners:
-    """Everything that hears of the run, on rank 0; nothing elsewhere."""
-    if mesh.rank != 0:
-        return Listeners([])
-    training = config.training
-    total = BatchPlan.of(config.batch).consumed_after(training.last_step - position.step, position.consumed)
-    trackers = open_trackers(config, position.step > 0, _print)
-    file = metrics.MetricsFile(Path(training.directory))
-    name = schedule_name(config)
-    file.event("start", step=position.step, config=asdict(config), layout=dict(mesh.shape.sizes), schedule=name)
-    skipped = SkippedSamplesFile(Path(training.directory))
-    return Listeners([file, skipped, *trackers, open_display(training.steps, training.log_every, total)])
-
-
-def _sum_up(
-    config: PretrainConfig, position: Position, references: References, checkpoint: Path | None, status: int
+def _add_files(
+    listeners: Listeners, config: PretrainConfig, mesh: Mesh, samples: Samples, position: Position, run: str
 ) -> None:
-    """Draw the loss curve and say where everything lies."""
+    """Add what describes the run in its folder, and the trackers, on rank 0. A collective call."""
+    found = places(mesh)
+    if mesh.rank != 0:
+        return
+    references = reference_losses(samples, config.model.vocabulary_size)
+    listeners.say(f"losses to beat: {references}")
+    folder, step = Path(config.training.directory), position.step
+    listeners.add("files", RUN, lambda: RunFolder(folder, run, config, step, found))
+    listeners.add("files", metrics.FILE_NAME, lambda: MetricsFile(folder))
+    listeners.add("files", skipping.FILE_NAME, lambda: SkippedSamplesFile(folder))
+    listeners.add("files", loss_curve.FILE_NAME, lambda: LossCurve(folder, references))
+    add_trackers(listeners, config, position.step > 0)
+
+
+def _sum_up(config: PretrainConfig, position: Position, checkpoint: Path | None, status: int, say: Say) -> None:
+    """Say how the run ended and where its files are."""
     directory = Path(config.training.directory)
-    history = metrics.read_losses(directory / metrics.FILE_NAME)
-    curve = directory / loss_curve.FILE_NAME
-    loss_curve.draw_loss_curve(curve, history, references, title=directory.name)
     end = f"stopped by {signal.Signals(status - 128).name}" if status else "finished"
-    _print(
-        f"{end} after step {position.step}/{config.training.steps}, loss {position.losses[-1][1]:.4f} | "
-        f"metrics {directory / metrics.FILE_NAME} | loss curve {curve} | checkpoint {checkpoint or 'none'}"
+    loss = f"loss {position.losses[-1][1]:.4f} | " if position.losses else ""
+    say(
+        f"{end} after step {position.step}/{config.training.steps}, {loss}metrics {directory / metrics.FILE_NAME} | "
+        f"loss curve {directory / loss_curve.FILE_NAME} | checkpoint {checkpoint or 'none'}"
     )

@@ -1,7 +1,6 @@
 """profile.trace: records what every rank does in a few steps, one file a rank."""
 
 import platform
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from megapipe.engine.trace import Recorder
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import dumps
 from megapipe.schedules.measured.trace_file import SCHEDULE_FILE, RankTrace, fingerprint, write_rank, write_whole
+from megapipe.training.output import print_error
 
 
 class Profiler:
@@ -80,7 +80,7 @@ class Profiler:
                 write_whole(directory / SCHEDULE_FILE, dumps(engine.schedule))
             write_rank(directory, trace)
         except OSError as error:
-            print(f"warning: rank {self._mesh.rank} wrote no trace into {directory}: {error}", file=sys.stderr)
+            print_error(f"warning: rank {self._mesh.rank} wrote no trace into {directory}: {error}")
             return
         first, last = trace.about["steps"]
         self._say(f"traced steps {first} to {last}: python tools/schedule.py overlay {directory}")

@@ -1,4 +1,4 @@
-"""What a loss is to be compared with before anything was learnt: uniform guessing, and guessing by frequency."""
+"""Reference losses of models that have learned nothing: uniform guesses, and guesses by token frequency."""
 
 import math
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ import numpy as np
 from megapipe.training.sources import AnyBertSamples, Samples
 
 MAXIMUM_TOKENS = 2**20
-"""Tokens that are counted at most: a second's reading, wherever the corpus lies."""
+"""Most tokens that are counted: about a second of reading."""
 
 BLOCK = 256
-"""Samples that are read at a time."""
+"""Samples read at a time."""
 
 
 @dataclass(frozen=True)
 class References:
     """Losses in nats per token. uniform: ln(vocabulary). unigram: entropy of the training split's token frequencies.
 
-    num_tokens: tokens that were counted for `unigram`. pairs: ln 2 where the loss has a second term, which judges
-    pairs of sentences, else 0.
+    num_tokens: tokens counted for `unigram`. pairs: ln 2 where the loss has a second term, for pairs of sentences,
+    else 0.
     """
 
     uniform: float
@@ -36,8 +36,8 @@ class References:
 
 
 def reference_losses(samples: Samples, vocabulary_size: int) -> References:
-    """Count the labels of the first samples of the run, a random part of the split, or all of a small one; of BERT's,
-    all tokens, since any may be hidden.
+    """Return reference losses from the labels of the run's first samples, a random part of the split, or all of a
+    small split; for BERT from all tokens, since any may be hidden.
 
     The entropy of the counts is below that of the split by about (distinct ids - 1) / (2 num_tokens) (Miller, 1955).
     """

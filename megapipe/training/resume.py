@@ -1,6 +1,7 @@
 """A run's checkpoints: resume from the newest, load initial weights from elsewhere, save, keep the last few."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -99,9 +100,9 @@ class Checkpointer:
             self._initialize(Path(self._config.init_from), replica)
         return None
 
-    def is_due(self, step: int, last: bool = False) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`. last: the run ends here."""
-        return self.saves.is_due(step, last)
+    def is_due(self, step: int, last: bool = False, stopped: bool = False) -> bool:
+        """Whether the configuration asks for a checkpoint after `step`; arguments as of `Saves.is_due`."""
+        return self.saves.is_due(step, last, stopped)
 
     def save(
         self,
@@ -111,6 +112,7 @@ class Checkpointer:
         losses: Sequence[tuple[int, float]],
         skipped: Sequence[tuple[int, int]] = (),
         *,
+        last: bool = False,
         within: float | None = None,
     ) -> Path:
         """Save the state after `step`, then delete all but the last few checkpoints.
@@ -121,7 +123,8 @@ class Checkpointer:
         Args:
             losses: the last (step, loss) pairs.
             skipped: as in RunState.
-            within: seconds after which `finish`, which has to come next, gives the save up. Nothing is copied.
+            last: `finish` comes next, so that nothing is copied.
+            within: seconds after which that `finish` gives the save up.
 
         Raises:
             CheckpointError: it could not be written; older checkpoints are untouched, and the run may go on.
@@ -144,7 +147,12 @@ class Checkpointer:
         )
         applied = replica.optimizer.applied
         path = self.saves.begin(
-            states, applied, run, lambda: save(self.directory, states, applied, run, self._mesh), within=within
+            states,
+            applied,
+            run,
+            lambda: save(self.directory, states, applied, run, self._mesh),
+            last=last,
+            within=within,
         )
         self._saved_step = step
         return path
@@ -152,9 +160,14 @@ class Checkpointer:
     def finish(self) -> None:
         """Return once the save in progress is durable.
 
-        Raises CheckpointError when it failed or was given up; older checkpoints are untouched.
+        Raises CheckpointError when it failed or was given up; older checkpoints are untouched, and `save` may try this
+        step again.
         """
-        self.saves.finish()
+        try:
+            self.saves.finish()
+        except CheckpointError:
+            self._saved_step = None
+            raise
 
     @property
     def begun(self) -> bool:
@@ -163,11 +176,8 @@ class Checkpointer:
 
     def settle(self) -> Path | None:
         """Wait for the save under way, which may fail, and return what `restore` would go on from now."""
-        try:
-            self.saves.finish()
-        except CheckpointError:
-            # `ended` tells of it.
-            self._saved_step = None
+        with suppress(CheckpointError):  # `ended` reports it
+            self.finish()
         self.path = self._on_this_host(
             on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
         )

@@ -1,4 +1,4 @@
-"""When a run saves, where that happens, between two steps or beside them, and what became of it."""
+"""When a run saves, whether between two steps or in the background, and what became of each save."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,34 +11,39 @@ from megapipe.checkpoint.manifest import RunState
 from megapipe.config.between_steps import CheckpointConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.training.output import print_line
 
 PATIENCE_AFTER_ERROR = 2.0
-"""Seconds that a run which fails leaves the save under way: the ranks that it waits for may be gone."""
+"""Seconds that a failing run gives the save under way: the ranks that it waits for may be gone."""
 
-TOLD_WAIT_SECONDS = 1.0
-"""A save that waits longer for the one before it is worth a remark."""
+PATIENCE_SHARE = 0.5
+"""Part of the time that collectives wait, after which rank 0 gives up a save that nobody writes for: a rank must never
+look lost to its peers while it waits for a disk."""
+
+REMARKABLE_WAIT_SECONDS = 1.0
+"""A save that waits longer than this for the one before it causes a remark."""
 
 
 class Saves:
     """The saves of one run, seen from every rank."""
 
     def __init__(
-        self, config: CheckpointConfig, directory: Path, mesh: Mesh, patience: float, say: Callable[[str], None]
+        self, config: CheckpointConfig, directory: Path, mesh: Mesh, timeout: float, say: Callable[[str], None]
     ) -> None:
-        """Nothing is saved yet.
+        """Save nothing yet.
 
-        patience: seconds that rank 0 waits while no rank writes anything. say: told on rank 0 of what a user should
-        know.
+        timeout: seconds that a collective waits for its peers. say: called with lines for the user.
         """
         self._config = config
         self._directory = directory
         self._first = mesh.rank == 0
         self._say = say
+        patience = PATIENCE_SHARE * timeout
         self._background = BackgroundSaver(directory, mesh, patience=patience, after=self.delete_older)
-        # Rank 0 decides for all, and the others learn of it along with a step's sums.
+        # Rank 0 decides for all; the others learn its decision with a step's sums.
         self._timer = save_timer(config) if self._first else None
         self._ended: list[EndedSave] = []
-        self._told_of_wait = False
+        self._remarked = False
         self._deadline: float | None = None
 
     @property
@@ -46,28 +51,37 @@ class Saves:
         """Whether this rank still writes."""
         return self._background.under_way
 
-    def is_due(self, step: int, last: bool) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`, on all ranks. last: the run ends here."""
-        every = self._config.every
-        return self._config.saves and (last or (isinstance(every, int) and step % every == 0))
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this rank, and other ranks may not know yet."""
+        return self._background.failed
 
-    def wishes(self, asked: bool) -> bool:
-        """Whether this rank asks all ranks to save after the step that comes next. No collective.
+    def is_due(self, step: int, last: bool, stopped: bool = False) -> bool:
+        """Whether the configuration asks for a checkpoint after `step`, on all ranks. last: this is the last step.
+        stopped: a signal ends the run here."""
+        every, config = self._config.every, self._config
+        return (last and config.at_end) or (stopped and config.saves) or (isinstance(every, int) and step % every == 0)
 
-        asked: whether a signal asked this rank for a save, which a run that saves nothing leaves unanswered.
+    def requests(self, asked: bool) -> bool:
+        """Whether this rank asks all ranks to save after the next step. No collective.
+
+        asked: whether a signal asked this rank for a save, which a run that saves nothing does not make.
         """
         if asked and not self._config.saves:
-            print("note: SIGUSR1 asks for a checkpoint, but this run saves none: set checkpoint.every", flush=True)
+            print_line(
+                "note: SIGUSR1 asks for a checkpoint, but this run saves none: set checkpoint.at_end true, or "
+                "checkpoint.every"
+            )
             return False
         return asked or (self._timer is not None and self._timer.is_due)
 
     def plan(self, states: Sequence[UnitState]) -> None:
-        """Hear of what will be saved, before the first step. A collective call."""
-        if self._config.saves and self._config.asynchronous:
+        """Prepare to save these states, before the first step. A collective call."""
+        if self._config.saves_between and self._config.asynchronous:
             self._background.plan(states)
 
     def step_ended(self, seconds: float) -> None:
-        """Hear of a step's duration. No collective."""
+        """Take note of a step's duration. No collective."""
         self._background.prepare()
         if self._timer is not None:
             self._timer.step(seconds)
@@ -79,17 +93,18 @@ class Saves:
         run: RunState,
         between_steps: Callable[[], Path],
         *,
+        last: bool,
         within: float | None,
     ) -> Path:
-        """Save as configured, and return where. A collective call.
+        """Save as configured, and return the checkpoint's folder. A collective call.
 
-        between_steps: saves durably, for runs that are not asynchronous. within: seconds from now after which
-        `finish`, which comes next, gives up; states stay as they are until then, so nothing is copied.
+        between_steps: saves durably, for runs that are not asynchronous. last: `finish` comes next, and states do not
+        change before, so that nothing is copied. within: seconds from now after which that `finish` gives up.
         """
         begun = time.perf_counter()
         self.give_up_after(within)
         if within is not None or self._config.asynchronous:
-            path = self._background.start(states, applied, run, copied=within is None, within=within)
+            path = self._background.start(states, applied, run, copied=not last, within=within)
             self._remark_on(self._background.waited)
         else:
             path = between_steps()
@@ -101,7 +116,7 @@ class Saves:
         return path
 
     def give_up_after(self, seconds: float | None) -> None:
-        """Have `finish` give up the save under way so long from now; None: never. No collective."""
+        """Have `finish` give up the save under way after so many seconds; None: never. No collective."""
         self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def finish(self) -> None:
@@ -110,8 +125,8 @@ class Saves:
         self._background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
 
     def ended(self) -> list[EndedSave]:
-        """What became of saves since the last call, oldest first. No collective: rank 0 knows of all, others of their
-        own share."""
+        """Return the saves that ended since the last call, oldest first. No collective: rank 0 knows all of them,
+        other ranks their own part."""
         ended = [*self._ended, *self._background.poll()]
         self._ended.clear()
         if self._timer is not None and ended and not self._background.under_way:
@@ -126,7 +141,7 @@ class Saves:
             self._background.finish()
 
     def delete_older(self) -> None:
-        """Delete what need not be kept. A deletion that fails costs space alone, so the run goes on."""
+        """Delete checkpoints that are not to be kept. A deletion that fails costs only space, so the run continues."""
         if self._config.keep_last is None:
             return
         try:
@@ -135,16 +150,16 @@ class Saves:
             self._say(f"warning: an old checkpoint in {self._directory} could not be deleted: {error}")
 
     def _remark_on(self, waited: float) -> None:
-        if self._first and waited > TOLD_WAIT_SECONDS and not self._told_of_wait:
-            self._told_of_wait = True
+        if self._first and waited > REMARKABLE_WAIT_SECONDS and not self._remarked:
+            self._remarked = True
             self._say(
-                f"note: training stood still for {waited:.1f} s until the save before this one was durable; save "
-                "less often, or with checkpoint.every auto (told once)"
+                f"note: training waited {waited:.1f} s for the save before this one to become durable; save less "
+                "often, or set checkpoint.every auto (this note is not repeated)"
             )
 
 
 def save_timer(config: CheckpointConfig) -> SaveTimer | None:
-    """What decides when to save out of what it measures; None where the configuration names steps alone."""
+    """Return the timer that decides when to save; None where the configuration only names steps."""
     if config.every != "auto" and config.every_minutes is None:
         return None
     return SaveTimer(

@@ -1,46 +1,52 @@
-"""SIGTERM and Ctrl-C end the run between two steps, agreed by all ranks, a second one at once; SIGUSR1 asks for a
-checkpoint and lets the run go on.
+"""SIGTERM, Ctrl-C and SIGHUP end the run between two steps, agreed by all ranks; SIGUSR1 asks for a checkpoint.
 
-A handler only notes. What it noted is looked at where all ranks agree: as every step begins, within evaluations and
-behind saves.
+A handler only sets a flag. The flags are read where all ranks agree: at the start of every step, within evaluations
+and after saves. A second SIGTERM or Ctrl-C ends the process at once.
 """
 
 import signal
 import time
 from types import FrameType, TracebackType
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+from megapipe.training.output import leave_output
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVES = signal.SIGUSR1
 SIGNALS = (*STOPS, SAVES)
 
 ECHO_SECONDS = 1.0
-"""For so long another signal is taken for the launcher's copy of the first, which reaches the ranks by itself too."""
+"""Time in which another signal counts as the launcher's copy of the first one, which reaches the ranks directly."""
 
 
 def before_training() -> None:
-    """How a process answers until its training begins: SIGTERM and Ctrl-C end it at once, since there is nothing to
-    save, and SIGUSR1 is ignored.
+    """Set what signals do until training starts: SIGTERM, Ctrl-C and SIGHUP end the process at once, since there is
+    nothing to save; SIGUSR1 and SIGPIPE are ignored, the latter for good.
 
-    The system's own answers and not Python's: a process that waits for others to start runs no Python.
+    These are the system's own handlers, not Python's: a process that waits for others to start runs no Python.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(SAVES, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 def behind_training() -> None:
-    """How a process answers that has nothing left but to exit: with its own status, whatever a launcher sends.
+    """Have the process exit with its own status, whatever a launcher sends and whether or not its output is dead.
 
-    Python itself would end it by SIGTERM while the interpreter shuts down.
+    Python would let SIGTERM end it while the interpreter shuts down.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    leave_output()
 
 
 class SignalRequests:
-    """Context manager that notes signals: the first of STOPS, later ones left to whoever had them before, and SAVES.
+    """Context manager that notes signals: the first of STOPS, and SAVES. Later ones of STOPS go to the handlers that
+    were set before, but for SIGHUP, since shells and launchers send several copies of it.
 
-    A launcher sends SIGTERM also to the ranks that outlive another. They go on until they need the one that is gone,
-    and tell of it: after an error, or an agreed stop, SIGTERM stays as it is here, for the process to end by itself.
+    SIGHUP stays ignored where it was ignored before, as under nohup. A launcher sends SIGTERM also to the ranks that
+    outlive another. They continue until they need the one that is gone, and report it: after an error, or an agreed
+    stop, SIGTERM and SIGHUP keep this handler, so that the process ends by itself.
 
     Attributes:
         number: of the signal that asked to stop, None before.
@@ -64,33 +70,34 @@ class SignalRequests:
         return asked
 
     def end(self) -> int:
-        """All ranks stop. The exit status of a run that was stopped, as shells have it; a signal to another rank
-        counts as Ctrl-C."""
+        """Return the exit status of a run that was stopped, as shells define it, when all ranks stop; a signal to
+        another rank counts as Ctrl-C."""
         self._ends = True
         return 128 + (self.number or signal.SIGINT)
 
     def __enter__(self) -> "SignalRequests":
-        self._previous = {each: signal.signal(each, self._handle) for each in SIGNALS}
+        taken = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+        self._previous = {each: signal.signal(each, self._handle) for each in taken}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A launcher's SIGTERM must not cut off a rank that is about to tell how it ended.
+        # A launcher's signal must not cut off a rank that is about to report how it ended.
         kept = self._ends or error is not None
-        self.number = None  # that SIGTERM is the first again, which only is noted
-        self._restore(kept=signal.SIGTERM if kept else None)
+        self.number = None  # that signal is then the first one, which only sets a flag
+        self._restore(kept=(signal.SIGTERM, signal.SIGHUP) if kept else ())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == SAVES:
             self._save = True
         elif self.number is None:
             self.number, self._first = number, time.monotonic()
-        elif time.monotonic() - self._first > ECHO_SECONDS:
+        elif number != signal.SIGHUP and time.monotonic() - self._first > ECHO_SECONDS:
             self._restore()
             signal.raise_signal(number)
 
-    def _restore(self, kept: signal.Signals | None = None) -> None:
+    def _restore(self, kept: tuple[signal.Signals, ...] = ()) -> None:
         for each, handler in self._previous.items():
-            if each != kept:
+            if each not in kept:
                 signal.signal(each, handler)

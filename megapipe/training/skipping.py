@@ -1,6 +1,6 @@
-"""Samples that no step takes, by hand or because the loss jumped up at them.
+"""Samples that no step takes, because the user or a loss spike excluded them.
 
-Ranges are told in the run's own numbers of samples, in the order that it takes them: the same on every layout.
+Ranges count samples in the order in which the run takes them: the same on every layout.
 """
 
 import json
@@ -9,47 +9,49 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.training.output import LineFile
 from megapipe.training.records import Listener
 
 FILE_NAME = "skipped_samples.jsonl"
 EVENT = "skipped_samples"
 
 Range = tuple[int, int]
-"""The first sample, and the one behind the last."""
+"""Half-open range [first, end) of samples."""
 
 
 class SkippingPlan:
-    """A batch plan whose steps leave samples out: a step that would take one begins behind its range."""
+    """A batch plan whose steps skip samples: a step that would take one of a range starts after that range."""
 
     def __init__(self, plan: BatchPlan, ranges: tuple[Range, ...] = ()) -> None:
         self._plan = plan
         self.ranges = tuple(sorted(set(ranges)))
 
     def begin(self, consumed: int) -> int:
-        """Where the step begins that follows after `consumed` samples."""
+        """Return the first sample of the step that follows after `consumed` samples."""
         for first, stop in self.ranges:
             if consumed < stop and consumed + self._plan.size(consumed) > first:
                 consumed = stop
         return consumed
 
     def end(self, consumed: int) -> int:
-        """Samples consumed after that step, those left out before it included."""
+        """Return the samples consumed after that step, including those skipped before it."""
         begin = self.begin(consumed)
         return begin + self._plan.size(begin)
 
     def size(self, consumed: int) -> int:
-        """Samples of that step."""
+        """Return the number of samples of that step."""
         return self._plan.size(self.begin(consumed))
 
     def cursors(self, consumed: int) -> Iterator[int]:
-        """Where each step begins, endless, from that step on."""
+        """Yield the first sample of every step, without end, starting with that step."""
         while True:
             begin = self.begin(consumed)
             yield begin
             consumed = begin + self._plan.size(begin)
 
     def last_batches(self, start: int, consumed: int, count: int) -> Range:
-        """The samples of the last `count` steps of those from `start` up to `consumed`; all where they are fewer."""
+        """Return the samples of the last `count` steps from `start` up to `consumed`; all of them where there are
+        fewer steps."""
         begins = []
         for begin in self.cursors(start):
             if begin >= consumed:
@@ -58,17 +60,19 @@ class SkippingPlan:
         return begins[-count:][0], consumed
 
     def without(self, skipped: Range) -> "SkippingPlan":
-        """The same plan with another range left out."""
+        """Return the same plan with another range skipped."""
         return SkippingPlan(self._plan, (*self.ranges, skipped))
 
 
 class SkippedSamplesFile(Listener):
-    """Writes every range that a run left out to `skipped_samples.jsonl` in its folder: {"step", "first", "stop"}."""
+    """Writes every range that a run skipped to `skipped_samples.jsonl` in its folder: {"step", "first", "stop"}."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / FILE_NAME
+        self._file = LineFile(directory / FILE_NAME)
 
     def event(self, name: str, **fields: Any) -> None:
         if name == EVENT:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(fields) + "\n")
+            self._file.write(json.dumps(fields))
+
+    def close(self) -> None:
+        self._file.close()

@@ -18,7 +18,7 @@ from megapipe.training.records import StepRecord
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """FLOP/s that one device could do at best in the run's precision. source: where the figure comes from."""
+    """Peak FLOP/s of one device in the run's precision. source: where the figure comes from."""
 
     flops: float
     source: str
@@ -28,7 +28,7 @@ class DevicePeak:
 
 
 def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
-    """From the data sheet of a known GPU, else measured with a matrix product."""
+    """Return the peak from the data sheet of a known GPU, else measured with a matrix product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = peak_flops(name, precision)
@@ -39,7 +39,7 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
 
 
 class UtilisationMeter:
-    """MFU: the model's FLOPs (see costs/compute.py) over what all ranks could have done."""
+    """MFU: the model's FLOPs (see costs/compute.py) divided by the peak of all ranks."""
 
     def __init__(
         self, config: PretrainConfig, layers: tuple[LayerSpec, ...], peak: DevicePeak, num_ranks: int
@@ -49,36 +49,36 @@ class UtilisationMeter:
         self._flops_per_second = peak.flops * num_ranks
 
     def mfu(self, tokens: int, seconds: float) -> float:
-        """Share of the peak, for tokens trained on in that time."""
+        """Return the share of the peak, for tokens trained on in that time."""
         return self._flops_per_token * tokens / (seconds * self._flops_per_second)
 
 
 class Window:
-    """The last steps, for rates that neither jump nor lag."""
+    """The last steps, for rates that are smooth and up to date."""
 
     def __init__(self, num_steps: int) -> None:
         self._records: deque[StepRecord] = deque(maxlen=num_steps)
 
     def add(self, record: StepRecord) -> None:
-        """Take in a step, and forget the oldest one when there are more than `num_steps`."""
+        """Add a step, and forget the oldest one when there are more than `num_steps`."""
         self._records.append(record)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all steps."""
         self._records.clear()
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks, without the time that evaluations and saves take."""
+        """Rate over all ranks, without the time that evaluations and saves take."""
         return sum(record.tokens for record in self._records) / self._seconds
 
     @property
     def mfu(self) -> float:
-        """Mean over time."""
+        """Mean MFU over time."""
         return sum(record.mfu * record.seconds for record in self._records) / self._seconds
 
     def seconds_for(self, samples: int) -> float:
-        """How long that many samples take at the window's rate."""
+        """Return the seconds that so many samples take at the window's rate."""
         return samples * self._seconds / sum(record.samples for record in self._records)
 
     @property

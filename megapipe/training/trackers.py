@@ -1,4 +1,7 @@
-"""Metrics for TensorBoard and Weights & Biases, each imported only where it was asked for."""
+"""Metrics for TensorBoard and Weights & Biases, each imported only when the configuration asks for it.
+
+Both start in threads of their own, so that a server that cannot be reached costs no training time.
+"""
 
 import netrc
 import os
@@ -9,25 +12,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megapipe.config.run import PretrainConfig
+from megapipe.training.listeners import Listeners
 from megapipe.training.records import EvaluationRecord, Listener, StepRecord
 
 WANDB_HOST = "https://api.wandb.ai"
 
 
-def open_trackers(config: PretrainConfig, resumed: bool, say: Callable[[str], None]) -> list[Listener]:
-    """The trackers that the configuration asks for. resumed: the run goes on from a checkpoint."""
+def add_trackers(listeners: Listeners, config: PretrainConfig, resumed: bool) -> None:
+    """Add the trackers that the configuration asks for. resumed: the run continues from a checkpoint."""
     directory = Path(config.training.directory)
-    trackers: list[Listener] = []
     if config.tracking.tensorboard:
-        trackers.append(TensorBoard(directory / "tensorboard"))
-        say(f"TensorBoard: tensorboard --logdir {directory / 'tensorboard'}")
+        listeners.add("TensorBoard", "TensorBoard", lambda: TensorBoard(directory / "tensorboard"))
+        listeners.say(f"TensorBoard: tensorboard --logdir {directory / 'tensorboard'}")
     if config.tracking.wandb_project:
-        trackers.append(WeightsAndBiases(config, resumed, say))
-    return trackers
+        name = "Weights & Biases"
+        listeners.add(name, name, lambda: WeightsAndBiases(config, resumed, listeners.say))
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
-    """A step's curves, by name."""
+    """Return the values of a step, by curve."""
     return {
         "train/loss": record.loss,
         "train/learning_rate": record.learning_rate,
@@ -50,7 +53,7 @@ def _expert_scalars(variations: Sequence[float]) -> dict[str, float]:
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
-    """An evaluation's curves, by name."""
+    """Return the values of an evaluation, by curve."""
     return {
         "validation/loss": record.loss,
         "validation/perplexity": record.perplexity,
@@ -60,7 +63,7 @@ def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
 
 
 class TensorBoard(Listener):
-    """Event files in `directory`; a resumed run adds one that continues the curves."""
+    """Writes event files in `directory`; a resumed run adds one that continues the curves."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -83,10 +86,10 @@ class TensorBoard(Listener):
 
 
 class WeightsAndBiases(Listener):
-    """A wandb run in the run's folder.
+    """Logs to a wandb run in the run's folder.
 
-    WANDB_MODE decides where it is set. Elsewhere the run is online if an API key is set up and offline if not, because
-    wandb would ask for one. A resumed run continues the curves of the one that the folder names.
+    WANDB_MODE decides where it is set. Otherwise the run is online if an API key is set up and offline if not, because
+    wandb would ask for one. A resumed run continues the curves of the wandb run that the folder names.
     """
 
     def __init__(self, config: PretrainConfig, resumed: bool, say: Callable[[str], None]) -> None:
@@ -120,7 +123,7 @@ class WeightsAndBiases(Listener):
 
 
 def wandb_mode() -> str:
-    """WANDB_MODE where it is set; else online exactly if wandb would find an API key without asking."""
+    """Return WANDB_MODE where it is set, else `online` exactly if wandb would find an API key without asking."""
     if "WANDB_MODE" in os.environ:
         return os.environ["WANDB_MODE"]
     if os.environ.get("WANDB_API_KEY"):

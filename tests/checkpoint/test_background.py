@@ -1,24 +1,28 @@
-"""Saves beside training: what lands on disk is the copied step's state, whole, whatever happens meanwhile.
+"""Saves in the background: what lands on disk is the copied step's state, whole, whatever happens meanwhile.
 
 The same states saved by `save`, between two steps, are the oracle; disks that die and refuse are those of its tests.
 """
 
 import errno
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from megapipe.checkpoint import CheckpointError, newest_valid
+from megapipe.checkpoint import CheckpointError, background, newest_valid
 from megapipe.checkpoint.background import BackgroundSaver
 from megapipe.checkpoint.directory import keep_last, set_aside
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.parallel.mesh import Mesh
+from megapipe.training.flags import any_rank
 from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk, RefusingDisk
 from tests.checkpoint.test_crash import check_whole, fresh
 from tests.checkpoint.toy import ALONE, Layout, alone, fill, load_step, make_states, run_state, save_step
 from tests.support.meshes import run_threads
+from tests.support.patience import wait_until
 from tests.support.ranks import run_ranks
 
 PAIR = Layout({"pipeline": 2}, [["table", "one"], ["two", "table"]])
@@ -151,7 +155,10 @@ def newest_step(directory: Path) -> int:
 def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, patience: float) -> None:
     saver = BackgroundSaver(directory, mesh, storage=disk if mesh.rank == victim else DISK, patience=patience)
     start(saver, mesh, PAIR, 2)
-    saver.finish()
+    try:
+        saver.finish()
+    finally:
+        saver.abandon(30.0)  # a thread that outlives its test would discard the folders of the next one
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -195,6 +202,57 @@ def failing_then_working(mesh: Mesh, directory: Path, victim: int, at: int) -> s
     start(saver, mesh, PAIR, 3)
     saver.finish()
     return str(raised.value)
+
+
+class FullDisk(StorageWriter):
+    """Takes nothing at all: no byte, no file, no name."""
+
+    def create(self, path: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def rename(self, source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def told_in_memory(mesh: Mesh, directory: Path, victim: int) -> tuple[bool, str, float]:
+    """Whether the rank has a failure to report, what all then know, and how long that took."""
+    disk = FullDisk() if mesh.rank == victim else DISK
+    saver = BackgroundSaver(directory, mesh, storage=disk, patience=1000.0)
+    start(saver, mesh, PAIR, 2)
+    if mesh.rank == victim:
+        wait_until(lambda: saver.failed)
+    failed = any_rank(mesh, saver.failed)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError) as raised:
+        saver.finish()
+    seconds = time.monotonic() - begun
+    saver.finish()  # it is raised once
+    assert not saver.failed
+    return failed, str(raised.value), seconds
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_of_one_rank_is_reported_without_the_disk(tmp_path: Path, victim: int) -> None:
+    ranks = run_threads(PAIR.sizes, told_in_memory, tmp_path, victim)
+    assert {(failed, told) for failed, told, _ in ranks} == {(True, ranks[0][1])}
+    assert "No space left on device" in ranks[0][1]
+    assert f"(rank {victim}, on" in ranks[0][1]
+    assert max(seconds for *_, seconds in ranks) < 20.0, "rank 0's patience is 1000 s"
+    assert not list(tmp_path.iterdir()), "what was written is removed"
+
+
+def slow_on_one_rank(mesh: Mesh, directory: Path, holder: HeldDisk) -> None:
+    saver = BackgroundSaver(directory, mesh, storage=holder if mesh.rank else DISK)
+    start(saver, mesh, PAIR, 2)
+    if mesh.rank:
+        threading.Timer(2.0, holder.released.set).start()
+    saver.finish()
+
+
+def test_a_disk_slower_than_a_collective_waits_loses_no_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_LONGEST_SLICE", 0.05)
+    run_threads(PAIR.sizes, slow_on_one_rank, tmp_path, HeldDisk(), timeout=1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_what_takes_too_long_is_given_up_and_leaves_the_one_before(tmp_path: Path) -> None:

@@ -153,12 +153,12 @@ def test_a_fresh_run_does_not_mix_with_what_is_there(config: PretrainConfig) -> 
     config.checkpoint = replace(config.checkpoint, resume=False)
     with pytest.raises(CheckpointError, match=r"checkpoint\.resume false.*another training.directory"):
         restored(alone(), config)
-    config.checkpoint = replace(config.checkpoint, every=None)
+    config.checkpoint = replace(config.checkpoint, every=None, at_end=False)
     assert restored(alone(), config) == 0
 
 
 def test_a_run_without_checkpoints_leaves_no_folder(tmp_path: Path, corpus: str) -> None:
-    config = config_in(tmp_path / "run", corpus, GPT2_SHAPE, checkpoint={"every": None})
+    config = config_in(tmp_path / "run", corpus, GPT2_SHAPE, checkpoint={"every": None, "at_end": False})
     assert train(alone(), config, 1).start == 0
     assert not (tmp_path / "run").exists()
 

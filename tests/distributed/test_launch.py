@@ -34,7 +34,8 @@ def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: i
     finished = launch_with_torchrun(num_processes, *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "step 4/4 | loss" in finished.stdout
-    start, *steps, end = records(tmp_path)
+    start, *steps, saved, end = records(tmp_path)
+    assert (saved["event"], saved["step"]) == ("checkpoint", 4)
     assert start["event"] == "start"
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert [record["consumed_samples"] for record in steps] == [4, 8, 12, 16]
@@ -43,7 +44,7 @@ def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: i
 
 def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str) -> None:
     for _ in range(2):
-        launch(1, "--data.prefix", corpus, "--training.steps", "2", folder=tmp_path)
+        launch(1, "--data.prefix", corpus, "--training.steps", "2", "--checkpoint.at_end=false", folder=tmp_path)
     assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
 
 

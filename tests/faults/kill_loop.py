@@ -78,7 +78,7 @@ def survives(folder: Path, kills: int, seed: int, asynchronous: bool, save_on: C
     outcome = run(SIZES, config, step + 1)
     assert outcome.start == step > 0
     whole = replace(config, training=replace(config.training, directory=str(folder / "whole")))
-    whole.checkpoint = replace(config.checkpoint, every=None)
+    whole.checkpoint = replace(config.checkpoint, every=None, at_end=False)
     # A checkpoint of this test keeps every loss, so these are the losses of all lives.
     assert_same_bits(outcome, run(SIZES, whole, step + 1))
 

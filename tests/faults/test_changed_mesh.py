@@ -64,7 +64,7 @@ def configuration(folder: Path, corpus: str, sizes: Sizes, stage: int, **groups:
 
 
 def unsaved(config: PretrainConfig, resume: bool) -> PretrainConfig:
-    return replace(config, checkpoint=replace(config.checkpoint, every=None, resume=resume))
+    return replace(config, checkpoint=replace(config.checkpoint, every=None, at_end=False, resume=resume))
 
 
 def save_and_go_on(mesh: Mesh, config: PretrainConfig) -> list[RankOutcome]:

@@ -1,7 +1,9 @@
 """Faults of whole processes under torchrun: who is named, the exit status, that nothing is left, that it goes on."""
 
 import itertools
+import json
 import os
+import shlex
 import signal
 import subprocess
 import threading
@@ -12,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from megapipe.training.exit_codes import ExitCode
-from tests.faults.jobs import LIMIT_SECONDS, assert_same_run, children, children_of, needs_proc, wait_for_the_end
+from tests.faults.jobs import (
+    LIMIT_SECONDS,
+    assert_same_run,
+    children,
+    children_of,
+    needs_proc,
+    saved_steps,
+    wait_for_the_end,
+)
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import command, environment, launch, start
 from tests.support.patience import wait_until
@@ -71,14 +81,31 @@ def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Pat
 
 @pytest.mark.parametrize("whom", ["one rank", "torchrun"])
 def test_a_signal_saves_and_ends_all(tmp_path: Path, whom: str) -> None:
-    with endless_job(tmp_path, "--parallel.data=2", "--checkpoint.every=1000000") as (process, workers):
-        os.kill(workers[1] if whom == "one rank" else process.pid, signal.SIGTERM)
+    """SIGHUP to one rank; SIGTERM to torchrun."""
+    with endless_job(tmp_path, "--parallel.data=2") as (process, workers):
+        if whom == "one rank":
+            os.kill(workers[1], signal.SIGHUP)
+        else:
+            os.kill(process.pid, signal.SIGTERM)
         process.wait(timeout=LIMIT_SECONDS)
         wait_for_the_end([*workers.values()])
     assert len(list((tmp_path / "runs/default/checkpoints").glob("step-*"))) == 1
     if whom == "one rank":  # torchrun tells of the first to end: the one that was asked, or the one that heard of it
         errors = (tmp_path / "errors").read_text()
-        assert f"exitcode  : {ExitCode.TERMINATED:d}" in errors or f"exitcode  : {ExitCode.INTERRUPTED:d}" in errors
+        assert f"exitcode  : {ExitCode.HUNG_UP:d}" in errors or f"exitcode  : {ExitCode.INTERRUPTED:d}" in errors
+
+
+def test_a_reader_that_leaves_costs_nothing(tmp_path: Path) -> None:
+    """`| head -5` closes both outputs of two ranks, which train to their end."""
+    arguments = [f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2", "--training.log_every=1"]
+    line = shlex.join(command(2, *arguments, "--training.steps=12")) + " 2>&1 | head -5"
+    done = subprocess.run(
+        line, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert len(done.stdout.splitlines()) == 5
+    run = tmp_path / "runs/default"
+    assert saved_steps(run) == [12]
+    assert [line["event"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "event" in line][-1] == "end"
 
 
 def test_numbers_that_stay_infinite_end_the_job_with_their_own_status(tmp_path: Path) -> None:

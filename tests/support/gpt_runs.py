@@ -66,6 +66,7 @@ def make_config(prefix: str, model: ModelConfig, **groups: dict[str, Any]) -> Pr
     config.batch = replace(config.batch, global_size=8, micro_size=1)
     config.optimizer = replace(config.optimizer, learning_rate=5e-3, warmup_steps=2, clip_norm=0.5)
     config.training = replace(config.training, steps=20)
+    config.checkpoint = replace(config.checkpoint, retry_seconds=0.0)
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
 
 

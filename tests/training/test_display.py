@@ -2,16 +2,19 @@
 
 import io
 import math
+import re
+from pathlib import Path
 
 from rich.console import Console
 
-from megapipe.training.display import PlainLines, ProgressBar, vital_signs
+from megapipe.training.display import LogFile, PlainLines, ProgressBar, vital_signs
 from tests.training.records import evaluation_record, step_record
 
 
 def test_lines_come_at_the_first_step_at_intervals_and_at_the_last() -> None:
     lines: list[str] = []
-    display = PlainLines(steps=7, log_every=3, total_samples=28, printer=lines.append)
+    display = PlainLines(steps=7, log_every=3, printer=lines.append)
+    display.event("start", total_samples=28)
     for step in range(1, 8):
         display.step(step_record(step, seconds=0.5 if step < 4 else 0.25))
     assert [line.split(" | ")[0] for line in lines] == ["step 1/7", "step 3/7", "step 6/7", "step 7/7"]
@@ -24,7 +27,7 @@ def test_lines_come_at_the_first_step_at_intervals_and_at_the_last() -> None:
 
 def test_rates_weigh_steps_by_their_time() -> None:
     lines: list[str] = []
-    display = PlainLines(steps=9, log_every=2, total_samples=36, printer=lines.append)
+    display = PlainLines(steps=9, log_every=2, printer=lines.append)
     display.step(step_record(1))
     display.step(step_record(2, seconds=0.5, mfu=0.6))
     display.step(step_record(3, seconds=1.5, mfu=0.2))
@@ -41,7 +44,7 @@ def test_uneven_loads_of_experts_are_told_of_the_worst_block() -> None:
 
 def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:
     lines: list[str] = []
-    display = PlainLines(steps=9, log_every=5, total_samples=36, printer=lines.append)
+    display = PlainLines(steps=9, log_every=5, printer=lines.append)
     display.step(step_record(1))
     display.step(step_record(2, skipped=True, gradient_norm=math.nan))
     display.evaluation(evaluation_record(2))
@@ -52,8 +55,9 @@ def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:
 def test_the_bar_shows_the_same_and_leaves_the_terminal_as_it_was() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=90, color_system=None, legacy_windows=False)
-    bar = ProgressBar(steps=4, total_samples=16, console=console)
+    bar = ProgressBar(steps=4, log_every=10, console=console)
     bar.say("resumed [here]")
+    bar.event("start", total_samples=16)
     for step in (1, 2):
         bar.step(step_record(step))
     bar.evaluation(evaluation_record(2))
@@ -64,3 +68,29 @@ def test_the_bar_shows_the_same_and_leaves_the_terminal_as_it_was() -> None:
         assert part in text
     assert "learning rate 1.00e-03 | validation 4.2500" in text
     assert text.endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_the_bar_leaves_its_losses_in_the_scrollback() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=160, color_system=None, legacy_windows=False)
+    bar = ProgressBar(steps=40, log_every=2, console=console)
+    bar.event("start", total_samples=160)
+    for step in range(1, 41):
+        bar.step(step_record(step, seconds=1.5))
+    bar.close()
+    lines = re.findall(r"step +(\d+)/40 \| loss", screen.getvalue())
+    assert [int(step) for step in lines] == [1, 6, 10, 14, 18, 22, 26, 30, 34, 38, 40], "at least 5 s apart"
+
+
+def test_the_log_marks_every_start(tmp_path: Path) -> None:
+    for start in ("first", "second"):
+        log = LogFile(tmp_path, steps=2, log_every=1, separator=f"===== {start}")
+        log.event("failed", error="another job has the folder")
+        log.say("two\nlines")
+        log.step(step_record(1))
+        log.event("failed", error="no luck")
+        log.close()
+    lines = [re.sub(r"^[-0-9]{10} [:0-9]{8} ", "", line) for line in (tmp_path / "log.txt").read_text().splitlines()]
+    step = "step 1/2 | loss 4.9000 | gradient norm 0.750 | learning rate 1.00e-03 | 64 tokens/s | MFU 25.0% | "
+    rest = ["two", "lines", f"{step}0:00:00 left", "failed: no luck"]
+    assert lines == ["===== first", *rest, "===== second", *rest]

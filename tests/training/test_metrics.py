@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written can be read back, over resumptions, kills and losses that are not finite."""
+"""metrics.jsonl: what is written can be read back, over several starts, kills and losses that are not finite."""
 
 import json
 import math
@@ -6,7 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from megapipe.training.metrics import MetricsFile, read_losses
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.training.metrics import FILE_NAME, MetricsFile, read_losses
 from tests.training.records import evaluation_record, step_record
 
 
@@ -15,12 +19,14 @@ def refuse(word: str) -> NoReturn:
 
 
 def test_every_line_is_one_json_object_of_its_record(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "run")
+    file = MetricsFile(tmp_path)
     file.event("start", step=0)
     file.step(step_record(1, loss=math.nan, gradient_norm=math.inf, skipped=True))
     file.evaluation(evaluation_record(1))
     file.close()
-    start, step, evaluation = [json.loads(line, parse_constant=refuse) for line in file.path.read_text().splitlines()]
+    start, step, evaluation = [
+        json.loads(line, parse_constant=refuse) for line in (tmp_path / FILE_NAME).read_text().splitlines()
+    ]
     assert (start["event"], start["step"]) == ("start", 0)
     assert step == {**asdict(step_record(1, skipped=True)), "loss": None, "gradient_norm": None}
     assert evaluation == {**asdict(evaluation_record(1)), "event": "evaluation", "time": evaluation["time"]}
@@ -40,12 +46,29 @@ def test_losses_are_those_of_the_last_run_over_its_resumptions(tmp_path: Path) -
     file.step(step_record(4, loss=math.nan))
     file.event("end", status=0, step=4)
     file.close()
-    history = read_losses(file.path)
+    history = read_losses(tmp_path / FILE_NAME)
     assert history.training == {1: 1.0, 2: 2.0, 3: 3.5}
     assert history.evaluation == {1: 11.0, 2: 12.0}
+    assert history.dropped == [{1: 9.0}, {3: 3.0}], "what the run went back over"
 
 
-def test_half_a_line_of_a_killed_run_is_passed_over(tmp_path: Path) -> None:
+def test_half_a_line_of_a_killed_run_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n{"step": 3, "loss": 1.0}\n')
     assert read_losses(path).training == {1: 2.0, 3: 1.0}
+
+
+@given(st.lists(st.one_of(st.binary(max_size=20), st.sampled_from([b'{"step": 7, "loss": 1.5}', b"[]", b"7"]))))
+def test_losses_are_read_from_any_bytes(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    assert set(read_losses(path).training.items()) <= {(7, 1.5)}
+
+
+def test_a_start_whose_line_is_lost_still_replaces_its_steps(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    for step in (1, 2, 3, 2):
+        file.step(step_record(step, loss=float(step)))
+    history = read_losses(tmp_path / FILE_NAME)
+    assert history.training == {1: 1.0, 2: 2.0}
+    assert history.dropped == [{2: 2.0, 3: 3.0}]

@@ -131,10 +131,18 @@ def test_a_save_that_fails_on_the_way_costs_that_checkpoint_alone(
 def test_nothing_is_evaluated_or_saved_unless_asked_for(tmp_path: Path, corpus: str) -> None:
     config = configuration(corpus, tmp_path)
     config.evaluation = replace(config.evaluation, every=None)
-    config.checkpoint = replace(config.checkpoint, every=None)
+    config.checkpoint = replace(config.checkpoint, every=None, at_end=False)
     run(config)
     assert [record.get("event") for record in records(tmp_path)] == ["start", *[None] * 8, "end"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "loss_curve.png", "metrics.jsonl"]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [".lock", "config.yaml", "log.txt", "loss_curve.png", "metrics.jsonl", "run.json"]
+
+
+def test_the_last_step_is_saved_by_default(tmp_path: Path, corpus: str) -> None:
+    config = configuration(corpus, tmp_path)
+    config.checkpoint = replace(config.checkpoint, every=None)
+    run(config)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
 
 
 @pytest.mark.parametrize(("training", "steps_done"), [(True, 0), (False, 3)], ids=["step", "evaluation"])

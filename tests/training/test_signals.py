@@ -41,6 +41,22 @@ def test_later_signal_goes_to_the_handler_of_before(monkeypatch: pytest.MonkeyPa
             signal.raise_signal(signal.SIGINT)
 
 
+def test_no_later_hangup_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
+    with SignalRequests() as requests:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        assert requests.end() == 128 + signal.SIGTERM
+    signal.raise_signal(signal.SIGHUP)  # would have ended the tests
+
+
+def test_a_hangup_stays_ignored_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with SignalRequests() as requests:
+        signal.raise_signal(signal.SIGHUP)
+        assert not requests.stop
+
+
 def test_sigusr1_asks_for_one_save_each_time_and_never_for_a_stop() -> None:
     with SignalRequests() as requests:
         assert not requests.take_save()
@@ -78,7 +94,14 @@ def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 0)]
+    ("number", "status"),
+    [
+        (signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGINT, -signal.SIGINT),
+        (signal.SIGHUP, -signal.SIGHUP),
+        (signal.SIGUSR1, 0),
+        (signal.SIGPIPE, 0),
+    ],
 )
 def test_before_training_a_process_that_runs_no_python_answers_at_once(number: signal.Signals, status: int) -> None:
     """It waits in C until its input ends: a handler of Python's would run only behind that, and print a traceback."""

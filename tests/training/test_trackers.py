@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases: what was told can be read back, and nobody is asked anything."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megapipe.config.run import PretrainConfig
-from megapipe.training.trackers import TensorBoard, WeightsAndBiases, open_trackers, step_scalars, wandb_mode
+from megapipe.training.listeners import Listeners
+from megapipe.training.trackers import TensorBoard, WeightsAndBiases, add_trackers, step_scalars, wandb_mode
 from tests.training.records import evaluation_record, step_record
 
 LOADS = {"expert_load_variations": [0.25, 0.75]}
@@ -40,7 +42,9 @@ def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
 def test_no_tracker_unless_asked_for(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     config.tracking = replace(config.tracking, wandb_project="")
-    assert open_trackers(config, resumed=False, say=print) == []
+    listeners = Listeners()
+    add_trackers(listeners, config, resumed=False)
+    assert listeners._lanes == {}
 
 
 @pytest.fixture
@@ -70,6 +74,22 @@ def test_wandb_mode_rules(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WANDB_API_KEY", "key")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode() == "disabled"
+
+
+@pytest.mark.slow
+def test_an_unreachable_wandb_costs_a_run_nothing(
+    no_account: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    begun = time.monotonic()
+    listeners = Listeners()
+    add_trackers(listeners, configuration(tmp_path), resumed=False)
+    for step in range(1, 100):
+        listeners.step(step_record(step))
+    assert time.monotonic() - begun < 5, "it starts in the background"
+    listeners.close(seconds=0.1)
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.slow

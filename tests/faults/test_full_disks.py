@@ -1,0 +1,269 @@
+"""Disks that take nothing more, for a while or for good: no run ends, no rank waits, no checkpoint is lost.
+
+Real file systems in memory where this user may mount them; injected failures of every write elsewhere.
+"""
+
+import errno
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.checkpoint import CheckpointError, newest_valid
+from megapipe.checkpoint.storage import StorageWriter
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.parallel.mesh import Mesh
+from megapipe.training import output, resume, saving
+from megapipe.training import pretrain as program
+from megapipe.training.display import PlainLines
+from megapipe.training.loop import TrainingLoop
+from megapipe.training.pretrain import _train, pretrain
+from megapipe.training.sources import open_samples
+from megapipe.training.watchdog import Heartbeat
+from tests.faults.jobs import saved_steps, told_steps
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.meshes import run_mesh
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def configuration(corpus: str, directory: Path, **checkpoint: Any) -> PretrainConfig:
+    return make_config(
+        corpus,
+        GPT2_SHAPE,
+        checkpoint={"every": 2, **checkpoint},
+        parallel={"device": "cpu"},
+        training={"steps": STEPS, "log_every": 1, "directory": str(directory)},
+        tracking={"tensorboard": True},
+    )
+
+
+class FillingDisk(StorageWriter):
+    """Fails with an error of the system after `room` bytes, until `free` is called."""
+
+    def __init__(self, room: int, error: int = errno.ENOSPC) -> None:
+        self.room = room
+        self._error = error
+        self.full = False
+
+    def free(self) -> None:
+        self.room, self.full = 1 << 60, False
+
+    def take(self, size: int) -> None:
+        """Take the room of `size` bytes, or raise as the system does."""
+        self.full |= size > self.room
+        self.room -= size
+        if self.full:
+            raise OSError(self._error, os.strerror(self._error))
+
+    def make_folder(self, path: Path) -> None:
+        self.take(64)
+        super().make_folder(path)
+
+    def create(self, path: Path) -> int:
+        self.take(64)
+        return super().create(path)
+
+    def write(self, descriptor: int, content: memoryview) -> int:
+        self.take(len(content))
+        return super().write(descriptor, content)
+
+
+@contextmanager
+def on_disk(disk: FillingDisk, at_step: Callable[[int], None]) -> Iterator[None]:
+    """Have saves, and all files of lines, go to a disk. at_step: called after each step with its number."""
+    with pytest.MonkeyPatch.context() as patched:
+        write, report = output.LineFile.write, TrainingLoop._report
+
+        def written(self: output.LineFile, line: str) -> None:
+            disk.take(len(line))
+            write(self, line)
+
+        def reported(self: TrainingLoop, position: Any, results: Any) -> bool:
+            stopped = report(self, position, results)
+            if results:
+                at_step(position.step)
+            return stopped
+
+        saver, save = saving.BackgroundSaver, resume.save
+        patched.setattr(output.LineFile, "write", written)
+        patched.setattr(TrainingLoop, "_report", reported)
+        patched.setattr(saving, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=disk))
+        patched.setattr(resume, "save", lambda *args: save(*args, storage=disk))
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on a disk with enough room, and the bytes that it takes."""
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    disk = FillingDisk(1 << 40)
+    with on_disk(disk, lambda step: None):
+        assert pretrain(configuration(corpus, directory), LaunchEnvironment()) == 0
+    (directory / "taken").write_text(str((1 << 40) - disk.room))
+    return directory
+
+
+def files(directory: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((directory / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"))]
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4)),
+        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 20)),
+    ],
+)
+def test_a_disk_that_fills_at_any_moment_ends_no_run(
+    tmp_path: Path, corpus: str, undisturbed: Path, seed: int
+) -> None:
+    """It has room again some steps later; what is saved then is the undisturbed run."""
+    chosen = random.Random(seed)
+    error = chosen.choice([errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+    disk = FillingDisk(chosen.randrange(int((undisturbed / "taken").read_text())), error)
+    asynchronous, lasts = chosen.random() < 0.5, chosen.randrange(1, 6)
+    full_since: list[int] = []
+
+    def at_step(step: int) -> None:
+        if disk.full:
+            full_since.append(step)
+        if disk.full and (step >= full_since[0] + lasts or step == STEPS):
+            disk.free()
+
+    config = configuration(corpus, tmp_path / "run", asynchronous=asynchronous, retry_seconds=60.0)
+    with pytest.MonkeyPatch.context() as patched, on_disk(disk, at_step):
+        patched.setattr("megapipe.training.loop.RETRY_PAUSE_SECONDS", 0.01)
+        freed = threading.Timer(2.0, disk.free)  # a disk that fills in the save at the end, which is tried again
+        freed.start()
+        try:
+            assert pretrain(config, LaunchEnvironment()) == 0
+        finally:
+            freed.cancel()
+    assert files(tmp_path / "run") == files(undisturbed)
+    ours, theirs = told_steps(tmp_path / "run"), told_steps(undisturbed)
+    assert ours.items() <= theirs.items(), "lines may be missing, and those that are there are right"
+
+
+def test_a_disk_that_stays_full_costs_what_came_after_the_last_save(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = FillingDisk(1 << 40)
+    with (
+        on_disk(disk, lambda step: setattr(disk, "room", 0 if step >= 5 else disk.room)),
+        pytest.raises(CheckpointError, match="No space left on device"),
+    ):
+        pretrain(configuration(corpus, tmp_path, asynchronous=False), LaunchEnvironment())
+    newest = newest_valid(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-00000004"
+    output = capsys.readouterr().out
+    assert [f"step {step:>2}/{STEPS} " in output for step in range(1, STEPS + 1)] == [True] * STEPS
+    assert output.count("warning: metrics.jsonl fails and is turned off") == 1
+    assert output.count("warning: log.txt fails and is turned off") == 1
+    assert [output.count(f"warning: no checkpoint after step {step}: ") for step in (6, 8)] == [1, 1]
+    assert pretrain(configuration(corpus, tmp_path), LaunchEnvironment()) == 0
+    assert sorted(told_steps(tmp_path)) == list(range(1, STEPS + 1))
+
+
+def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> list[str]:
+    """One rank of a whole run, and what it says; in steps 3 to 5, the disk of `victim` takes nothing, not even a
+    name."""
+    disk, said = FillingDisk(1 << 40), list[str]()
+    program.open_display = lambda steps, log_every: PlainLines(steps, log_every, said.append)
+
+    def at_step(step: int) -> None:
+        if step == 3:
+            disk.room = 0
+        elif step == 6:
+            disk.free()
+
+    samples = open_samples(config, "train")
+    if mesh.rank == victim:
+        with on_disk(disk, at_step):
+            assert _train(config, mesh, samples, None, Heartbeat()) == 0
+    else:
+        assert _train(config, mesh, samples, None, Heartbeat()) == 0
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "asynchronous"), [(0, True), (1, True), pytest.param(1, False, marks=pytest.mark.exhaustive)]
+)
+def test_one_full_rank_delays_no_other(tmp_path: Path, corpus: str, victim: int, asynchronous: bool) -> None:
+    config = configuration(corpus, tmp_path, asynchronous=asynchronous, keep_last=None)
+    config.parallel = replace(config.parallel, data=2, timeout_seconds=1000.0)
+    begun = time.monotonic()
+    said, _ = run_mesh({"data": 2}, train_with_a_full_rank, config, victim, timeout=300.0)
+    assert time.monotonic() - begun < 250, "no rank waits for the 1000 s of a collective"
+    assert said[-1].startswith(f"finished after step {STEPS}/{STEPS}")
+    (warning,) = [line for line in said if "warning: no checkpoint after step 4" in line]
+    assert "No space left on device" in warning
+    assert saved_steps(tmp_path) == [2, 6, 8, 10]
+
+
+@contextmanager
+def memory_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A file system in memory at `folder`; the test is skipped where this user may mount none."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a file system in memory: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+SPOILS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
+    "bytes": (
+        lambda disk: (disk / "filler").write_bytes(b"x" * (os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize)),
+        lambda disk: (disk / "filler").unlink(),
+        "No space left on device",
+    ),
+    "inodes": (
+        lambda disk: [(disk / f"filler{n}").touch() for n in range(os.statvfs(disk).f_favail)],
+        lambda disk: [path.unlink() for path in disk.glob("filler*")],
+        "no more files fit there",
+    ),
+}
+"""What makes a disk take nothing, what ends that, and the words of the warning."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "asynchronous"), [("bytes", True), ("inodes", True), ("inodes", False)])
+def test_a_real_disk_that_takes_nothing_for_some_steps(
+    tmp_path: Path, corpus: str, undisturbed: Path, how: str, asynchronous: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, repair, words = SPOILS[how]
+    with memory_disk(tmp_path / "disk", "size=8m,nr_inodes=200") as disk:
+
+        def at_step(step: int) -> None:
+            if step == 3:
+                spoil(disk)
+            elif step == 7:
+                repair(disk)
+
+        with on_disk(FillingDisk(1 << 40), at_step):
+            config = configuration(corpus, disk / "run", asynchronous=asynchronous, keep_last=None)
+            assert pretrain(config, LaunchEnvironment()) == 0
+        assert saved_steps(disk / "run") == [2, 8, 10]
+        assert files(disk / "run") == files(undisturbed)
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint after step 4" in line]
+    assert words in warning

@@ -1,0 +1,185 @@
+"""Listeners that fail in any way, or never return, cost training nothing; the others hear everything."""
+
+import errno
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.training import listeners
+from megapipe.training.listeners import TERMINAL, Listeners
+from megapipe.training.output import LineFile, leave_output, print_error, print_line, write_line
+from megapipe.training.records import Listener, StepRecord
+from tests.training.records import step_record
+
+ERRORS = [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), SystemExit(1), KeyError("library")]
+
+
+class Kept(Listener):
+    """Keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.lines: list[str] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+class Failing(Kept):
+    """Raises at some steps, at -1 when it is opened."""
+
+    def __init__(self, fails: Callable[[int], bool], error: BaseException) -> None:
+        super().__init__()
+        self._fails = fails
+        self._error = error
+        if fails(-1):
+            raise error
+
+    def step(self, record: StepRecord) -> None:
+        if self._fails(record.step):
+            raise self._error
+        super().step(record)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sets(st.integers(-1, 12)),
+    st.sets(st.integers(1, 12)),
+    st.sampled_from(ERRORS),
+    st.sampled_from(["files", TERMINAL, "tracker"]),
+)
+def test_a_listener_that_fails_is_off_until_the_next_save(
+    fails: set[int], saves: set[int], error: BaseException, lane: str
+) -> None:
+    other, opened = Kept(), []
+
+    def open_failing() -> Listener:
+        opened.append(Failing(fails.__contains__, error))
+        return opened[-1]
+
+    with Listeners() as heard:
+        heard.add("files", "other", lambda: other)
+        heard.add(lane, "failing", open_failing)
+        for step in range(1, 13):
+            if step in saves:
+                heard.retry()
+            heard.step(step_record(step))
+    received, off = [], False
+    for step in range(1, 13):
+        off = (off and step not in saves) or step in fails or -1 in fails
+        received += [] if off else [step]
+    assert other.steps == list(range(1, 13))
+    assert [step for each in opened for step in each.steps] == received
+    warnings = [line for line in other.lines if "failing fails and is turned off until the next save" in line]
+    assert bool(warnings) == bool(fails & {-1, *range(1, 13)})
+    recovered = [line for line in other.lines if line == "note: failing works again"]
+    assert len(warnings) - len(recovered) in (0, 1), "one warning for each time that it stops working"
+
+
+def test_a_listener_that_never_returns_does_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "LONGEST_QUEUE", 20)
+    released, other = threading.Event(), Kept()
+
+    class Stuck(Listener):
+        def step(self, record: StepRecord) -> None:
+            released.wait(60)
+
+    heard = Listeners()
+    heard.add("files", "other", lambda: other)
+    heard.add("tracker", "stuck", Stuck)
+    begun = time.monotonic()
+    for step in range(1, 101):
+        heard.step(step_record(step))
+        while heard._lanes["files"]._calls.qsize() > 10:  # a fast step still leaves others time to write
+            time.sleep(0.001)
+    heard.close(seconds=0.5)
+    assert time.monotonic() - begun < 30
+    assert other.steps == list(range(1, 101))
+    assert sum("tracker takes no more records" in line for line in other.lines) == 1
+    assert sum("tracker did not end within 0.5 s" in line for line in other.lines) == 1
+    released.set()
+
+
+def test_an_error_of_the_run_reaches_the_listeners() -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    class Events(Listener):
+        def event(self, name: str, **fields: Any) -> None:
+            events.append((name, fields))
+
+    def run() -> None:
+        with Listeners() as heard:
+            heard.add("files", "events", Events)
+            raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        run()
+    assert events == [("failed", {"error": "ValueError: no luck"})]
+
+
+class Dead(io.TextIOWrapper):
+    """A stream whose reader is gone."""
+
+    def __init__(self) -> None:
+        reading, writing = os.pipe()
+        os.close(reading)
+        super().__init__(os.fdopen(writing, "wb"), encoding="ascii")
+
+
+def test_no_line_raises_where_both_outputs_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Dead())
+    monkeypatch.setattr(sys, "stderr", Dead())
+    for _ in range(3):
+        print_line("nobody reads this")
+        print_error("nor this")
+    with pytest.raises(BrokenPipeError):
+        write_line("a listener must know")
+    leave_output()
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()  # would raise where it still had something to write
+
+
+def test_a_line_survives_a_narrow_encoding() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    write_line("loss ≤ 3", stream)
+    assert stream.buffer.getvalue() == b"loss \\u2264 3\n"  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.tuples(st.text(st.characters(exclude_characters="\n\r"), max_size=20), st.booleans())))
+@settings(deadline=None)
+def test_a_line_is_in_its_file_whole_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, bool]]
+) -> None:
+    """A disk fills after half of some lines; the file began with half a line of a killed process."""
+    path = tmp_path_factory.mktemp("lines") / "lines.txt"
+    path.write_bytes(b"half")
+    file, write = LineFile(path), os.write
+    with pytest.MonkeyPatch.context() as patched:
+        for line, full in lines:
+            left = [len(line.encode()) // 2]
+
+            def writing(descriptor: int, content: bytes, left: list[int] = left, full: bool = full) -> int:
+                if full and not left:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return write(descriptor, content[: left.pop()] if full else content)
+
+            patched.setattr(os, "write", writing)
+            if full:
+                with pytest.raises(OSError, match="No space"):
+                    file.write(line)
+            else:
+                file.write(line)
+    file.close()
+    written = [line for line, full in lines if not full]
+    assert path.read_bytes() == b"half" + b"".join(b"\n" + line.encode() for line in written) + b"\n" * bool(written)

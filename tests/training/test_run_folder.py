@@ -1,0 +1,91 @@
+"""A run's folder explains every start: configuration, command, versions, how it ended; and keeps what earlier ones
+wrote."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.load import parse_as
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.guards import NonFiniteError
+from megapipe.training.metrics import read_losses
+from megapipe.training.pretrain import pretrain
+from megapipe.training.run_folder import RunFolder
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConfig:
+    training = {"steps": 6, "log_every": 1, "directory": str(directory), **training}
+    return make_config(corpus, GPT2_SHAPE, checkpoint={"every": 2}, parallel={"device": "cpu"}, training=training)
+
+
+def starts(directory: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((directory / "run.json").read_text())["starts"]
+    return found
+
+
+def test_three_starts_explain_themselves(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--data.prefix", "a corpus"])
+    first, second = configuration(corpus, tmp_path, stop_at=4), configuration(corpus, tmp_path)
+    assert pretrain(first, LaunchEnvironment()) == 0
+    (tmp_path / "checkpoints/step-00000004").rename(tmp_path / "lost")  # the second start does steps 3 and 4 again
+    log = (tmp_path / "log.txt").read_text()
+    assert pretrain(second, LaunchEnvironment()) == 0
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file() and path.name != "log.txt"}
+    assert pretrain(second, LaunchEnvironment()) == 0, "already finished"
+    assert kept == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in kept}
+
+    entries = starts(tmp_path)
+    assert [(each["first_step"], each["last_step"], each["status"]) for each in entries] == [
+        (1, 4, "finished"),
+        (3, 6, "finished"),
+    ]
+    assert [each["config"] for each in entries] == ["config.yaml", f"config-{entries[1]['id']}.yaml"]
+    for entry, config in zip(entries, (first, second), strict=True):
+        assert parse_as(PretrainConfig, [f"--config={tmp_path / entry['config']}"]) == config
+        assert entry["command"] == "pretrain_gpt.py --data.prefix 'a corpus'"
+        assert entry["start"] <= entry["end"]
+        assert {"python", "megapipe", "torch", "numpy"} <= entry["versions"].keys()
+        assert (len(entry["hosts"]), entry["devices"], entry["layout"]["data"]) == (1, {"cpu": 1}, 1)
+        assert entry["git"] is None or len(entry["git"].removesuffix("-dirty")) == 40
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["run"] for line in lines if line.get("event") == "start"] == [each["id"] for each in entries]
+    assert (tmp_path / "log.txt").read_text().startswith(log), "nothing is overwritten"
+    assert (tmp_path / "log.txt").read_text().count("===== start ") == 3
+    history = read_losses(tmp_path / "metrics.jsonl")
+    assert sorted(history.training) == [1, 2, 3, 4, 5, 6]
+    assert [sorted(dropped) for dropped in history.dropped] == [[3, 4]]
+
+
+def test_a_failed_run_says_why(tmp_path: Path, corpus: str) -> None:
+    config = configuration(corpus, tmp_path)
+    config.optimizer = replace(config.optimizer, learning_rate=1e30, warmup_steps=0)
+    config.reliability = replace(config.reliability, non_finite_patience=1)
+    with pytest.raises(NonFiniteError):
+        pretrain(config, LaunchEnvironment())
+    (entry,) = starts(tmp_path)
+    assert entry["status"].startswith("failed: NonFiniteError: 1 steps in a row")
+    assert "failed: NonFiniteError" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_damaged_run_json_is_kept_aside(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"starts": [')
+    for run in ("one", "two"):
+        RunFolder(tmp_path, run, PretrainConfig(), 0, {}).event("end", status=0, step=1)
+    assert [each["id"] for each in starts(tmp_path)] == ["one", "two"]
+    assert (tmp_path / "run.json.unreadable-one").read_text() == '{"starts": ['
+
+
+def test_a_bert_configuration_can_be_used_again(tmp_path: Path) -> None:
+    RunFolder(tmp_path, "one", BertPretrainConfig(), 0, {})
+    assert parse_as(BertPretrainConfig, [f"--config={tmp_path / 'config.yaml'}"]) == BertPretrainConfig()
