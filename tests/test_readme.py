@@ -110,8 +110,10 @@ def test_the_quickstart_ends_below_the_stated_loss_and_writes_python(tmp_path: P
     lines = [line for line in sample.splitlines()[1:] if line.strip() and not line.startswith(("---", "\033"))]
     assert len(lines) >= 10
     assert sum(map(is_tokenized, lines)) >= len(lines) / 2
+    last_text = re.split(r"left out: .*\n", output)[1].partition("\033")[0]
+    assert len(set(re.findall(r"[A-Za-z]{2,}", last_text))) >= 5
     likeliest = f"python tools/generate.py --checkpoint {tmp_path} --prompt 'def ' --max-new-tokens 48 --temperature 0"
-    exported = f"python examples/generate_with_transformers.py {tmp_path / 'exported'} 'def '"
+    exported = f"python examples/generate_with_transformers.py {tmp_path / 'exported'} 'def ' 0"
     assert run(likeliest, 120) == run(exported, 120)
 
 
