@@ -1,4 +1,4 @@
-"""What a run does between steps: evaluate, save, tell, trace."""
+"""What a run does between steps: evaluate, save, report and trace."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,9 +9,9 @@ class EvaluationConfig:
     """Loss and perplexity on the validation split."""
 
     every: int | None = None
-    """Steps between evaluations, one more at the end; null never evaluates."""
+    """Steps between evaluations, with another one at the end; null means no evaluation."""
     samples: int = 64
-    """Validation samples per evaluation, always the same ones; rounded up to whole batches."""
+    """Validation samples per evaluation, always the same ones, rounded up to whole batches."""
 
 
 @dataclass(kw_only=True)
@@ -75,16 +75,17 @@ class TrackingConfig:
     tensorboard: bool = False
     """Write TensorBoard event files to training.directory/tensorboard."""
     wandb_project: str = ""
-    """Weights & Biases project; empty turns it off. Runs offline unless an account is set up; never asks."""
+    """Weights & Biases project; empty turns it off. It works offline unless an account is set up, and never asks for
+    one."""
 
 
 @dataclass(kw_only=True)
 class ProfileConfig:
-    """What each rank really did in a few steps, to lay over the prediction (tools/schedule.py overlay)."""
+    """Recording of what each rank does in a few steps, for tools/schedule.py overlay."""
 
     trace: str | None = None
-    """Folder for one rank-N.json a rank and schedule.txt; null traces nothing and costs nothing."""
+    """Folder for the recording: one rank-N.json per rank, and schedule.txt. null records nothing."""
     first_step: int = 3
-    """First traced step, counted from 1 where this start of the run begins; the steps before it warm up."""
+    """First recorded step, counted from 1 at this start of the run; the steps before it warm up."""
     steps: int = 3
-    """Steps in a row that are traced."""
+    """Number of consecutive steps to record."""

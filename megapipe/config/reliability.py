@@ -1,4 +1,4 @@
-"""What a run does about its faults: hangs, numbers that are not finite, spikes of the loss, replicas that differ."""
+"""How a run reacts to faults: hangs, non-finite numbers, loss spikes, and replicas that differ."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -6,16 +6,17 @@ from math import isfinite
 
 @dataclass(kw_only=True)
 class WatchdogConfig:
-    """A process beside each rank that ends the job when the rank stops making progress (docs/reliability.md)."""
+    """A separate process per rank that ends the job if the rank makes no progress (docs/reliability.md)."""
 
     enabled: bool = True
-    """Watch every rank; Linux alone."""
+    """Watch every rank; only available on Linux."""
     floor_seconds: float = 300.0
-    """Within a step: no action begun for so long, and for `factor` median steps, is a hang."""
+    """Within a step: shortest time without any new action that counts as a hang."""
     factor: float = 10.0
-    """Median steps without progress that are a hang, if they take longer than floor_seconds."""
+    """Within a step: number of median step times without any new action that counts as a hang, if longer than
+    floor_seconds."""
     pause_seconds: float = 3600.0
-    """Outside of steps, and in the first step, which may compile: no progress for so long is a hang."""
+    """Outside of steps, and in the first step, which may compile: time without progress that counts as a hang."""
 
     def problems(self) -> list[str]:
         """Rules that single fields break, one message each."""
@@ -32,23 +33,26 @@ class WatchdogConfig:
 
 @dataclass(kw_only=True)
 class SpikesConfig:
-    """Going back to the last checkpoint when the loss jumps up, to leave out the samples that made it jump (Chowdhery
-    et al., 2022, arXiv 2204.02311, section 5.1)."""
+    """Recovery from loss spikes: return to the last checkpoint and skip the batches that caused the spike.
+
+    Source: Chowdhery et al., 2022, arXiv 2204.02311, section 5.1.
+    """
 
     deviations: float | None = None
-    """A loss above the running median by so many robust standard deviations is a spike (null: none is); 10 is rare."""
+    """A loss that exceeds the running median by this many robust standard deviations is a spike; null turns this check
+    off. 10 is rarely exceeded by chance."""
     threshold: float | None = None
-    """A loss above this number is a spike, whatever those before it were (null: no such number)."""
+    """A loss above this value is always a spike; null turns this check off."""
     window: int = 50
-    """deviations: losses that the median is taken over; nothing is judged before there are half as many."""
+    """For deviations: number of losses in the running median; the check starts after half as many."""
     skip_batches: int = 1
-    """Batches left out: the one that spiked and those right before it, back to the checkpoint at most."""
+    """Number of batches to skip: the one that spiked and those right before it, at most back to the checkpoint."""
     patience: int = 3
-    """Times that the run may go back to one checkpoint; one more spike ends it with an error."""
+    """How often the run may return to the same checkpoint; one more spike ends it with an error."""
 
     @property
     def watched(self) -> bool:
-        """Whether there is anything that counts as a spike."""
+        """Whether any loss counts as a spike."""
         return self.deviations is not None or self.threshold is not None
 
     def problems(self) -> list[str]:
@@ -73,22 +77,23 @@ class SpikesConfig:
 
 @dataclass(kw_only=True)
 class ReliabilityConfig:
-    """Checks on numbers and ranks between steps."""
+    """Checks of numbers and ranks between steps."""
 
     skip_non_finite: bool = True
-    """Leave the weights as they are after a step whose loss or gradients are not finite; false ends the run there."""
+    """Skip the update of a step whose loss or gradients are not finite; false ends the run instead."""
     non_finite_patience: int = 20
-    """Skipped steps in a row that end the run; fp16 counts by loss_scale.patience, at its lowest scale."""
+    """Consecutive skipped steps that end the run; fp16 uses loss_scale.patience, counted at its lowest scale."""
     skip_samples: list[list[int]] = field(default_factory=list)
-    """Ranges [first, behind the last] of samples that no step takes, numbered as consumed_samples counts them."""
+    """Ranges [first, end) of samples that no step uses, written [[first, end], ...] and numbered as consumed_samples
+    in metrics.jsonl."""
     compare_every: int | None = 1000
-    """Steps between comparisons, bit for bit, of the weights and moments that several ranks hold (null: none)."""
+    """Steps between bitwise comparisons of weights and moments that several ranks hold; null means no comparison."""
     stragglers_every: int | None = 50
-    """Steps between measurements of each rank's own time in one step, waits left out (null: none)."""
+    """Steps between measurements of each rank's own working time in a step; null means no measurement."""
     straggler_factor: float = 1.3
-    """A rank is slow where it takes so many times the median of the ranks with the same work."""
+    """A rank is slow if its time exceeds the median of ranks with the same work by this factor."""
     straggler_reports: int = 3
-    """Measurements in a row that a rank has to be slow in before it is named."""
+    """Consecutive measurements in which a rank must be slow before it is reported."""
 
     def problems(self) -> list[str]:
         """Rules that single fields break, one message each."""
