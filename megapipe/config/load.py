@@ -123,8 +123,8 @@ def _misplaced(key: str, known: Sequence[str]) -> str | None:
         return None
     (group,) = groups
     return (
-        f"{UNNAMED_FILE} has the key {key!r}, which is a field of the group {group}: pass a file of this group as "
-        f"--{group} FILE, or indent its lines below `{group}:`"
+        f"the key {key!r} of a --config file is a field of the group {group}: pass a file of this group as "
+        f"--{group} FILE instead, or indent its lines below `{group}:`"
     )
 
 

@@ -14,6 +14,7 @@ _UNREADABLE = re.compile(
     r"Parser key \"(?P<key>[^\"]+)\":\s+Unable to load config '(?P<file>[^']+)'\s+- (?P<why>.*)", re.S
 )
 _NO_FILE = re.compile(r"Parser key \"(?P<key>[^\"]+)\": (?:File does not exist|Path is not a file): '(?P<file>[^']+)'")
+_NO_VALUE = re.compile(r"argument (?P<flag>--\S+): expected one argument")
 _NO_MAPPING = re.compile(r"Unexpected config:")
 _FROM_FILE = re.compile(r"Unable to load config '(?P<file>[^']+)'")
 UNNAMED_FILE = "a file of --config"
@@ -50,7 +51,11 @@ def _reworded(message: str) -> str:
         return f"{where}{_name(wrong['key'])} is {value or repr(value)}, but must be {_rule(types)}"
     unreadable = _NO_FILE.search(message) or _UNREAD_GROUP.search(message)
     if unreadable is not None:
-        return f"--{unreadable['key']} {unreadable['file']}: {_why_unreadable(Path(unreadable['file']))}"
+        key, file = unreadable["key"], Path(unreadable["file"])
+        fields = "" if key == "config" else f"; to set a single field, write --{key}.FIELD VALUE"
+        return f"--{key} {unreadable['file']}: {_why_unreadable(file)}{fields}"
+    if (no_value := _NO_VALUE.search(message)) is not None:
+        return f"{no_value['flag']} needs a value"
     if _NO_MAPPING.search(message) is not None:
         return f"{UNNAMED_FILE} is not a mapping: write `key: value` lines"
     group = _UNREADABLE.search(message)

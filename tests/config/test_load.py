@@ -108,6 +108,11 @@ def test_a_file_of_other_bytes_is_told(tmp_path: Path, flag: str) -> None:
         (["--model.num_layer", "3"], "did you mean 'model.num_layers'?"),
         (["--config", "no_such_file.yaml"], "no_such_file.yaml: there is no such file"),
         (["--batch.global_size", "1e3"], "batch.global_size is 1000.0, but must be a whole number"),
+        (
+            ["--optimizer", "adam"],
+            "no such file; name a YAML file that exists; to set a single field, write --optimizer.",
+        ),
+        (["--config"], "--config needs a value"),
         (["--model", "no_such_file.yaml"], "--model no_such_file.yaml: there is no such file"),
         (["--model", str(ROOT)], "is a folder; name a YAML file"),
         (["--training.precision", "fp8"], "is fp8, but must be one of 'auto', 'fp32', 'bf16', 'fp16'"),
