@@ -51,9 +51,9 @@ def _reworded(message: str) -> str:
         return f"{where}{_name(wrong['key'])} is {value or repr(value)}, but must be {_rule(types)}"
     unreadable = _NO_FILE.search(message) or _UNREAD_GROUP.search(message)
     if unreadable is not None:
-        key, file = unreadable["key"], Path(unreadable["file"])
+        key, path = unreadable["key"], Path(unreadable["file"])
         fields = "" if key == "config" else f"; to set a single field, write --{key}.FIELD VALUE"
-        return f"--{key} {unreadable['file']}: {_why_unreadable(file)}{fields}"
+        return f"--{key} {unreadable['file']}: {_why_unreadable(path)}{fields}"
     if (no_value := _NO_VALUE.search(message)) is not None:
         return f"{no_value['flag']} needs a value"
     if _NO_MAPPING.search(message) is not None:
