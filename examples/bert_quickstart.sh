@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# From nothing to a trained BERT on two CPU cores: a WordPiece vocabulary, a shard of sentences, a two-stage pipeline, gaps
-# filled in. `make quickstart-bert` runs it; BERT_QUICKSTART_STEPS and BERT_QUICKSTART_FOLDER change its length and place.
+# From nothing to a trained BERT on two CPU cores: a WordPiece vocabulary, a shard of sentences, a two-stage pipeline, and
+# filled gaps. `make quickstart-bert` runs this script. The variables BERT_QUICKSTART_STEPS and BERT_QUICKSTART_FOLDER
+# change the number of steps and the output folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bin=${BIN:-.venv/bin}
 folder=${BERT_QUICKSTART_FOLDER:-runs/bert}
 steps=${BERT_QUICKSTART_STEPS:-800}
-export OMP_NUM_THREADS=1 # two ranks on two cores: more threads would fight
+export OMP_NUM_THREADS=1 # two ranks on two cores: more threads would compete for them
 begin=$SECONDS
 
 say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - begin))" "$*"; }

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
 # From nothing to a trained model on two CPU cores: tokenizer, shards, a two-stage pipeline, a resume on another layout,
-# a sample of text, and the model in transformers. `make quickstart` runs it; QUICKSTART_STEPS and QUICKSTART_FOLDER change its length and place.
+# a sample of text, and the model in transformers. `make quickstart` runs this script. The variables QUICKSTART_STEPS and
+# QUICKSTART_FOLDER change the number of steps and the output folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bin=${BIN:-.venv/bin}
 folder=${QUICKSTART_FOLDER:-runs/quickstart}
-export OMP_NUM_THREADS=1 # two ranks on two cores: more threads would fight
+export OMP_NUM_THREADS=1 # two ranks on two cores: more threads would compete for them
 precision=$("$bin/python" -m megapipe.training.precision)
 case $precision in
     bf16) steps=${QUICKSTART_STEPS:-400} ;;
-    *) steps=${QUICKSTART_STEPS:-200} ;; # a processor without bf16 instructions has time for half as many
+    *) steps=${QUICKSTART_STEPS:-200} ;; # CPUs without bf16 instructions take twice as long per step
 esac
-handover=$((steps - (steps > 100 ? 20 : 2))) # where the second layout takes over
+handover=$((steps - (steps > 100 ? 20 : 2))) # the step after which the second layout takes over
 begin=$SECONDS
 
 say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - begin))" "$*"; }
-train() { # number of steps to stop after, then the layout
+train() { # arguments: the step to stop after, then the layout
     local stop=$1
     shift
     "$bin/torchrun" --standalone --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \
@@ -46,8 +47,8 @@ say "5/6 sample from the trained model"
 "$bin/python" tools/generate.py --checkpoint "$folder" --prompt "def " --prompt "import " \
     --max-new-tokens 96 --temperature 0.7 --top-k 40
 
-say "6/6 export the model to a Hugging Face folder, and let transformers continue a prompt"
-rm -rf "$folder/exported" # of an earlier quickstart: a conversion writes over nothing
+say "6/6 export the model to a Hugging Face folder, and sample from it with transformers"
+rm -rf "$folder/exported" # an earlier quickstart's: a conversion never overwrites anything
 "$bin/python" tools/convert_checkpoint.py convert "$folder" --to hf "$folder/exported"
 "$bin/python" examples/generate_with_transformers.py "$folder/exported" "def "
 

@@ -1,4 +1,4 @@
-"""Looks into, checks, joins and splits .bin/.idx shards, and measures how runs read them; see --help."""
+"""Inspect, check, join and split .bin/.idx shards, and measure how runs read them; see --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Gaps of a text filled in by a trained BERT; see --help."""
+"""Fill in the gaps of a text with a trained BERT; see --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Text from a trained model; see --help."""
+"""Generate text with a trained GPT; see --help."""
 
 import sys
 

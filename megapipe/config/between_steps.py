@@ -9,9 +9,9 @@ class EvaluationConfig:
     """Loss and perplexity on the validation split."""
 
     every: int | None = None
-    """Steps between evaluations, one more at the end; null never evaluates."""
+    """Steps between evaluations, with another one at the end; null means no evaluation."""
     samples: int = 64
-    """Validation samples per evaluation, always the same ones; rounded up to whole batches."""
+    """Validation samples per evaluation, always the same ones, rounded up to whole batches."""
 
 
 @dataclass(kw_only=True)
@@ -96,11 +96,11 @@ class TrackingConfig:
 
 @dataclass(kw_only=True)
 class ProfileConfig:
-    """Records what each rank did in a few steps, to compare with the prediction (tools/schedule.py overlay)."""
+    """Recording of what each rank does in a few steps, for tools/schedule.py overlay."""
 
     trace: str | None = None
-    """Folder for schedule.txt and one rank-N.json per rank; null records nothing and costs nothing."""
+    """Folder for the recording: one rank-N.json per rank, and schedule.txt. null records nothing."""
     first_step: int = 3
     """First recorded step, counted from 1 at this start of the run; the steps before it warm up."""
     steps: int = 3
-    """Consecutive steps that are recorded."""
+    """Number of consecutive steps to record."""

@@ -1,9 +1,10 @@
-"""What the command lines of tools share: spelling of flags, arguments that count, errors in one line each."""
+"""What command-line tools share: parsers with one-line errors, argument types, exit statuses, a progress line."""
 
 import argparse
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -11,26 +12,26 @@ _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser that tells a wrong command line in one line, without the usage before it; status 2.
+    """An ArgumentParser that reports a wrong command line in one line, without its usage, and exits with status 2.
 
-    No flag may be shortened, of sub-commands neither: a parser makes theirs of its own class.
+    Flags cannot be abbreviated, in sub-commands neither, whose parsers are of this class too.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        told = re.sub(r"^argument (\S+): is ", r"\1 is ", _WRONG_NUMBER.sub(_number_told, message))
-        self.exit(2, f"error: {told} ({self.prog} --help tells more)\n")
+        problem = re.sub(r"^argument (\S+): is ", r"\1 is ", _WRONG_NUMBER.sub(_wrong_number, message))
+        self.exit(2, f"error: {problem} ({self.prog} --help lists all options)\n")
 
 
-def _number_told(match: re.Match[str]) -> str:
+def _wrong_number(match: re.Match[str]) -> str:
     whole = match["kind"] in ("int", "natural", "positive")
     return f"is {match['value']}, but must be a {'whole' if whole else 'finite'} number"
 
 
 def tool_parser(program: str, description: str, examples: str) -> OneLineParser:
-    """The parser of a tool: texts are shown as they are written, examples last, and no flag may be shortened."""
+    """Return a parser that prints description and examples (last) as they are, and accepts no abbreviated flags."""
     return OneLineParser(
         prog=program,
         description=description,
@@ -40,12 +41,12 @@ def tool_parser(program: str, description: str, examples: str) -> OneLineParser:
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """--json_keys means --json-keys."""
+    """Replace underscores in flags, so that --json_keys means --json-keys."""
     return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in argv]
 
 
 def finite(text: str) -> float:
-    """An argument that is a number, neither NaN nor infinite and at least 0; to be the `type` of an argument."""
+    """Parse a finite number of at least 0; for use as the `type` of an argument."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"is {text}, but must be a finite number of at least 0")
@@ -53,7 +54,7 @@ def finite(text: str) -> float:
 
 
 def natural(text: str) -> int:
-    """An argument that counts something of which there may be none; to be the `type` of an argument."""
+    """Parse a whole number of at least 0; for use as the `type` of an argument."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"is {number}, but must be at least 0")
@@ -61,7 +62,7 @@ def natural(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """An argument that counts something; to be the `type` of an argument."""
+    """Parse a whole number of at least 1; for use as the `type` of an argument."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"is {number}, but must be at least 1")
@@ -69,15 +70,15 @@ def positive(text: str) -> int:
 
 
 def exit_status(run: Callable[[], int], is_told: Callable[[ValueError], bool], interrupted: str) -> int:
-    """Run a tool that reads and writes files, and tell of what goes wrong on stderr.
+    """Run a tool that reads and writes files, and report its errors on stderr.
 
     Args:
-        run: returns the exit status where nothing does.
-        is_told: whether an error was raised for the user to read; any other is a fault in the program, and passes.
-        interrupted: what Ctrl-C left behind, in words.
+        run: returns the exit status if there is no error.
+        is_told: whether an error is a message for the user; any other error is a bug and is raised.
+        interrupted: message after Ctrl-C, about what remains on disk.
 
     Returns:
-        The exit status: that of `run`, 2 for unusable input and what the system refuses, 130 for Ctrl-C.
+        The status that `run` returns, 2 for unusable input and refused system calls, 130 after Ctrl-C.
     """
     try:
         return run()
@@ -94,3 +95,43 @@ def exit_status(run: Callable[[], int], is_told: Callable[[ValueError], bool], i
     except KeyboardInterrupt:
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return 130
+
+
+class ProgressLine:
+    """A line on stderr for a slow command: redrawn after a second in a terminal, else printed every ten seconds.
+
+    Args:
+        task: what is being done, such as "generating".
+        total: amount of work.
+        unit: what the work is counted in, such as "tokens".
+    """
+
+    def __init__(self, task: str, total: int, unit: str) -> None:
+        self._task, self._total, self._unit = task, total, unit
+        self._done = 0
+        self._start = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._next = 1.0 if self._terminal else 10.0
+        self._shown = False
+
+    def advance(self, amount: int) -> None:
+        """Count an amount of work as done, and print the line if it is due."""
+        self._done += amount
+        elapsed = time.monotonic() - self._start
+        if elapsed < self._next:
+            return
+        self._next = elapsed + (0.1 if self._terminal else 10.0)
+        self._shown = True
+        rate = self._done / elapsed
+        line = f"{self._task}: {self._done:,} of {self._total:,} {self._unit}, {rate:,.1f} {self._unit}/s"
+        print(
+            f"\r\033[K{line}" if self._terminal else line,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Clear the line, so that the output follows without it."""
+        if self._terminal and self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""The one exception that a wrong configuration raises."""
+"""The exception that an invalid configuration raises."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message names each wrong value, the rule it breaks and the way out."""
+    """An invalid configuration. The message names each wrong value, the rule that it breaks, and how to fix it."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -13,6 +13,6 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A suffix such as `; did you mean 'hidden_size'?`, empty when no known name is close."""
+    """Return a suffix such as `; did you mean 'hidden_size'?`, or an empty string if no known name is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

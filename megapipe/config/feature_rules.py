@@ -1,4 +1,4 @@
-"""What does not go together with products in 8 bits, and with experts: a message for each rule that breaks."""
+"""Rules about fp8 and mixtures of experts: one message for each option that cannot be combined with them."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def fp8_problems(config: "PretrainConfig") -> list[str]:
-    """Of products in 8 bits."""
+    """Return one message for each broken rule of fp8."""
     training, blocks = config.training, config.model.num_layers
     kept = training.fp8_first_kept, training.fp8_last_kept
     if training.fp8 == "none":
@@ -20,8 +20,8 @@ def fp8_problems(config: "PretrainConfig") -> list[str]:
     found = []
     if training.precision == "fp16":
         found.append(
-            f"training.fp8 {training.fp8} scales every operand by itself and needs no fp16 with its loss scale; "
-            "set training.precision bf16"
+            f"training.fp8 {training.fp8} already scales every operand and cannot be combined with fp16; set "
+            "training.precision bf16"
         )
     if min(kept) < 0 or sum(kept) >= blocks:
         found.append(
@@ -32,30 +32,30 @@ def fp8_problems(config: "PretrainConfig") -> list[str]:
 
 
 def expert_problems(config: "PretrainConfig") -> list[str]:
-    """Of mixtures of experts."""
+    """Return one message for each option that cannot be combined with a mixture of experts."""
     if config.model.num_experts is None:
         return []
-    with_experts = f"does not go with model.num_experts {config.model.num_experts}"
+    with_experts = f"cannot be combined with model.num_experts {config.model.num_experts}"
     found = []
     if config.training.fp8 != "none":
         found.append(
-            f"training.fp8 {config.training.fp8} {with_experts}, whose products have no fp8 form; set training.fp8 "
-            "none"
+            f"training.fp8 {config.training.fp8} {with_experts}: experts have no fp8 matrix products; set "
+            "training.fp8 none"
         )
     if config.training.compile:
         found.append(
-            f"training.compile {with_experts}: how many tokens an expert gets differs from step to step, and "
-            "blocks are compiled for fixed sizes; leave it out"
+            f"training.compile {with_experts}: the number of tokens per expert changes from step to step, but "
+            "blocks are compiled for fixed sizes; set training.compile false"
         )
     if config.optimizer.name == "muon":
         found.append(
-            f"optimizer.name muon {with_experts}, whose matrices lie stacked in one parameter; set optimizer.name "
+            f"optimizer.name muon {with_experts}: the matrices of all experts are one parameter; set optimizer.name "
             "adamw or sgd"
         )
     if config.model.balances_experts and not config.training.master_weights:
         found.append(
-            f"training.master_weights false {with_experts}: biases move by model.expert_balance_rate "
-            f"{config.model.expert_balance_rate}, which bf16 would round away; set training.master_weights true, or "
+            f"training.master_weights false {with_experts}: bf16 would round away the bias updates of "
+            f"model.expert_balance_rate {config.model.expert_balance_rate}; set training.master_weights true, or "
             "model.expert_balance_rate 0"
         )
     return found

@@ -14,7 +14,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
 
-from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.errors import ConfigError
+from megapipe.config.help_format import FieldHelpFormatter, describe_library_options
+from megapipe.config.other_names import hint
 from megapipe.config.parser_errors import UNNAMED_FILE, in_words
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, decode_yaml
@@ -62,13 +64,38 @@ class _Parser(ArgumentParser):
         match = _UNKNOWN_KEY.search(message)
         if match is None:
             raise ConfigError(in_words(message)) from ex
-        written = match["flag"] or match["key"] or f"{match['group']}.{match['inner']}"
-        word = written.split()[0]
-        if match["flag"] and not word.startswith("-"):
-            raise ConfigError(f"{word!r} is not expected here: flags begin with --, as in --config FILE") from ex
-        name = word.lstrip("-").split("=")[0]
         known = [action.dest for action in self._actions if action.dest]
-        raise ConfigError(f"unknown configuration key {name!r}{nearest(name, known)} (--help lists every key)") from ex
+        if match["key"] is not None:
+            raise ConfigError(_misplaced(match["key"], known) or _unknown(match["key"], known)) from ex
+        if match["inner"] is not None:
+            group, inner = match["group"], match["inner"]
+            if inner.partition(".")[0] in self.config_groups:
+                raise ConfigError(
+                    f"--{group} FILE takes the fields of one group, but the file has whole groups: pass it as "
+                    "--config FILE"
+                ) from ex
+            raise ConfigError(_unknown(f"{group}.{inner}", known)) from ex
+        words = match["flag"].split()
+        if not words[0].startswith("-"):
+            raise ConfigError(f"{words[0]!r} is not expected here: flags begin with --, as in --config FILE") from ex
+        flags = [word.lstrip("-").split("=")[0] for word in words if word.startswith("--")]
+        raise ConfigError([_unknown(flag, known) for flag in dict.fromkeys(flags)]) from ex
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    return f"unknown configuration key {name!r}{hint(name, known)} (--help lists every key)"
+
+
+def _misplaced(key: str, known: Sequence[str]) -> str | None:
+    """Describe a file of one group that was given to --config; None if the key belongs to no single group."""
+    groups = {name.rpartition(".")[0] for name in known if name.rpartition(".")[2] == key}
+    if len(groups) != 1 or "" in groups:
+        return None
+    (group,) = groups
+    return (
+        f"the key {key!r} of a --config file is a field of the group {group}: pass a file of this group as "
+        f"--{group} FILE instead, or indent its lines below `{group}:`"
+    )
 
 
 def build_parser(
@@ -77,14 +104,15 @@ def build_parser(
     """A parser that knows every field of a kind of run, with its docstring as help where it is documented."""
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     set_loader("yaml", decode_yaml, exceptions=(yaml.YAMLError,))
-    parser = _Parser(description=description, allow_abbrev=False)
+    parser = _Parser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
     parser.config_groups = frozenset(each.name for each in fields(kind))
-    parser.add_argument("--config", action="config", help="YAML file with any of the groups below")
+    parser.add_argument("--config", action="config", metavar="FILE", help="YAML file with any of the groups below")
     for group in fields(kind):
         if group.name == "init_from":
             continue
         parser.add_class_arguments(group.default_factory, group.name)
-    parser.add_argument("--init_from", type=str, default="", help=INIT_FROM_HELP)
+    parser.add_argument("--init_from", metavar="FOLDER", type=str, default="", help=INIT_FROM_HELP)
+    describe_library_options(parser)
     return parser
 
 

@@ -6,29 +6,30 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class LossScaleConfig:
-    """What fp16 multiplies the loss by, so that small gradients stay above its smallest number."""
+    """Scaling of the loss in fp16, which keeps small gradients above the smallest fp16 number."""
 
     kind: Literal["dynamic", "constant"] = "dynamic"
-    """dynamic halves the scale on overflows and doubles it after `window` steps without one; constant keeps it."""
+    """dynamic: halve the scale after overflows, and double it after `window` steps without one. constant: keep
+    `initial`."""
     initial: float = 65536.0
-    """Scale of the first step; a power of two loses no bit."""
+    """Scale of the first step. A power of two adds no rounding error."""
     window: int = 1000
-    """dynamic: steps in a row without overflow after which the scale doubles."""
+    """For dynamic: consecutive steps without overflow after which the scale is doubled."""
     hysteresis: int = 2
-    """dynamic: overflows, counted since the scale last doubled, that are put up with before the scale is halved at
-    each further one (1 halves it at once)."""
+    """For dynamic: number of overflows since the scale was last doubled from which every overflow halves it; 1 halves
+    it at the first overflow."""
     minimum: float = 1.0
-    """dynamic: the scale never falls below."""
+    """For dynamic: lowest scale."""
     patience: int = 20
-    """Steps skipped in a row, at the minimum or a constant scale, after which the run ends with an error."""
+    """Consecutive skipped steps, at the lowest scale, after which the run ends with an error."""
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was asked for."""
+        """Whether no field was changed."""
         return all(getattr(self, each.name) == each.default for each in fields(self))
 
     def problems(self) -> list[str]:
-        """Every rule that single fields break, one message each."""
+        """Return one message for each rule that the fields break."""
         found = [
             f"loss_scale.{name} is {getattr(self, name)}; it must be at least 1"
             for name in ("window", "hysteresis", "patience")
@@ -47,5 +48,5 @@ class LossScaleConfig:
 
     @property
     def lowest(self) -> float:
-        """The smallest scale that the run can come to."""
+        """Smallest scale that the run can reach."""
         return self.minimum if self.kind == "dynamic" else 2.0**-24

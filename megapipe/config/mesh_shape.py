@@ -1,7 +1,7 @@
-"""The sizes of the parallel dimensions, and the arithmetic between global ranks and coordinates.
+"""The sizes of the parallel dimensions, and the conversion between global ranks and coordinates.
 
-Ranks are numbered with tensor fastest, then context, pipeline and data, so that the ranks that talk most are nearest
-(Narayanan et al. 2021, arXiv 2104.04473, section 3.2).
+Ranks are numbered with tensor fastest, then context, pipeline and data, so that ranks that communicate most are
+nearest (Narayanan et al. 2021, arXiv 2104.04473, section 3.2).
 """
 
 import itertools
@@ -41,21 +41,21 @@ class MeshShape:
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of a global rank, by dimension."""
+        """Return the coordinates of a global rank, by dimension."""
         coordinates = {}
         for name in reversed(DIMENSIONS):
             rank, coordinates[name] = divmod(rank, self.sizes[name])
         return coordinates
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The global rank at full coordinates; the inverse of `coordinates`."""
+        """Return the global rank at full coordinates; the inverse of `coordinates`."""
         rank = 0
         for name in DIMENSIONS:
             rank = rank * self.sizes[name] + coordinates[name]
         return rank
 
     def partition(self, *names: str) -> Partition:
-        """The world cut into the lists of ranks that differ only in the dimensions `names`."""
+        """Return the groups of ranks that differ only in the dimensions `names`."""
         fixed = [name for name in DIMENSIONS if name not in names]
         free = [name for name in DIMENSIONS if name in names]
         return tuple(
@@ -63,7 +63,8 @@ class MeshShape:
         )
 
     def stage_partition(self, stages: tuple[int, ...]) -> Partition:
-        """For each tensor coordinate, all replicas' ranks at the pipeline coordinates `stages`, replica by replica."""
+        """Return, for each tensor coordinate, the ranks of all replicas at the pipeline coordinates `stages`, replica
+        by replica."""
         return tuple(
             tuple(rank for rank in part if self.coordinates(rank)["pipeline"] in stages)
             for part in self.partition("data", "pipeline", "context")

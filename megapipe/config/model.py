@@ -6,97 +6,102 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than the original one."""
+    """How rotary position frequencies are stretched for contexts longer than the original one."""
 
     kind: Literal["none", "linear", "llama3"] = "none"
-    """none; linear divides every frequency by `factor`; llama3 divides only the long wavelengths."""
+    """Kind of stretching. none: no stretching. linear: divide every frequency by `factor`. llama3: divide only the
+    frequencies of long wavelengths (Llama 3.1)."""
     factor: float = 1.0
     """Ratio of the new context length to the original one."""
     low_frequency_factor: float = 1.0
-    """llama3: wavelengths above original_length / low_frequency_factor are divided in full."""
+    """Only for llama3: wavelengths above original_length / low_frequency_factor are stretched fully."""
     high_frequency_factor: float = 4.0
-    """llama3: wavelengths below original_length / high_frequency_factor are kept."""
+    """Only for llama3: wavelengths below original_length / high_frequency_factor are not stretched."""
     original_length: int = 8192
-    """llama3: context length in tokens that the frequencies were first meant for."""
+    """Only for llama3: context length in tokens for which the frequencies were chosen."""
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Architecture. Optional sizes left at null take the value that their description names."""
+    """Shape of the model."""
 
     vocabulary_size: int = 50257
-    """Number of token ids. At least the tokenizer's; padding for tensor parallelism is added out of sight."""
+    """Number of token ids; at least the tokenizer's. Padding for tensor parallelism is added automatically."""
     num_layers: int = 12
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden_size: int = 768
     """Width of the residual stream."""
     num_heads: int = 12
-    """Query heads."""
+    """Number of attention heads (query heads)."""
     num_kv_heads: int | None = None
-    """Key and value heads (grouped-query attention); null means num_heads."""
+    """Number of key and value heads, for grouped-query attention; null means num_heads."""
     head_size: int | None = None
-    """Channels per head; null means hidden_size / num_heads."""
+    """Channels per attention head; null means hidden_size / num_heads."""
     ffn_hidden_size: int | None = None
-    """Inner width of the MLP; null means 4 x hidden_size, and for swiglu 8/3 x hidden_size rounded up to 64."""
+    """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
+    swiglu."""
     num_experts: int | None = None
-    """MLPs beside each other in every block, of which a token uses a few (mixture of experts); null has one MLP."""
+    """Number of expert MLPs in every block (mixture of experts); null means one ordinary MLP."""
     experts_per_token: int = 2
-    """Experts that each token goes to; none is ever left out."""
+    """Number of experts that process each token. No token is ever dropped."""
     normalize_expert_shares: bool = True
-    """A token's experts share its result by a softmax over their scores alone (Mixtral); false: by their part of a
-    softmax over all experts' scores (Switch)."""
+    """How the results of a token's experts are weighted. true: by a softmax over the scores of the chosen experts
+    (Mixtral). false: by a softmax over the scores of all experts (Switch)."""
     expert_balance_rate: float = 0.001
-    """How far each step moves an expert's bias, which counts when experts are chosen and in nothing else: down where
-    the expert got more than its share of the step's tokens, up where it got less (0: no biases)."""
+    """Step size of the biases that balance the experts: after each step, an expert's bias falls if it received more
+    than its share of the tokens and rises if it received less. The bias affects only which experts are chosen. 0 turns
+    balancing off."""
     max_positions: int = 1024
-    """Longest sequence in tokens: rows of the learned position table, bound on data.sequence_length."""
+    """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
     normalization: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    """Normalisation before attention, before the MLP and before the head."""
+    """Normalization before attention, before the MLP and before the output head."""
     norm_epsilon: float = 1e-5
-    """Added to the variance (mean square for rms_norm)."""
+    """Small constant added to the variance (for rms_norm, to the mean square)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """gelu is the exact (erf) form; gelu_tanh its approximation, as in GPT-2; swiglu doubles the first MLP matrix."""
+    """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu: gated,
+    with a first matrix of twice the width, as in Llama."""
     positions: Literal["learned", "rotary", "none"] = "learned"
-    """How attention learns about order."""
+    """Position encoding."""
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    """Stretching of the rotary wavelengths."""
+    """How rotary position frequencies are stretched for long contexts."""
     bias: Literal["all", "qkv", "none"] = "all"
-    """Which linear layers have a bias: all (GPT-2), only query/key/value (Qwen2), none (Llama)."""
+    """Which linear layers have a bias: all (GPT-2), only query, key and value (Qwen2), or none (Llama)."""
     qk_norm: bool = False
-    """RMS-normalise queries and keys per head before the rotation (Qwen3)."""
+    """Apply RMS normalization to queries and keys, per head, before the rotation (Qwen3)."""
     sliding_window: int | None = None
-    """Each token sees itself and this many minus one tokens before it (Mistral); null sees all."""
+    """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
     tie_embeddings: bool = True
-    """The head's matrix is the word embedding's."""
+    """Use the word embedding's matrix as the output head's matrix."""
     embedding_dropout: float = 0.0
-    """Probability of zeroing a channel of the summed embeddings."""
+    """Dropout probability after the sum of the embeddings."""
     attention_dropout: float = 0.0
-    """Probability of zeroing an attention weight. Needs the unfused attention path."""
+    """Dropout probability of attention weights. It needs the slower unfused attention."""
     hidden_dropout: float = 0.0
-    """Probability of zeroing a channel of what attention and MLP add to the residual stream."""
+    """Dropout probability of the outputs of attention and MLP, before they are added to the residual stream."""
     init_std: float = 0.02
-    """Standard deviation of initial matrices and embeddings."""
+    """Standard deviation of the initial matrices and embeddings."""
     scale_residual_init: bool = True
-    """Divide the standard deviation of matrices that write to the residual stream by sqrt(2 x num_layers) (GPT-2)."""
+    """Divide the initial standard deviation of matrices that write to the residual stream by sqrt(2 x num_layers), as
+    in GPT-2."""
     attention: Literal["auto", "sdpa", "unfused", "flex"] = "auto"
-    """Attention path; auto picks by device, dtype and length, unfused where attention_dropout asks for it, and flex
-    (torch's flex_attention) for data.isolate_documents on GPUs."""
+    """Attention implementation. auto: choose by device, precision and length (unfused for attention_dropout; flex,
+    which is torch's flex_attention, for data.isolate_documents on GPUs)."""
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, resolved."""
+        """Number of key and value heads, with the default resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Channels per head, resolved."""
+        """Channels per head, with the default resolved."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of the MLP, resolved."""
+        """Inner width of the MLP, with the default resolved."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.activation == "swiglu":
@@ -105,7 +110,7 @@ class ModelConfig:
 
     @property
     def balances_experts(self) -> bool:
-        """Whether experts have biases that even out how often they are chosen: not where a token goes to all."""
+        """Whether experts have biases that balance their load. They have none if every token uses all experts."""
         return (
             self.num_experts is not None
             and self.experts_per_token < self.num_experts
@@ -113,7 +118,7 @@ class ModelConfig:
         )
 
     def problems(self) -> list[str]:
-        """Every rule that the fields break among themselves, one message each; empty when all is well."""
+        """Return one message for each rule that the fields break; empty if the model is valid."""
         found = []
         for name in ("vocabulary_size", "num_layers", "hidden_size", "num_heads", "max_positions"):
             if getattr(self, name) < 1:
@@ -144,7 +149,7 @@ class ModelConfig:
                 f"pick a divisor of {self.num_heads}"
             )
         if self.positions == "rotary" and self.head_dim % 2:
-            found.append(f"model.head_size is {self.head_dim}; rotary positions rotate pairs, so it must be even")
+            found.append(f"model.head_size is {self.head_dim}; rotary positions need an even number of channels")
         return found
 
     def _expert_problems(self) -> list[str]:
@@ -157,8 +162,8 @@ class ModelConfig:
             ]
         if self.experts_per_token == 1 < self.num_experts and self.normalize_expert_shares:
             return [
-                "model.experts_per_token is 1 with model.normalize_expert_shares true: the one expert's share is "
-                "always 1, so that the router would learn nothing; set model.normalize_expert_shares false"
+                "model.experts_per_token is 1 with model.normalize_expert_shares true: the weight of the only expert "
+                "would always be 1, and the router would learn nothing; set model.normalize_expert_shares false"
             ]
         if self.expert_balance_rate < 0:
             return [
@@ -170,8 +175,8 @@ class ModelConfig:
         found = []
         if self.attention in ("sdpa", "flex") and self.attention_dropout > 0:
             found.append(
-                f"model.attention is {self.attention!r} with model.attention_dropout {self.attention_dropout}; it "
-                "cannot draw layout-independent dropout masks: set model.attention to 'unfused' (or 'auto'), or "
+                f"model.attention is {self.attention!r} with model.attention_dropout {self.attention_dropout}; "
+                "only unfused attention supports attention dropout: set model.attention to 'unfused' (or 'auto'), or "
                 "model.attention_dropout to 0"
             )
         if self.norm_epsilon <= 0:

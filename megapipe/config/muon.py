@@ -1,4 +1,4 @@
-"""What Muon is told beside what all optimizers are."""
+"""Options of the Muon optimizer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,22 +6,25 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class MuonConfig:
-    """Muon on the hidden matrices; embeddings, head, norms and biases are AdamW's, with its betas and epsilon."""
+    """Options of muon, for the hidden matrices.
+
+    Embeddings, output head, norms and biases are updated by AdamW, with the betas and epsilon of OptimizerConfig.
+    """
 
     momentum: float = 0.95
-    """Share of the matrices' momentum that is kept from step to step."""
+    """Momentum of the matrices."""
     nesterov: bool = True
-    """Look one step ahead along the momentum."""
+    """Use Nesterov momentum."""
     newton_schulz_steps: int = 5
-    """Iterations that bring a matrix's singular values near 1."""
+    """Number of Newton-Schulz iterations, which bring the singular values of an update close to 1."""
     scale: Literal["match_rms", "spectral"] = "match_rms"
-    """Size of an update: match_rms is AdamW's, 0.2 sqrt(max(rows, columns)), so that one learning rate suits both;
-    spectral is sqrt(max(1, rows / columns)), for learning rates of about 0.02."""
+    """Scale of an update. match_rms: 0.2 sqrt(max(rows, columns)), the size of AdamW's updates, so that one learning
+    rate suits both. spectral: sqrt(max(1, rows / columns)), for learning rates of about 0.02."""
     elementwise_rate: float = 1.0
-    """Learning rate of what AdamW trains, as a share of optimizer.learning_rate."""
+    """Learning rate of the parameters that AdamW updates, as a multiple of optimizer.learning_rate."""
 
     def problems(self) -> list[str]:
-        """Every rule that single fields break, one message each."""
+        """Return one message for each rule that the fields break."""
         found = []
         if not 0 <= self.momentum < 1:
             found.append(f"optimizer.muon.momentum is {self.momentum}; it must be at least 0 and below 1")

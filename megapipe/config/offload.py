@@ -1,4 +1,4 @@
-"""What leaves the device for host memory between its uses."""
+"""What is moved from the device to host memory between uses."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,38 +6,40 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class OffloadConfig:
-    """Activations, optimizer state and weights in host memory while nothing computes with them."""
+    """Activations, optimizer state and weights that are kept in host memory between uses."""
 
     activations: Literal["none", "blocks", "auto"] = "none"
-    """none; blocks moves those of each stage's blocks, `every` and `num_blocks` of them; auto keeps, moves or
-    recomputes each block's, so that they fit into `memory` and copies hide behind compute (docs/offload.md)."""
+    """Which activations are moved to host memory. blocks: those of the blocks that `every` and `num_blocks` select.
+    auto: keep, move or recompute the activations of each block, so that they fit into `memory` and copies overlap with
+    compute (docs/offload.md)."""
     every: int = 1
-    """blocks: every how many of a stage's blocks one is moved, the first one first."""
+    """For blocks: move the activations of one in this many blocks of a stage, starting with the first."""
     num_blocks: int | None = None
-    """blocks: how many of a stage's blocks are moved at most (null: all that `every` names)."""
+    """For blocks: maximum number of blocks of a stage to move; null means no maximum."""
     prefetch: int | None = None
-    """Compute actions between a reload and its backward: as many units wait on the device at most (null: 1; under auto
-    what needs least recomputation, up to 4)."""
+    """Number of compute actions between the start of a reload and the backward that needs it; at most as many reloaded
+    blocks wait on the device. null means 1, or for auto the value up to 4 that needs the least recomputation."""
     memory: float | None = None
-    """auto: GiB of activations that a rank may hold on its device."""
+    """For auto: GiB of activations that a rank may keep on its device; null is only valid for the other modes."""
     bandwidth: float | None = None
-    """auto: GB/s of a copy between device and host, one way (null: measured at the start)."""
+    """For auto: GB/s of a copy between device and host in one direction; null means measured at the start."""
     compute: float | None = None
-    """auto: TFLOP/s that the blocks run at (null: those of a large matrix product, measured at the start)."""
+    """For auto: TFLOP/s at which the blocks run; null means those of a large matrix product, measured at the start."""
     optimizer: bool = False
-    """Keep moments, and the fp32 master of bf16 runs, in host memory but for each unit's update."""
+    """Keep optimizer moments, and the fp32 master weights of bf16 runs, in host memory except during their update."""
     weights: bool = False
-    """Keep weights in host memory, too, but for those of the layers that compute."""
+    """Keep weights in host memory too, except those of the layers that are computing."""
     weight_buffers: int = 2
-    """weights: layers whose weights a rank may hold on its device at once; 2 copies one layer ahead of its use."""
+    """With offload.weights: number of layers whose weights a rank may hold on its device at once; 2 copies one layer
+    ahead of its use."""
 
     @property
     def buffers(self) -> int:
-        """Layers whose weights come and go on a device; 0 where all weights stay."""
+        """Number of layers whose weights are on the device at once; 0 if all weights stay there."""
         return self.weight_buffers if self.weights else 0
 
     def problems(self) -> list[str]:
-        """Rules that single fields break, one message each."""
+        """Return one message for each rule that the fields break."""
         found = [
             f"offload.{name} is {value}; it must be at least 1"
             for name, value in (
@@ -56,24 +58,24 @@ class OffloadConfig:
         ]
         if self.activations != "blocks" and (self.every != 1 or self.num_blocks is not None):
             found.append(
-                "offload.every and offload.num_blocks need offload.activations blocks; set it, or leave them out"
+                "offload.every and offload.num_blocks need offload.activations blocks; set that, or leave them out"
             )
         if self.activations == "auto" and self.memory is None:
             found.append(
-                "offload.activations auto needs offload.memory, the GiB of activations that a rank may hold; give it"
+                "offload.activations auto needs offload.memory, the GiB of activations that a rank may hold; set it"
             )
         if self.activations != "auto" and any(value is not None for _, value in measures):
             found.append(
-                "offload.memory, offload.bandwidth and offload.compute need offload.activations auto; set it, or "
+                "offload.memory, offload.bandwidth and offload.compute need offload.activations auto; set that, or "
                 "leave them out"
             )
         if self.activations == "none" and self.prefetch is not None:
-            found.append("offload.prefetch needs offload.activations blocks or auto; set it, or leave it out")
+            found.append("offload.prefetch needs offload.activations blocks or auto; set one of them, or leave it out")
         if self.weights and not self.optimizer:
             found.append(
-                "offload.weights needs offload.optimizer: weights are updated as optimizer state is; set it true, or "
-                "leave offload.weights out"
+                "offload.weights needs offload.optimizer, because weights are updated where the optimizer state is; "
+                "set offload.optimizer true, or leave offload.weights out"
             )
         if not self.weights and self.weight_buffers != OffloadConfig.weight_buffers:
-            found.append("offload.weight_buffers needs offload.weights; set it true, or leave it out")
+            found.append("offload.weight_buffers needs offload.weights; set that to true, or leave it out")
         return found

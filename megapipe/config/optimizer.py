@@ -1,4 +1,4 @@
-"""The optimizer, clipping and the learning rate."""
+"""The optimizer, gradient clipping and the learning rate schedule."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,45 +6,46 @@ from typing import Literal
 from megapipe.config.muon import MuonConfig
 
 SMALLEST_BF16_DECAY = 2.0**-8
-"""1 - beta below which a bf16 moment rounds back to where it was."""
+"""Smallest 1 - beta with which a bf16 moment still decays; below it, rounding undoes the decay."""
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """The optimizer, gradient clipping and the learning rate over time."""
+    """The optimizer, gradient clipping and the learning rate schedule."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """adamw; sgd: gradient descent with momentum, as torch.optim.SGD has it; muon: orthogonal updates of the hidden
-    matrices, adamw for the rest."""
+    """Optimizer. adamw. sgd: gradient descent with momentum, as in torch.optim.SGD. muon: orthogonalized updates for
+    the hidden matrices, and AdamW for all other parameters."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw, muon: decay of the first and second moment."""
+    """Decay rates of the first and second moment, for adamw and muon."""
     epsilon: float = 1e-8
-    """adamw, muon: added to the root of the second moment."""
+    """Small constant added to the square root of the second moment, for adamw and muon."""
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
-    """adamw: what both moments are kept in between steps; they are computed in fp32 either way."""
+    """Precision in which adamw stores both moments between steps. Updates are computed in fp32 either way."""
     momentum: float = 0.0
-    """sgd: share of the last step's momentum that is kept; 0 keeps none and needs no memory for it."""
+    """Momentum of sgd; 0 means none, which also saves its memory."""
     muon: MuonConfig = field(default_factory=MuonConfig)
-    """What muon alone has."""
+    """Options of muon."""
     weight_decay: float = 0.1
-    """Decay of matrices and embeddings, decoupled (adamw, muon) or added to the gradient (sgd); not of biases and
-    norms."""
+    """Weight decay of matrices and embeddings; biases and norms are not decayed. It is decoupled for adamw and muon,
+    and added to the gradient for sgd."""
     clip_norm: float | None = 1.0
-    """Largest global gradient norm; null turns clipping off."""
+    """Maximum norm of all gradients together; null turns clipping off."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after the warm-up; wsd stays at the peak and decays linearly over the last decay_steps."""
+    """Learning rate after the warmup. wsd (warmup, stable, decay) stays at the peak and falls linearly over the last
+    decay_steps steps."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Number of steps over which the learning rate rises linearly from 0."""
     decay_steps: int | None = None
-    """linear, cosine: the step at which the floor is reached (null: the last); wsd: length of the final decay
-    (null: a tenth of the run)."""
+    """For linear and cosine: the step at which the learning rate reaches its floor; null means the last step. For wsd:
+    length of the final decay in steps; null means a tenth of the run."""
     floor: float = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
 
     def problems(self) -> list[str]:
-        """Every rule that single fields break, one message each; optim/learning_rate.py knows those between them."""
+        """Return one message for each rule that the fields break; optim/learning_rate.py checks the schedule."""
         found = []
         if self.epsilon <= 0:
             found.append(f"optimizer.epsilon is {self.epsilon}; it must be above 0, for example 1e-8")
@@ -56,15 +57,15 @@ class OptimizerConfig:
             found.append(f"optimizer.momentum is {self.momentum}; it must be at least 0 and below 1")
         elif self.momentum and self.name != "sgd":
             found.append(
-                f"optimizer.momentum is {self.momentum}, but optimizer.name is {self.name}, whose momentum is "
+                f"optimizer.momentum is {self.momentum} but optimizer.name is {self.name}, whose momentum is "
                 f"{'optimizer.muon.momentum' if self.name == 'muon' else 'the first of optimizer.betas'}; set that "
-                "one, or optimizer.name to sgd"
+                "instead, or optimizer.name to sgd"
             )
         if self.name == "muon":
             found += self.muon.problems()
         elif self.muon != MuonConfig():
             found.append(
-                f"optimizer.muon is set, and optimizer.name is {self.name}; set optimizer.name muon, or leave "
+                f"optimizer.muon is set but optimizer.name is {self.name}; set optimizer.name muon, or leave "
                 "optimizer.muon out"
             )
         if self.weight_decay < 0:
@@ -75,10 +76,13 @@ class OptimizerConfig:
 
     def _bf16_moment_problems(self) -> list[str]:
         if self.name != "adamw":
-            return [f"optimizer.moment_dtype is bf16, which adamw alone can, and optimizer.name is {self.name}"]
+            return [
+                f"optimizer.moment_dtype is bf16 but optimizer.name is {self.name}; only adamw supports bf16 moments: "
+                "set optimizer.name adamw, or optimizer.moment_dtype fp32"
+            ]
         if max(self.betas) > 1 - SMALLEST_BF16_DECAY:
             return [
-                f"optimizer.betas is {list(self.betas)}, and a moment in bf16 shrinks only by 1/256 or more a step: "
-                "keep both at most 0.996, or set optimizer.moment_dtype fp32"
+                f"optimizer.betas is {list(self.betas)} but bf16 rounds away a decay of less than 1/256 per step: set "
+                "both to at most 0.996, or optimizer.moment_dtype to fp32"
             ]
         return []

@@ -1,4 +1,4 @@
-"""How ranks are laid out and how they talk."""
+"""How ranks are laid out and how they communicate."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,40 +6,42 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the ranks are laid out: data x pipeline x context x tensor, tensor ranks adjacent."""
+    """Layout of the ranks: data x pipeline x context x tensor, with tensor ranks adjacent."""
 
     tensor: int = 1
-    """Ranks that share every matrix."""
+    """Number of ranks that split every matrix."""
     pipeline: int = 1
-    """Ranks that hold successive stages."""
+    """Number of pipeline ranks, which hold successive parts of the model."""
     context: int = 1
-    """Ranks that share every sample, each holding some of its tokens."""
+    """Number of ranks that split the tokens of every sample."""
     context_attention: Literal["ring", "all_to_all"] = "ring"
-    """How tokens on several context ranks see each other: ring sends keys and values round, all_to_all (Ulysses)
-    trades heads for tokens and needs heads that divide."""
+    """How attention works across context ranks. ring: keys and values are passed around a ring. all_to_all (Ulysses):
+    ranks exchange heads for tokens; the number of heads must be divisible."""
     data: int | None = None
-    """Replicas that share every batch; null takes what the world size leaves."""
+    """Number of replicas, which split every batch; null means as many as the remaining ranks allow."""
     sequence: bool = False
-    """Tensor ranks share the tokens of every sample between their matrices too, so that no rank keeps what all would
-    (sequence parallelism); for the same traffic and less memory."""
+    """Split the tokens of every sample over the tensor ranks between the matrices too (sequence parallelism): less
+    memory for the same communication volume."""
     sequence_chunks: int = 1
-    """sequence: pieces in which tokens are gathered and scattered, each beside the matrix product of another."""
+    """With parallel.sequence: number of chunks in which tokens are gathered and scattered, so that the communication
+    of one overlaps with the matrix product of another."""
     layers_per_stage: list[int] | None = None
-    """Layers of every stage in order, embedding and head counted as one each; null balances them by FLOPs."""
+    """Number of layers in every pipeline stage, in order, where embedding and output head count as one layer each;
+    null balances the stages by FLOPs."""
     links: Literal["auto", "gloo", "shared_memory", "nccl"] = "auto"
-    """Transport between stages; auto is nccl on GPUs, shared memory on one host's CPUs, else gloo."""
+    """Transport between pipeline stages. auto: nccl on GPUs, shared memory on the CPUs of one host, otherwise gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; auto takes a GPU where there is one."""
+    """Device to train on; auto uses a GPU if there is one."""
     timeout_seconds: float = 600.0
-    """How long a rank waits for a silent peer before it names it and ends the job."""
+    """Seconds that a rank waits for another one before it reports it and ends the job."""
 
     @property
     def sequence_shards(self) -> int:
-        """Ranks that share the tokens of a sample between their matrices."""
+        """Number of ranks that split the tokens of a sample between the matrices."""
         return self.tensor if self.sequence else 1
 
     def sequence_problems(self, sequence_length: int) -> list[str]:
-        """Every rule of sequence parallelism that is broken, one message each. sequence_length: tokens of a sample."""
+        """Return one message for each broken rule of sequence parallelism. sequence_length: tokens per sample."""
         chunks = self.sequence_chunks
         if chunks < 1:
             return [f"parallel.sequence_chunks is {chunks}; it must be at least 1"]
@@ -52,15 +54,15 @@ class ParallelConfig:
             ]
         if self.tensor < 2:
             return [
-                f"parallel.sequence is true but parallel.tensor is {self.tensor}: there is nobody to share tokens "
-                "with; set parallel.tensor to 2 or more, or parallel.sequence to false"
+                f"parallel.sequence is true but parallel.tensor is {self.tensor}; sequence parallelism splits tokens "
+                "over tensor ranks: set parallel.tensor to 2 or more, or parallel.sequence to false"
             ]
         parts = self.context * self.tensor * chunks
         if sequence_length % parts:
             factors = (("context", self.context), ("tensor", self.tensor), ("sequence_chunks", chunks))
             named = " x ".join(f"parallel.{name} {size}" for name, size in factors if size > 1)
             return [
-                f"data.sequence_length {sequence_length} is not divisible by {named}, which parallel.sequence needs; "
-                f"take a multiple of {parts}, or set parallel.sequence to false"
+                f"data.sequence_length {sequence_length} is not divisible by {named}, as parallel.sequence requires; "
+                f"use a multiple of {parts}, or set parallel.sequence to false"
             ]
         return []

@@ -1,4 +1,4 @@
-"""What is wrong with a flag or a file, in one line: jsonargparse tells it in several, by classes of Python."""
+"""One-line messages for wrong flags and files, in place of jsonargparse's long ones that name Python classes."""
 
 import re
 from pathlib import Path
@@ -14,10 +14,11 @@ _UNREADABLE = re.compile(
     r"Parser key \"(?P<key>[^\"]+)\":\s+Unable to load config '(?P<file>[^']+)'\s+- (?P<why>.*)", re.S
 )
 _NO_FILE = re.compile(r"Parser key \"(?P<key>[^\"]+)\": (?:File does not exist|Path is not a file): '(?P<file>[^']+)'")
+_NO_VALUE = re.compile(r"argument (?P<flag>--\S+): expected one argument")
 _NO_MAPPING = re.compile(r"Unexpected config:")
 _FROM_FILE = re.compile(r"Unable to load config '(?P<file>[^']+)'")
 UNNAMED_FILE = "a file of --config"
-"""Stands in a message for the file, which who asked for it knows."""
+"""Placeholder in a message for the file name, which the caller knows and fills in."""
 _WORDS = {
     "<class 'int'>": "a whole number",
     "<class 'float'>": "a finite number",
@@ -33,14 +34,14 @@ _WORDS = {
 
 
 def in_words(message: str) -> str:
-    """A message of jsonargparse in one line; what is not known here stays as it is, white space apart.
+    """Return a message of jsonargparse as one line, such as `parallel.tensor is 'x', but must be a whole number`.
 
-    The value, the rule and where it was written: `parallel.tensor is 'x', but must be a whole number`.
+    Messages of an unknown kind keep their words.
     """
-    return " ".join(_told(message).split())
+    return " ".join(_reworded(message).split())
 
 
-def _told(message: str) -> str:
+def _reworded(message: str) -> str:
     wrong = _WRONG_TYPE.search(message) or _WRONG_UNION.search(message)
     if wrong is not None:
         types = wrong["type"] if "type" in wrong.groupdict() else wrong["types"]
@@ -48,35 +49,38 @@ def _told(message: str) -> str:
         where = f"{file['file']}: " if file is not None else ""
         value = wrong["value"].strip()
         return f"{where}{_name(wrong['key'])} is {value or repr(value)}, but must be {_rule(types)}"
-    unread = _NO_FILE.search(message) or _UNREAD_GROUP.search(message)
-    if unread is not None:
-        return f"--{unread['key']} {unread['file']}: {_why_unread(Path(unread['file']))}"
+    unreadable = _NO_FILE.search(message) or _UNREAD_GROUP.search(message)
+    if unreadable is not None:
+        key, path = unreadable["key"], Path(unreadable["file"])
+        fields = "" if key == "config" else f"; to set a single field, write --{key}.FIELD VALUE"
+        return f"--{key} {unreadable['file']}: {_why_unreadable(path)}{fields}"
+    if (no_value := _NO_VALUE.search(message)) is not None:
+        return f"{no_value['flag']} needs a value"
     if _NO_MAPPING.search(message) is not None:
-        return f"{UNNAMED_FILE} holds no mapping: write `key: value` lines"
+        return f"{UNNAMED_FILE} is not a mapping: write `key: value` lines"
     group = _UNREADABLE.search(message)
     if group is not None:
-        return f"--{group['key']} {group['file']} is no YAML: {group['why']}"
-    return message.replace("Problems parsing config:", f"{UNNAMED_FILE} is no YAML:").strip()
+        return f"--{group['key']} {group['file']} is not valid YAML: {group['why']}"
+    return message.replace("Problems parsing config:", f"{UNNAMED_FILE} is not valid YAML:").strip()
 
 
 def _name(key: str) -> str:
-    """Of a field as it is; of a program's own flag with its hyphens."""
+    """Return a field's name as it is, and a program's own flag with its hyphens."""
     return key if "." in key else f"--{key}"
 
 
 def _rule(types: str) -> str:
-    """`<class 'int'>, <class 'NoneType'>` in words."""
+    """Put types such as `<class 'int'>, <class 'NoneType'>` into words."""
     literal = re.search(r"Literal\[(.+)\]", types)
     if literal is not None:
         others = [words for name, words in _WORDS.items() if name in types]
         return " or ".join([f"one of {literal[1]}", *others])
-    found = [_WORDS.get(each.strip(), each.strip()) for each in re.split(r",(?![^\[]*\])", types)]
-    return " or ".join(found)
+    return " or ".join(_WORDS.get(each.strip(), each.strip()) for each in re.split(r",(?![^\[]*\])", types))
 
 
-def _why_unread(file: Path) -> str:
+def _why_unreadable(file: Path) -> str:
     if file.is_dir():
         return "is a folder; name a YAML file"
     if not file.exists():
         return "there is no such file; name a YAML file that exists"
-    return "holds no mapping, or cannot be read: write `key: value` lines"
+    return "is not a mapping, or cannot be read: write `key: value` lines"

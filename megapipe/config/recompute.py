@@ -1,4 +1,4 @@
-"""What is computed twice to be kept once."""
+"""Which activations are recomputed in the backward pass instead of saved."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -9,33 +9,34 @@ RecomputedPart = Literal["attention", "mlp", "norms"]
 
 @dataclass(kw_only=True)
 class RecomputeConfig:
-    """Activations that a backward computes again instead of finding them kept."""
+    """Activations that are recomputed in the backward pass instead of saved, to save memory."""
 
     method: Literal["none", "selective", "full", "auto"] = "none"
-    """none; selective makes single activations of each block again in its backward, `parts`; full keeps the input of
-    blocks alone and runs them again right before their backward; auto takes what is fastest by the planner and fits
-    into `memory` on every rank (docs/memory.md)."""
+    """none: save everything. selective: recompute the activations in `parts` within each block. full: save only the
+    inputs of blocks, and rerun the blocks right before their backward. auto: use the method that the planner predicts
+    to be fastest among those that fit into `memory` on every rank (docs/memory.md)."""
     parts: list[RecomputedPart] = field(default_factory=lambda: ["attention", "mlp", "norms"])
-    """selective: what is made again. attention: the weights of the unfused path (the fused ones never keep them); mlp:
-    the activation between its two matrices; norms: what they give to the matrices behind them."""
+    """For selective: what to recompute. attention: the attention weights of unfused attention (fused attention never
+    saves them). mlp: the activation between the two matrices of the MLP. norms: the outputs of the normalizations."""
     every: int = 1
-    """full: neighbouring blocks that run again together, from the input of the first: the more, the fewer inputs are
-    kept and the more activations at once."""
+    """For full: number of neighboring blocks that are rerun together, from the input of the first. More blocks mean
+    fewer saved inputs, and more activations at once."""
     num_blocks: int | None = None
-    """full: the first blocks of each stage that run again, the others keep all (null: every block)."""
+    """For full: number of blocks at the start of each stage to rerun; the others save everything. null means every
+    block."""
     memory: float | None = None
-    """auto: GiB of tensors that a rank may hold at once, weights and optimizer state among them (null: what its device
-    has, less a tenth)."""
+    """For auto: GiB that all tensors of a rank may take, including weights and optimizer state; null means the
+    device's memory less a tenth."""
     hardware: str | None = None
-    """auto: hardware file or preset by whose times it chooses (null: that of --plan, or the preset of the devices at
-    hand)."""
+    """For auto: hardware file or preset that predicts times; null means that of --plan, or else the preset of this
+    machine's devices."""
     logits: bool = False
-    """With any method: of the loss keep four bytes a token, not the gradient of the logits [tokens, vocabulary],
-    and compute the logits again, a chunk of tokens at a time: four products in the output projection and not three.
-    Refused where backwards are split."""
+    """Recompute the logits in the backward pass, a chunk of tokens at a time, with any method. The loss then saves 4
+    bytes per token instead of a [tokens, vocabulary] gradient, for one more matrix product in the output head. Not
+    available for schedules that split the backward."""
 
     def problems(self) -> list[str]:
-        """Rules that single fields break, one message each."""
+        """Return one message for each rule that the fields break."""
         found = []
         if self.every < 1:
             found.append(f"recompute.every is {self.every}; it must be at least 1")
@@ -43,18 +44,20 @@ class RecomputeConfig:
             found.append(f"recompute.num_blocks is {self.num_blocks}; it must be at least 1, or null for every block")
         if self.method != "full" and (self.every != 1 or self.num_blocks is not None):
             found.append(
-                "recompute.every and recompute.num_blocks need recompute.method full; set it, or leave them out"
+                "recompute.every and recompute.num_blocks need recompute.method full; set that, or leave them out"
             )
         if self.method != "auto" and (self.memory is not None or self.hardware is not None):
             found.append(
-                "recompute.memory and recompute.hardware need recompute.method auto; set it, or leave them out"
+                "recompute.memory and recompute.hardware need recompute.method auto; set that, or leave them out"
             )
         if self.memory is not None and not (isfinite(self.memory) and self.memory > 0):
-            found.append(f"recompute.memory is {self.memory}; it must be above 0, or null for what the device has")
+            found.append(
+                f"recompute.memory is {self.memory}; it must be above 0, or null for the memory of the device"
+            )
         if self.method == "auto" and self.parts != RecomputeConfig().parts:
             found.append(
-                "recompute.parts with recompute.method auto, which chooses the parts by itself; set recompute.method "
-                "selective, or leave recompute.parts out"
+                "recompute.parts is set but recompute.method is auto, which chooses the parts itself; set "
+                "recompute.method selective, or leave recompute.parts out"
             )
         if self.method == "selective" and not self.parts:
             found.append("recompute.parts is empty; name attention, mlp or norms, or set recompute.method none")

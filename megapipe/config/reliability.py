@@ -6,16 +6,17 @@ from math import isfinite
 
 @dataclass(kw_only=True)
 class WatchdogConfig:
-    """A process next to each rank that ends the job when the rank makes no progress (docs/reliability.md)."""
+    """A separate process per rank that ends the job if the rank makes no progress (docs/reliability.md)."""
 
     enabled: bool = True
-    """Watch every rank; works on Linux only."""
+    """Watch every rank; only available on Linux."""
     floor_seconds: float = 300.0
-    """Within a step, a rank hangs when it starts no action for this long and for `factor` median steps."""
+    """Within a step: shortest time without any new action that counts as a hang."""
     factor: float = 10.0
-    """Median step times without progress that count as a hang, if they are longer than floor_seconds."""
+    """Within a step: number of median step times without any new action that counts as a hang, if longer than
+    floor_seconds."""
     pause_seconds: float = 3600.0
-    """Outside of steps, and in the first step, which may compile, no progress for this long is a hang."""
+    """Outside of steps, and in the first step, which may compile: time without progress that counts as a hang."""
 
     def problems(self) -> list[str]:
         """Return one message for every rule that a single field breaks."""
@@ -32,19 +33,22 @@ class WatchdogConfig:
 
 @dataclass(kw_only=True)
 class SpikesConfig:
-    """Returns to the last checkpoint when the loss jumps up, and skips the samples that made it jump (Chowdhery et
-    al., 2022, arXiv 2204.02311, section 5.1)."""
+    """Recovery from loss spikes: return to the last checkpoint and skip the batches that caused the spike.
+
+    Source: Chowdhery et al., 2022, arXiv 2204.02311, section 5.1.
+    """
 
     deviations: float | None = None
-    """A loss this many robust standard deviations above the running median is a spike (null: off); 10 is rare."""
+    """A loss that exceeds the running median by this many robust standard deviations is a spike; null turns this check
+    off. 10 is rarely exceeded by chance."""
     threshold: float | None = None
-    """A loss above this number is a spike, whatever the losses before it were (null: off)."""
+    """A loss above this value is always a spike; null turns this check off."""
     window: int = 50
-    """deviations: number of losses in the median; no loss is judged before half of them are there."""
+    """For deviations: number of losses in the running median; the check starts after half as many."""
     skip_batches: int = 1
-    """Batches to skip: the one that spiked and those right before it, at most back to the checkpoint."""
+    """Number of batches to skip: the one that spiked and those right before it, at most back to the checkpoint."""
     patience: int = 3
-    """How often the run may return to one checkpoint; one more spike ends it with an error."""
+    """How often the run may return to the same checkpoint; one more spike ends it with an error."""
 
     @property
     def watched(self) -> bool:
@@ -73,22 +77,23 @@ class SpikesConfig:
 
 @dataclass(kw_only=True)
 class ReliabilityConfig:
-    """Checks on numbers and ranks between steps."""
+    """Checks of numbers and ranks between steps."""
 
     skip_non_finite: bool = True
-    """Keep the weights as they are after a step whose loss or gradients are not finite; false ends the run there."""
+    """Skip the update of a step whose loss or gradients are not finite; false ends the run instead."""
     non_finite_patience: int = 20
-    """Consecutive skipped steps that end the run; fp16 uses loss_scale.patience, at its lowest scale."""
+    """Consecutive skipped steps that end the run; fp16 uses loss_scale.patience, counted at its lowest scale."""
     skip_samples: list[list[int]] = field(default_factory=list)
-    """Half-open ranges [first, end) of samples that no step takes, numbered as consumed_samples counts them."""
+    """Ranges [first, end) of samples that no step uses, written [[first, end], ...] and numbered as consumed_samples
+    in metrics.jsonl."""
     compare_every: int | None = 1000
-    """Steps between bit-for-bit comparisons of the weights and moments that several ranks hold (null: never)."""
+    """Steps between bitwise comparisons of weights and moments that several ranks hold; null means no comparison."""
     stragglers_every: int | None = 50
-    """Steps between measurements of each rank's own time in one step, without its waits (null: never)."""
+    """Steps between measurements of each rank's own working time in a step; null means no measurement."""
     straggler_factor: float = 1.3
-    """A rank is slow when it takes this many times the median of the ranks with the same work."""
+    """A rank is slow if its time exceeds the median of ranks with the same work by this factor."""
     straggler_reports: int = 3
-    """Consecutive measurements in which a rank must be slow before a warning names it."""
+    """Consecutive measurements in which a rank must be slow before it is reported."""
 
     def problems(self) -> list[str]:
         """Return one message for every rule that a single field breaks."""

@@ -1,4 +1,4 @@
-"""What a training run needs: model, data, batch, layout, schedule, optimizer, duration."""
+"""The configuration of a training run: model, data, batch, layout, schedule, optimizer and duration."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,25 +19,25 @@ from megapipe.config.zero import ZeroConfig
 
 @dataclass(kw_only=True)
 class BatchConfig:
-    """Samples per optimizer step and per forward."""
+    """Batch sizes: samples per optimizer step and per micro-batch."""
 
     global_size: int = 8
     """Samples per optimizer step, over all data-parallel replicas."""
     micro_size: int = 1
-    """Samples per micro-batch."""
+    """Samples per micro-batch, that is, per forward and backward pass of one replica."""
     ramp_start: int | None = None
-    """Samples per step at the start of the run; grows linearly to global_size over ramp_samples, in multiples of
-    itself (null: no ramp)."""
+    """Samples per step at the start of the run, if the batch is to grow: it rises linearly to global_size over
+    ramp_samples samples, in multiples of ramp_start. null means a constant batch size."""
     ramp_samples: int = 0
-    """Samples after which the ramp has reached global_size."""
+    """Number of samples after which a growing batch reaches global_size."""
 
     def problems(self) -> list[str]:
-        """Every rule of the ramp that is broken, one message each; those that know the layout are checked later."""
+        """Return one message for each broken rule of the ramp; rules that depend on the layout are checked later."""
         if self.ramp_start is None:
             if self.ramp_samples:
                 return [
-                    f"batch.ramp_samples is {self.ramp_samples} but batch.ramp_start is null; give the size that the "
-                    "ramp starts at, or leave both out"
+                    f"batch.ramp_samples is {self.ramp_samples} but batch.ramp_start is null; set batch.ramp_start to "
+                    "the first batch size, or leave both out"
                 ]
             return []
         found = []
@@ -59,30 +59,32 @@ class TrainingConfig:
     """Duration, precision, reproducibility and output."""
 
     steps: int = 100
-    """Optimizer steps of the whole run; the learning rate follows them."""
+    """Optimizer steps of the whole run. The learning rate schedule spans them."""
     stop_at: int | None = None
-    """End after this step as if the run were over (save, evaluate), to be resumed later; null goes on to `steps`."""
+    """Stop after this step (evaluate, save), and resume later without any change to the learning rate schedule; null
+    means to run all steps."""
     seed: int = 1234
-    """Seeds weights, dropout and the order of the data."""
+    """Seed of initial weights, dropout and data order."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
-    """Compute precision; bf16 and fp16 keep fp32 master weights, gradients and moments, and fp16 scales its loss; auto
-    times bf16 and fp32, takes the faster."""
+    """Precision of the computation. bf16 and fp16 keep weights, gradients and moments in fp32 as well; fp16 also
+    scales the loss. auto measures bf16 and fp32 at the start and uses the faster one."""
     master_weights: bool = True
-    """Keep weights in fp32 beside those that compute; false, with bf16 alone, rounds updates to bf16 at random
-    (stochastic rounding), for 4 bytes a parameter less."""
+    """Keep an fp32 copy of bf16 weights. false, only for bf16, rounds updates stochastically to bf16 instead and saves
+    4 bytes per parameter."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Multiply the matrices of transformer blocks in fp8, with a scale for each operand or for each of its rows; on
-    CPUs the rounding is emulated."""
+    """Multiply the matrices of the transformer blocks in fp8, with one scale per tensor or per row. On CPUs the
+    rounding is emulated."""
     fp8_first_kept: int = 0
-    """fp8: first blocks that stay in `precision`."""
+    """With fp8: number of blocks at the start of the model that stay in `precision`."""
     fp8_last_kept: int = 0
-    """fp8: last blocks that stay in `precision`."""
+    """With fp8: number of blocks at the end of the model that stay in `precision`."""
     compile: bool = False
-    """Run every transformer block through torch.compile, which takes a minute or so at the start of a run."""
+    """Compile every transformer block with torch.compile, which takes about a minute at the start of a run."""
     deterministic: bool = False
-    """Refuse operations whose result may differ from run to run on one device (slower on GPUs)."""
+    """Allow only operations whose results are reproducible on the same device, and raise an error for others; slower
+    on GPUs."""
     memory_check: Literal["refuse", "warn"] = "refuse"
-    """What to do where the predicted memory of a run exceeds the free memory of a device or host: refuse to start, or
+    """What to do when the predicted memory of a run exceeds the free memory of a device or host: refuse to start, or
     warn and train regardless."""
     log_every: int = 10
     """Steps between log lines."""
@@ -91,21 +93,22 @@ class TrainingConfig:
 
     @property
     def last_step(self) -> int:
-        """The step that this start of the run ends after."""
+        """Last step of this start of the run."""
         return self.steps if self.stop_at is None else min(self.steps, self.stop_at)
 
 
 @dataclass(kw_only=True)
 class KernelsConfig:
-    """Which implementation runs each op; the start of a run says what was picked and why."""
+    """Which implementation runs each operation; the start of a run prints the choice and the reason."""
 
     backends: dict[str, str] = field(default_factory=dict)
-    """Op -> the backend that must run it: reference, triton, cuda or apex. Ops left out get the fastest that can."""
+    """Backend to use for an operation, such as {rms_norm: triton}; backends are reference, triton, cuda and apex.
+    Operations that are not listed use the fastest backend that is available."""
 
 
 @dataclass(kw_only=True)
 class PretrainConfig:
-    """A whole pretraining run."""
+    """A complete pretraining run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -127,10 +130,10 @@ class PretrainConfig:
     spikes: SpikesConfig = field(default_factory=SpikesConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     init_from: str = ""
-    """Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."""
+    """Folder with initial weights: a megapipe checkpoint, or a Hugging Face folder of the same model family."""
 
     def problems(self) -> list[str]:
-        """Every rule that single fields break, one message each; `megapipe.training.validate` asks the other rooms."""
+        """Return one message for each rule that the fields break; `megapipe.training.validate` adds further checks."""
         found = []
         at_least_one = {
             "data.sequence_length": self.data.sequence_length,
@@ -168,24 +171,24 @@ class PretrainConfig:
             )
         if self.model.attention == "flex" and not self.data.isolate_documents:
             found.append(
-                "model.attention is 'flex' but data.isolate_documents is false; flex keeps documents apart: set the "
-                "one to true or the other to auto"
+                "model.attention is 'flex' but data.isolate_documents is false; flex is only for isolated documents: "
+                "set data.isolate_documents to true, or model.attention to auto"
             )
         if self.recompute.method == "selective" and self.training.compile:
             found.append(
-                "recompute.method selective does not go with training.compile, which decides by itself what a block "
-                "keeps and what it computes again; leave one out, or set recompute.method full"
+                "recompute.method selective cannot be combined with training.compile, which chooses by itself what to "
+                "recompute in a block; leave one of them out, or set recompute.method full"
             )
         if self.training.precision != "fp16" and not self.loss_scale.is_default:
             found.append(
-                f"loss_scale is set, and training.precision is {self.training.precision}; only fp16 needs one: set "
-                "training.precision fp16, or leave loss_scale out"
+                f"loss_scale is set but training.precision is {self.training.precision}; only fp16 scales its loss: "
+                "set training.precision fp16, or leave loss_scale out"
             )
         found += fp8_problems(self) + expert_problems(self)
         if not self.training.master_weights and self.training.precision != "bf16":
             found.append(
-                f"training.master_weights is false, and training.precision is {self.training.precision}; weights "
-                "are rounded at random to bf16 alone: set training.precision bf16, or training.master_weights true"
+                f"training.master_weights is false but training.precision is {self.training.precision}; only bf16 can "
+                "train without master weights: set training.precision bf16, or training.master_weights true"
             )
         if self.parallel.timeout_seconds <= 0:
             found.append(f"parallel.timeout_seconds is {self.parallel.timeout_seconds}; it must be above 0")
@@ -193,9 +196,9 @@ class PretrainConfig:
             found.append(f"training.seed is {self.training.seed}; it must be at least 0 and below 2^63")
         if self.recompute.method == "selective" and self.offload.activations != "none":
             found.append(
-                f"recompute.method selective with offload.activations {self.offload.activations}: what is made again "
-                "holds what it is made from on the device, so that it could not leave; set recompute.method none or "
-                "full, or offload.activations none"
+                f"recompute.method selective cannot be combined with offload.activations {self.offload.activations}: "
+                "recomputation keeps its inputs on the device, so they cannot be offloaded; set recompute.method none "
+                "or full, or offload.activations none"
             )
         if (
             self.recompute.method == "full"
@@ -203,19 +206,19 @@ class PretrainConfig:
             and self.offload.activations == "blocks"
         ):
             found.append(
-                "recompute.method full with offload.activations blocks leaves no block that keeps activations; set "
+                "recompute.method full recomputes every block, so offload.activations blocks has nothing to move; set "
                 "recompute.num_blocks, or leave one of the two out"
             )
         if self.recompute.method == "full" and self.offload.activations == "auto":
             found.append(
-                "recompute.method full with offload.activations auto, which decides by itself what runs again; set "
-                "recompute.method none, or offload.activations blocks"
+                "recompute.method full cannot be combined with offload.activations auto, which chooses by itself what "
+                "to recompute; set recompute.method none, or offload.activations blocks"
             )
         found += self.budget_problems()
         if self.offload.weights and self.zero.stage:
             found.append(
-                f"offload.weights with zero.stage {self.zero.stage}: replicas that share their state fetch weights "
-                "from each other, and not from host memory; set zero.stage 0, or offload.weights false"
+                f"offload.weights cannot be combined with zero.stage {self.zero.stage}: replicas that shard their "
+                "state do not fetch weights from host memory; set zero.stage 0, or offload.weights false"
             )
         found += self._skipping_problems()
         parts = (self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute, self.offload)
@@ -223,20 +226,20 @@ class PretrainConfig:
         return found + [problem for part in (*parts, *faults) for problem in part.problems()]
 
     def budget_problems(self) -> list[str]:
-        """What recompute.method auto cannot choose for."""
+        """Return one message for each option that rules out recompute.method auto."""
         if self.recompute.method != "auto":
             return []
         found = []
         if self.schedule.file:
             found.append(
-                f"recompute.method auto with schedule.file {self.schedule.file}, which may say by itself what runs "
-                "again; name a schedule, or a recompute.method"
+                f"recompute.method auto cannot be combined with schedule.file {self.schedule.file}, which may contain "
+                "recomputation itself; set schedule.name instead, or another recompute.method"
             )
         if self.offload.activations != "none":
             found.append(
-                f"recompute.method auto with offload.activations {self.offload.activations}: each decides what blocks "
-                "keep; set offload.activations none, or recompute.method none and offload.activations auto, which "
-                "recomputes too"
+                f"recompute.method auto cannot be combined with offload.activations {self.offload.activations}: both "
+                "choose what blocks save; set offload.activations none, or recompute.method none and "
+                "offload.activations auto, which recomputes too"
             )
         return found
 
@@ -244,17 +247,17 @@ class PretrainConfig:
         found = []
         if self.training.precision == "fp16" and not self.reliability.skip_non_finite:
             found.append(
-                "training.precision fp16 finds its loss scale by skipping steps, and reliability.skip_non_finite is "
-                "false; set it to true, or training.precision bf16"
+                "training.precision fp16 adjusts its loss scale by skipping steps, but reliability.skip_non_finite is "
+                "false; set it to true, or training.precision to bf16"
             )
         if self.data.order == "megatron" and (self.spikes.watched or self.reliability.skip_samples):
             found.append(
-                "data.order megatron lays out as many samples as the run's steps take, so that none can be left out; "
-                "set data.order keyed, or leave spikes and reliability.skip_samples out"
+                "data.order megatron builds exactly the samples of training.steps, so no sample can be skipped; set "
+                "data.order keyed, or leave spikes and reliability.skip_samples out"
             )
         if self.spikes.watched and not self.checkpoint.saves_between:
             found.append(
-                "spikes are watched for, and nothing is saved in between: there is no checkpoint to go back to; set "
+                "spikes is set but the run saves no checkpoints before its end, so there is none to go back to; set "
                 "checkpoint.every, or leave spikes out"
             )
         return found

@@ -6,24 +6,24 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """Order of forwards and backwards in a step."""
+    """Pipeline schedule: the order of forward and backward passes in a step."""
 
     name: str = "1f1b"
     """Name of a pipeline schedule; `tools/schedule.py list` prints them all."""
     chunks: int | None = None
-    """Stages on each rank, for schedules that place several (null: the schedule's own default)."""
+    """Stages per rank, for schedules with several; null means the schedule's default."""
     group_size: int | None = None
-    """interleaved_1f1b: micro-batches that go through a chunk in a row (null: the number of pipeline ranks, or the
-    larger group that is fastest where the ranks do not divide the micro-batches)."""
+    """For interleaved_1f1b: consecutive micro-batches that pass through a chunk; null means the number of pipeline
+    ranks, or the larger group that is fastest if the ranks do not divide the micro-batches."""
     two_bp: bool = False
     """Split every backward of a schedule that has whole ones, and fill idle time with the weight halves (2BP)."""
     max_pending: int | None = None
-    """two_bp: maximum number of weight halves that a rank may postpone (null: no limit)."""
+    """With two_bp: maximum number of weight halves that a rank may postpone; null means no limit."""
     receive_ahead: int = 1
     """How many compute actions before its use a receive is posted."""
     update: Literal["eager", "lazy"] | None = None
-    """2bw: when the optimizer steps: right after a batch's last backward, or right before the new weights are needed
-    (null: lazy, which hides the gradient norm and costs a second gradient buffer)."""
+    """For 2bw: when the optimizer steps. eager: right after the last backward of a batch. lazy: right before the new
+    weights are needed, which hides the gradient norm but needs a second gradient buffer. null means lazy."""
     file: str = ""
     """Schedule file (docs/schedules.md) instead of a named schedule; leave out name and the options above."""
 

@@ -1,4 +1,4 @@
-"""What data-parallel replicas share out among themselves instead of keeping it whole (ZeRO)."""
+"""How data-parallel replicas shard their state instead of each holding all of it (ZeRO)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,24 +6,25 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class ZeroConfig:
-    """State that replicas hold in shards (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+    """Sharding of weights, gradients and optimizer state over replicas (ZeRO, arXiv 1910.02054)."""
 
     stage: Literal[0, 1, 2, 3] = 0
-    """What is sharded: 0 nothing, 1 master weights and optimizer state, 2 gradients too, 3 weights too."""
+    """What is sharded over the replicas. 0: nothing. 1: optimizer state and master weights. 2: gradients too. 3:
+    weights too."""
     weight_buffers: int = 2
-    """stage 3: layers whose weights a rank may hold whole at once; 2 gathers one layer ahead of its use."""
+    """For stage 3: number of layers whose full weights a rank may hold at once; 2 gathers one layer ahead of its
+    use."""
     gradient_buffers: int = 2
-    """stage 2 and 3: layers whose gradients a rank may hold whole at once; 2 reduces one layer's while the next
-    layer's are computed."""
+    """For stages 2 and 3: number of layers whose full gradients a rank may hold at once; 2 reduces one layer's
+    gradients while those of the next layer are computed."""
     shard_size: int | None = None
-    """Replicas that share one copy of the state, neighbours in data x context; further ones hold copies of it
-    (null: all replicas share one)."""
+    """Number of replicas that share one copy of the state; further groups of replicas hold copies. null means that all
+    replicas share one copy."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients travel and are summed over the replicas of one copy; they are accumulated in
-    fp32."""
+    """Precision in which gradients are sent and summed over replicas. They are accumulated in fp32."""
 
     def problems(self) -> list[str]:
-        """Rules that single fields break, one message each."""
+        """Return one message for each rule that the fields break."""
         found = [
             f"zero.{name} is {value}; it must be at least {least}"
             for name, value, least in (
@@ -37,27 +38,27 @@ class ZeroConfig:
         for name, least in (("weight_buffers", 3), ("gradient_buffers", 2), ("shard_size", 1), ("reduce_dtype", 1)):
             if self.stage < least and getattr(self, name) != getattr(plain, name):
                 found.append(
-                    f"zero.{name} is {getattr(self, name)} with zero.stage {self.stage}, which has no use for it; set "
-                    f"zero.stage {least} or above, or leave it out"
+                    f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does not use it; set "
+                    f"zero.stage to at least {least}, or leave zero.{name} out"
                 )
         return found
 
     def replica_problems(self, replicas: int) -> list[str]:
-        """Rules that the number of replicas of the weights, data x context, breaks, one message each."""
+        """Return one message for each rule that the number of replicas of the weights, data x context, breaks."""
         if self.stage and replicas == 1:
             return [
-                f"zero.stage is {self.stage} with one replica of the weights; nobody is there to share its state: "
-                "start more ranks, make parallel.pipeline or parallel.tensor smaller, or set zero.stage 0"
+                f"zero.stage is {self.stage} but there is only one replica of the weights, so nothing can be sharded: "
+                "start more ranks, reduce parallel.pipeline or parallel.tensor, or set zero.stage 0"
             ]
         if self.shard_size is not None and replicas % self.shard_size:
             return [
                 f"zero.shard_size {self.shard_size} does not divide the {replicas} replicas of the weights; set it to "
-                "a divisor of them, or null for one copy over all"
+                "a divisor of that number, or to null for one copy over all replicas"
             ]
         return []
 
     def num_shards(self, replicas: int) -> int:
-        """Ranks that share one copy of the state; 1 where nothing is sharded."""
+        """Return the number of ranks that share one copy of the state; 1 if nothing is sharded."""
         if self.stage == 0:
             return 1
         return replicas if self.shard_size is None else self.shard_size

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from megapipe.training.fill_mask import Filled
 
 DESCRIPTION = """\
-Fills in the gaps of texts, written [MASK], with a trained BERT: one token each, every gap by itself.
+Fill in the gaps of a text, written [MASK], with a trained BERT: one token per gap, each independently.
 
-For each text it prints the text with the likeliest tokens, and below it the candidates of every gap. A token that
-begins with ## continues the word before it. Runs as one process, whatever layout trained the model.
+The command prints each text with the most likely tokens filled in, followed by the candidates for every gap. A token
+that starts with ## continues the word before it. It runs as one process, no matter which layout trained the model.
 """
 EXAMPLES = """\
 examples:
@@ -26,26 +26,31 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Wrong values are told by the parser, which exits with status 2; rules that need the model come later."""
+    """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
     parser = tool_parser("fill_mask.py", DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a step's folder, or a run's: its newest whole checkpoint"
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="folder of a run (its newest complete checkpoint is used), or of one checkpoint",
     )
     parser.add_argument(
-        "--text", action="append", required=True, metavar="TEXT", help="text with gaps; may be given several times"
+        "--text", action="append", required=True, metavar="TEXT", help="text with gaps; may be repeated"
     )
-    parser.add_argument("--top-k", type=positive, default=5, metavar="K", help="candidates of each gap (5)")
+    parser.add_argument("--top-k", type=positive, default=5, metavar="K", help="candidates per gap (default 5)")
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="the WordPiece vocabulary (the one that the model was trained with, where it still lies there)",
+        help="WordPiece vocabulary (default: the one that the model was trained with)",
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="a GPU where there is one")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="device; auto uses a GPU if there is one"
+    )
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0, 1 for unusable input, 2 for a wrong command line, 130 for Ctrl-C."""
+    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(with_hyphens(argv))
     return status_of(lambda: _run(arguments))
 
@@ -63,7 +68,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
     world_size = LaunchEnvironment.read(os.environ).world_size
     if world_size > 1:
-        raise ConfigError([f"{world_size} ranks were started, but gaps are filled by one: leave out torchrun"])
+        raise ConfigError(
+            [f"{world_size} ranks were started, but this command runs as one process: start it without torchrun"]
+        )
     checkpoint = request.find_checkpoint(Path(arguments.checkpoint))
     run = read_manifest(checkpoint).run
     trained = request.trained_bert_config(run)
@@ -82,8 +89,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _show(filled: "Filled") -> None:
-    """A text, and under it a line for each of its gaps."""
+    """Print a text, and one line for each of its gaps."""
     print(filled.text)
     for number, candidates in enumerate(filled.gaps, start=1):
-        told = ", ".join(f"{each.piece} {each.probability:.1%}" for each in candidates)
-        print(f"  gap {number}: {told}", flush=True)
+        candidates_shown = ", ".join(f"{each.piece} {each.probability:.1%}" for each in candidates)
+        print(f"  gap {number}: {candidates_shown}", flush=True)

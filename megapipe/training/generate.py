@@ -1,11 +1,11 @@
-"""Generation: prompts pass through the model in chunks, then every text grows by a token a pass.
+"""Text generation: prompts pass through the model in chunks, then each pass adds one token to every text.
 
-Prompts pass as many micro-batches, so that pipeline ranks work at the same time. A pass of single tokens has no more
-of them than have enough tokens each: below that a second micro-batch costs as much as the first (measured: 8 texts on
-two ranks with a 10-million-parameter model take 10.8 ms a token as one micro-batch and 13.3 ms as two).
+Prompts are split into many micro-batches, so that pipeline ranks work at the same time. A pass of single tokens uses
+only as many micro-batches as have enough tokens each, because a smaller one costs as much time (measured: 8 texts on
+two ranks with a 10-million-parameter model take 10.8 ms per token as one micro-batch and 13.3 ms as two).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,12 @@ from megapipe.training.passes import LoadedModel, Passes
 from megapipe.training.sampling import SamplingSettings, pick, uniform
 
 CHUNK = 256
-"""Most tokens of a prompt in one pass: bounds the activations, and is enough to keep matrix units busy."""
+"""Prompt tokens per pass at most: it limits the activations, and is enough for efficient matrix products."""
 
 
 @dataclass
 class Text:
-    """A prompt and what has been generated behind it. prompt, sample: its numbers in the request."""
+    """A prompt and its continuation so far. prompt, sample: its numbers in the request."""
 
     prompt: int
     sample: int
@@ -30,7 +30,7 @@ class Text:
 
     @property
     def generated(self) -> list[int]:
-        """The new tokens, without an end of document."""
+        """The new tokens, without an end-of-document token."""
         return self.tokens[self.num_prompt_tokens :]
 
 
@@ -38,8 +38,8 @@ class Text:
 class Limits:
     """Where texts end.
 
-    max_new_tokens: behind each prompt, fewer where the model's positions run out. vocabulary_size: tokens from here
-    on are never picked. end_of_document: token that ends a text. batch_size: texts that grow together.
+    max_new_tokens: per text, fewer if the model's positions run out. vocabulary_size: token ids from here on are never
+    chosen. end_of_document: token that ends a text. batch_size: number of texts that are generated together.
     """
 
     max_new_tokens: int
@@ -49,11 +49,18 @@ class Limits:
 
 
 def generate(
-    model: LoadedModel, prompts: Sequence[Sequence[int]], num_samples: int, settings: SamplingSettings, limits: Limits
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    num_samples: int,
+    settings: SamplingSettings,
+    limits: Limits,
+    report: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[Text]:
-    """`num_samples` texts behind each prompt, prompt by prompt: the same ones on every rank and layout.
+    """Continue each prompt with `num_samples` texts, prompt by prompt; a collective call.
 
-    Another layout adds in another order, so logits a rounding apart may rank differently there. A collective call.
+    The texts are the same on every rank. Layouts sum in different orders, so tokens whose logits differ only by
+    rounding may be chosen differently. `report` is called after every pass with the number of new tokens.
+
     Raises ValueError for an empty prompt, or one that leaves no position to generate at.
     """
     longest = model.config.model.max_positions
@@ -70,16 +77,24 @@ def generate(
     ]
     if not texts:
         return []
-    growth = _Growth(model, texts, settings, limits)
+    growth = _Growth(model, texts, settings, limits, report)
     for first in range(0, len(texts), growth.num_texts):
         growth.run(texts[first : first + growth.num_texts])
     return texts
 
 
 class _Growth:
-    """Grows texts, as many at once as one pass holds."""
+    """Extends texts token by token, as many at once as one pass holds."""
 
-    def __init__(self, model: LoadedModel, texts: Sequence[Text], settings: SamplingSettings, limits: Limits) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        texts: Sequence[Text],
+        settings: SamplingSettings,
+        limits: Limits,
+        report: Callable[[int], None],
+    ) -> None:
+        self._report = report
         self._model = model
         self._settings = settings
         self._limits = limits
@@ -92,8 +107,8 @@ class _Growth:
         self._passes = Passes(model, self.num_texts, capacity, {self._chunk, 1})
 
     def run(self, texts: Sequence[Text]) -> None:
-        """Grow up to `num_texts` texts to their ends."""
-        # A pass has a fixed number of texts; what fills it up is computed and forgotten.
+        """Generate up to `num_texts` texts completely."""
+        # A pass has a fixed number of texts; the rows that fill it up are computed and discarded.
         rows = [*texts, *[texts[0]] * (self.num_texts - len(texts))]
         self._extend(texts, self._read(rows))
         while not all(text.finished for text in texts):
@@ -102,22 +117,23 @@ class _Growth:
             self._extend(texts, self._passes.run(tokens, positions, torch.zeros(len(rows), dtype=torch.int64)))
 
     def _read(self, rows: Sequence[Text]) -> Tensor | None:
-        """Pass the prompts, and return the logits [n, v] behind each one's last token where the last stage is."""
+        """Run the prompts, and return the logits [n, v] after each last token; None without the last stage."""
         ends = torch.tensor([len(text.tokens) - 1 for text in rows])
-        found: Tensor | None = None
+        ends_logits: Tensor | None = None
         for start in range(0, int(ends.max()) + 1, self._chunk):
             pieces = [text.tokens[start : start + self._chunk] for text in rows]
-            # Shorter prompts are padded: nothing attends to a padded position before a token has taken it over.
+            # Shorter prompts are padded: no token attends to a padded position before a generated token replaces it.
             tokens = torch.tensor([piece + [0] * (self._chunk - len(piece)) for piece in pieces])
             positions = torch.arange(start, start + self._chunk).expand(len(rows), -1)
             logits = self._passes.run(tokens, positions, (ends - start).clamp(0, self._chunk - 1))
             if logits is not None:
                 ends_here = (ends // self._chunk == start // self._chunk).to(logits.device).unsqueeze(1)
-                found = logits if found is None else torch.where(ends_here, logits, found)
-        return found
+                ends_logits = logits if ends_logits is None else torch.where(ends_here, logits, ends_logits)
+        return ends_logits
 
     def _extend(self, texts: Sequence[Text], logits: Tensor | None) -> None:
-        """Append a token to every text that is not finished, agreed by all ranks."""
+        """Append a token to every unfinished text, the same one on all ranks."""
+        pending = sum(not text.finished for text in texts)
         mesh = self._model.mesh
         chosen = torch.zeros(len(texts), dtype=torch.int64, device=mesh.device)
         if logits is not None:
@@ -133,3 +149,4 @@ class _Growth:
                 continue
             text.tokens.append(token)
             text.finished = len(text.generated) >= self._limits.max_new_tokens or len(text.tokens) >= self._positions
+        self._report(pending)

@@ -5,13 +5,14 @@ import argparse
 from megapipe.config.command_line import positive, tool_parser
 
 DESCRIPTION = """\
-Continues prompts with a trained model. Texts go to standard output, everything else to standard error.
+Generate text with a trained GPT. Texts go to standard output, all other messages to standard error.
 
-Runs as one process, or under torchrun on any number of pipeline and tensor ranks, whatever layout trained the model:
+The command runs as one process, or with torchrun on any number of pipeline and tensor ranks, no matter which layout
+trained the model:
   torchrun --nproc_per_node 4 tools/generate.py --tensor 2 --checkpoint runs/gpt --prompt "..."
-A text is a function of checkpoint, prompt, seed and settings: other layouts and other prompts beside it change nothing
-but the rounding of its logits. It ends at an end of document, after --max-new-tokens tokens, or at the model's last
-position. Keys and values of earlier tokens are kept, so that every new token costs one forward of itself.
+A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts change no more than rounding.
+It ends at an end-of-document token, after --max-new-tokens tokens, or at the model's last position. Keys and values
+are cached, so that a new token needs only its own forward pass.
 """
 EXAMPLES = """\
 examples:
@@ -21,50 +22,65 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Wrong values are told by the parser, which exits with status 2; rules that need the model come later."""
+    """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
     parser = tool_parser("generate.py", DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a step's folder, or a run's: its newest whole checkpoint"
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="folder of a run (its newest complete checkpoint is used), or of one checkpoint",
     )
     parser.add_argument(
         "--prompt",
         action="append",
         default=[],
         metavar="TEXT",
-        help="text to continue; may be given several times; '' begins a new document",
+        help="text to continue; may be repeated; '' starts a new document",
     )
     parser.add_argument(
         "--prompt-file",
         action="append",
         default=[],
         metavar="FILE",
-        help="UTF-8 file whose whole content, less a newline at its end, is a prompt; may be given several times",
+        help="UTF-8 file with one prompt, without its final newline; may be repeated",
+    )
+    parser.add_argument("--num-samples", type=positive, default=1, metavar="N", help="texts per prompt (default 1)")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="new tokens per text (default 128)"
     )
     parser.add_argument(
-        "--num-samples", type=positive, default=1, metavar="N", help="continuations of each prompt (1)"
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="divisor of the logits; lower is less random, 0 always takes the most likely token (default 1)",
     )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens (default: all)")
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="tokens behind each prompt (128)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the most likely tokens with a total probability of P (default 1: all)",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0: the likeliest token (1)"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="pick among the K likeliest tokens (all)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="pick among the likeliest tokens of together P (1: all)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random numbers (default 0)")
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="bytes, or the path of a tokenizer (the one that the model's training shard was made with)",
+        help="bytes, or the path of a tokenizer (default: the one of the training data)",
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=32, metavar="N", help="texts at once, which memory must hold (32)"
+        "--batch-size",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="texts generated at once; fewer take less memory (default 32)",
     )
-    parser.add_argument("--tensor", type=positive, default=1, metavar="T", help="tensor ranks (1)")
+    parser.add_argument("--tensor", type=positive, default=1, metavar="T", help="tensor ranks (default 1)")
     parser.add_argument(
-        "--pipeline", type=positive, metavar="P", help="pipeline ranks (what the tensor ranks leave of the processes)"
+        "--pipeline", type=positive, metavar="P", help="pipeline ranks (default: number of processes / tensor ranks)"
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="a GPU where there is one")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="device; auto uses a GPU if there is one"
+    )
     return parser

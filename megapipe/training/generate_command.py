@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megapipe.config.command_line import with_hyphens
+from megapipe.config.command_line import ProgressLine, with_hyphens
 from megapipe.config.errors import ConfigError
 from megapipe.training.checkpoint_command import status_of
 from megapipe.training.generate_arguments import build_parser
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(with_hyphens(argv))
     return status_of(lambda: _run(arguments))
 
@@ -57,13 +57,17 @@ def _run(arguments: argparse.Namespace) -> None:
     sizes = {"tensor": config.parallel.tensor, "pipeline": config.parallel.pipeline}
     mesh = initialize(sizes, device=arguments.device)
     try:
-        model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
         if mesh.rank == 0:
             print(f"{checkpoint} (step {run.step}), tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
             if trained.parallel.context > 1:
                 shared = f"parallel.context {trained.parallel.context}"
-                print(f"trained with {shared}; texts are whole here (context 1)", file=sys.stderr, flush=True)
-        texts = generate(model, tokens, arguments.num_samples, settings, limits)
+                print(f"trained with {shared}; generating with parallel.context 1", file=sys.stderr, flush=True)
+        model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
+        total = len(tokens) * arguments.num_samples * limits.max_new_tokens
+        progress = ProgressLine("generating", total, "tokens")
+        report = progress.advance if mesh.rank == 0 else lambda _: None
+        texts = generate(model, tokens, arguments.num_samples, settings, limits, report)
+        progress.close()
         if mesh.rank == 0:
             _show(texts, tokenizer)
     finally:
@@ -71,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _show(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
-    """Prompts with their continuations; several of them under headings."""
+    """Print prompts with their continuations; several of them with headings."""
     for text in texts:
         if len(texts) > 1:
             print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")

@@ -1,4 +1,4 @@
-"""From a checkpoint and prompts as users name them to a configuration, a tokenizer and token ids."""
+"""Resolve a checkpoint and prompts, as given on a command line, to a configuration, a tokenizer and token ids."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,41 +24,43 @@ from megapipe.parallel.launch import DeviceChoice
 
 
 class PromptError(ValueError):
-    """A prompt that a model cannot continue. The message names the prompt, the rule and the way out."""
+    """A prompt that the model cannot continue. The message names the prompt, the rule, and how to fix it."""
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """`directory` itself where it is the checkpoint of a step, else the newest whole one below it.
+    """Return `directory` if it is a checkpoint, else the newest complete checkpoint in it.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError if there is none.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"no checkpoint: {directory} is not a folder; name a step's folder or a run's")
+        raise CheckpointError(
+            f"no checkpoint: {directory} is not a folder; name the folder of a run or of a checkpoint"
+        )
     if (directory / MANIFEST).is_file():
         return directory
-    found = newest_whole(directory / "checkpoints") or newest_whole(directory)
-    if found is None:
+    checkpoint = newest_whole(directory / "checkpoints") or newest_whole(directory)
+    if checkpoint is None:
         raise CheckpointError(
             f"no whole checkpoint in {directory}: a run keeps them in folders such as checkpoints/step-00000100; "
             "a run saves its last step unless checkpoint.at_end is false, and others with --checkpoint.every N"
         )
-    return found
+    return checkpoint
 
 
 def trained_config(run: RunState) -> PretrainConfig:
-    """The configuration of the run that made a checkpoint, in the precision that it ran in. Raises ConfigError."""
+    """Return the configuration of the run that saved a checkpoint, with the precision it used. Raises ConfigError."""
     if _is_bert(run):
         raise ConfigError(
-            "the checkpoint is a BERT's: it continues no text, it fills gaps (tools/fill_mask.py); name a GPT's"
+            "the checkpoint is a BERT, which cannot continue text: use tools/fill_mask.py, or name a GPT checkpoint"
         )
     return _config_as(PretrainConfig, run)
 
 
 def trained_bert_config(run: RunState) -> BertPretrainConfig:
-    """The same of a BERT's checkpoint."""
+    """Return the same for a BERT checkpoint."""
     if not _is_bert(run):
         raise ConfigError(
-            "the checkpoint is a GPT's: it fills no gaps, it continues texts (tools/generate.py); name a BERT's"
+            "the checkpoint is a GPT, which cannot fill gaps: use tools/generate.py, or name a BERT checkpoint"
         )
     return _config_as(BertPretrainConfig, run)
 
@@ -78,9 +80,9 @@ def _config_as(kind: type[Config], run: RunState) -> Config:
 def on_layout(
     config: PretrainConfig, world_size: int, *, tensor: int, pipeline: int | None, device: DeviceChoice
 ) -> PretrainConfig:
-    """The same model on other ranks. pipeline: None takes what the tensor ranks leave.
+    """Return the same model on another layout. pipeline: None uses all processes that `tensor` leaves.
 
-    Raises ConfigError for a layout that cannot hold the model.
+    Raises ConfigError for a layout that does not fit the model.
     """
     pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
     problems = tensor_problems(config.model, tensor)
@@ -88,7 +90,7 @@ def on_layout(
     if pipeline > layers:
         problems.append(
             f"{pipeline} pipeline ranks exceed the {layers} layers of the model (embedding, {layers - 2} blocks, head)"
-            f"; every rank needs one: use at most {layers}"
+            f"; every rank needs at least one: use at most {layers}"
         )
     if tensor * pipeline != world_size:
         problems.append(
@@ -101,16 +103,16 @@ def on_layout(
 
 
 def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
-    """The tokenizer called `name`, or the one that the training shard was made with.
+    """Return the tokenizer called `name`, or the one of the training data if `name` is None.
 
-    Raises DataError when the shard says none, or another one than `name`.
+    Raises DataError if the training data name no tokenizer, or a tokenizer other than `name`.
     """
     manifest = read_manifest(data_prefix) if data_prefix else None
     if name is None:
         if manifest is None:
             raise DataError(
-                f"the model was trained on {data_prefix or 'a shard'} but nothing beside it here names its tokenizer: "
-                "name it with --tokenizer"
+                f"the model was trained on {data_prefix or 'a shard'}, but there is no manifest next to it that names "
+                "the tokenizer: set --tokenizer"
             )
         tokenizer = _shards_tokenizer(tokenizer_of_shard(data_prefix, manifest))
     else:
@@ -124,13 +126,11 @@ def _shards_tokenizer(name: str) -> Tokenizer:
     try:
         return open_tokenizer(name)
     except DataError as error:
-        raise DataError(
-            f"the training shard names its tokenizer {name!r}, but {error}; or name it with --tokenizer"
-        ) from error
+        raise DataError(f"the training shard names its tokenizer {name!r}, but {error}; or set --tokenizer") from error
 
 
 def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
-    """The prompts of a command line, those in files last. Raises PromptError for none and for unreadable ones."""
+    """Return the prompts of a command line, those in files last. Raises PromptError for none or an unreadable file."""
     prompts = [*texts, *(_content(Path(file)) for file in files)]
     if not prompts:
         raise PromptError("nothing to generate: give a prompt with --prompt or --prompt-file")
@@ -138,7 +138,7 @@ def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has no lone surrogates, which bytes of a command line that are no UTF-8 become."""
+    """Whether a text has no lone surrogates, which replace invalid UTF-8 bytes of a command line."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -147,31 +147,33 @@ def is_utf8(text: str) -> bool:
 
 
 def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) -> list[list[int]]:
-    """Token ids of the prompts; an empty one becomes the end of the document before it.
+    """Return the token ids of the prompts; an empty prompt becomes an end-of-document token.
 
-    Raises PromptError for a prompt that cannot be encoded, is too long, or has a token that the model does not know.
+    Raises PromptError for a prompt that cannot be encoded, is too long, or has a token outside the model's vocabulary.
     """
-    found = []
+    encodings = []
     for number, prompt in enumerate(prompts, start=1):
         if not is_utf8(prompt):
             raise PromptError(f"prompt {number} is not UTF-8 text")
         tokens = tokenizer.encode(prompt)
         if not tokens:
             if tokenizer.end_of_document is None:
-                raise PromptError(f"prompt {number} is empty, and the tokenizer has no token that begins a document")
+                raise PromptError(
+                    f"prompt {number} is empty, and the tokenizer has no end-of-document token to start with"
+                )
             tokens = [tokenizer.end_of_document]
         if max(tokens) >= model.vocabulary_size:
             raise PromptError(
-                f"prompt {number} has token {max(tokens)} but the model knows {model.vocabulary_size}: name the "
-                "tokenizer that it was trained with"
+                f"prompt {number} has token {max(tokens)} but the model's vocabulary is {model.vocabulary_size}: set "
+                "--tokenizer to the one that it was trained with"
             )
         if len(tokens) >= model.max_positions:
             raise PromptError(
-                f"prompt {number} has {len(tokens)} tokens, which leaves none of the model's {model.max_positions} "
-                f"positions to continue at: shorten it to at most {model.max_positions - 1} tokens"
+                f"prompt {number} has {len(tokens)} tokens, but the model has only {model.max_positions} "
+                f"positions: shorten it to at most {model.max_positions - 1} tokens"
             )
-        found.append(tokens)
-    return found
+        encodings.append(tokens)
+    return encodings
 
 
 def _content(file: Path) -> str:

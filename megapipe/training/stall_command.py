@@ -15,14 +15,14 @@ from megapipe.data.errors import DataError
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig
 
-HELP = "where a training run waits for its data: ingestion, preparation and fetch rates, stalls, what-if advice"
+HELP = "measure whether a training run waits for its data, and what would help"
 DESCRIPTION = """\
-Measures where a training run waits for its data, by three runs over the same steps: on a batch that is at hand, with
-the shards in memory, and with the shards on storage (the page cache is emptied of them, which needs no root). What
-the second takes longer than the first is preparation, what the third takes longer than the second is fetching
-(Mohan et al., arXiv 2007.06775). Takes the files and fields that pretrain_gpt.py and pretrain_bert.py take; nothing is
-saved. With --ingestion-tokens-per-second no model runs: a pause takes its place, so that the data of a run on GPUs can
-be judged where there are none, for models that do not fit here.
+Measure whether a training run waits for its data, with three runs over the same steps: on a batch in memory, with the
+shards in memory, and with the shards on storage (they are removed from the page cache, which needs no root). The
+second run minus the first is the time for preparation, the third minus the second the time for fetching (Mohan et al.,
+arXiv 2007.06775). The command takes the files and fields of pretrain_gpt.py and pretrain_bert.py, and saves nothing.
+With --ingestion-tokens-per-second no model runs; a pause replaces it, so that the data loading of a run on GPUs, or of
+a model that is too large for this machine, can be measured.
 """
 EXAMPLES = """\
 examples:
@@ -32,7 +32,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0, 2 for a wrong command line, configuration or shard, 130 for Ctrl-C."""
+    """Run the command. Exit status: 0, 2 for a wrong command line, configuration or shard, 130 for Ctrl-C."""
     arguments, fields = build_parser().parse_known_args(list(argv))
     try:
         return _run(arguments, fields)
@@ -79,24 +79,34 @@ def build_parser() -> OneLineParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="as for pretrain_gpt.py or pretrain_bert.py")
+    parser.add_argument("--config", metavar="FILE", help="YAML file, as for pretrain_gpt.py or pretrain_bert.py")
     parser.add_argument(
-        "--kind", choices=["gpt", "bert"], help="of run, if the fields leave it open (gpt, unless only a BERT has one)"
+        "--kind",
+        choices=["gpt", "bert"],
+        help="kind of run (default: the one that has all given fields, preferably gpt)",
     )
-    parser.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="measured in each run (20)")
-    parser.add_argument("--warm-up", type=_at_least(0), default=3, metavar="N", help="before them, not counted (3)")
+    parser.add_argument(
+        "--steps", type=_at_least(1), default=20, metavar="N", help="steps to measure in each run (default 20)"
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=_at_least(0),
+        default=3,
+        metavar="N",
+        help="steps before these, which are not measured (default 3)",
+    )
     parser.add_argument(
         "--ingestion-tokens-per-second",
         type=_rate,
         metavar="X",
-        help="of all replicas together, as a run's log prints it, instead of running the model here",
+        help="speed of all replicas together, as a run's log prints it; the model is then not run here",
     )
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     return parser
 
 
 def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
-    """The configuration, of the kind that knows all its fields. Raises ConfigError."""
+    """Return the configuration, of the kind that has all its fields. Raises ConfigError."""
     from megapipe.config.bert import BertPretrainConfig
     from megapipe.config.load import parse_as
     from megapipe.config.run import PretrainConfig
@@ -111,7 +121,8 @@ def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
         except ConfigError as as_bert:
             if str(as_gpt) == str(as_bert):
                 raise
-            raise ConfigError([f"as a GPT's: {as_gpt}", f"as a BERT's: {as_bert}"]) from None
+            kinds = (("GPT", as_gpt), ("BERT", as_bert))
+            raise ConfigError([f"as a {kind}: {'; '.join(error.problems)}" for kind, error in kinds]) from None
 
 
 def _config_flag(path: str | None) -> list[str]:

@@ -67,13 +67,13 @@ def test_a_wrong_file_names_value_and_rule(tmp_path: Path, text: str, expected: 
 @pytest.mark.parametrize(
     ("flag", "text", "expected"),
     [
-        ("model", "a: [1\n", "is no YAML: while parsing a flow sequence"),
+        ("model", "a: [1\n", "is not valid YAML: while parsing a flow sequence"),
         ("model", "num_layers: two\n", "group.yaml: model.num_layers is two, but must be a whole number"),
-        ("model", "just text\n", "holds no mapping"),
-        ("config", "just text\n", "holds no mapping"),
-        ("config", "", "holds no mapping"),
+        ("model", "just text\n", "is not a mapping"),
+        ("config", "just text\n", "is not a mapping"),
+        ("config", "", "is not a mapping"),
         ("config", f"model: {'[' * 3000}{']' * 3000}\n", "nested deeper than 100 levels"),
-        ("config", "model: &a {num_layers: *a}\n", "is no YAML: line 1: aliases (*a) are not read"),
+        ("config", "model: &a {num_layers: *a}\n", "is not valid YAML: line 1: aliases (*a) are not read"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path, flag: str, text: str, expected: str) -> None:
@@ -90,7 +90,7 @@ def test_of_two_files_the_wrong_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text("model: {num_layers: 2}\n")
     (tmp_path / "twice.yaml").write_text("model: {num_layers: 2}\nmodel: {num_layers: 3}\n")
     files = ["--config", str(tmp_path / "good.yaml"), "--config", str(tmp_path / "twice.yaml")]
-    with pytest.raises(ConfigError, match=r"^--config \S*twice.yaml is no YAML: key 'model' stands twice"):
+    with pytest.raises(ConfigError, match=r"^--config \S*twice.yaml is not valid YAML: key 'model' stands twice"):
         parse(files)
 
 
@@ -108,6 +108,11 @@ def test_a_file_of_other_bytes_is_told(tmp_path: Path, flag: str) -> None:
         (["--model.num_layer", "3"], "did you mean 'model.num_layers'?"),
         (["--config", "no_such_file.yaml"], "no_such_file.yaml: there is no such file"),
         (["--batch.global_size", "1e3"], "batch.global_size is 1000.0, but must be a whole number"),
+        (
+            ["--optimizer", "adam"],
+            "no such file; name a YAML file that exists; to set a single field, write --optimizer.",
+        ),
+        (["--config"], "--config needs a value"),
         (["--model", "no_such_file.yaml"], "--model no_such_file.yaml: there is no such file"),
         (["--model", str(ROOT)], "is a folder; name a YAML file"),
         (["--training.precision", "fp8"], "is fp8, but must be one of 'auto', 'fp32', 'bf16', 'fp16'"),

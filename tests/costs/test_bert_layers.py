@@ -54,8 +54,8 @@ def test_the_heads_products_are_those_that_a_profiler_counts() -> None:
     ("model", "data", "message"),
     [
         ({"sentence_head": False}, {}, r"model\.sentence_head is False and data\.pairs is 'order'"),
-        ({}, {"pairs": "none"}, r"set model\.sentence_head true with order or next"),
-        ({"sliding_window": 5}, {}, r"model\.sliding_window is 5; BERT's tokens see both ways"),
+        ({}, {"pairs": "none"}, r"set model\.sentence_head to true with order or next"),
+        ({"sliding_window": 5}, {}, r"model\.sliding_window is 5; BERT attends to the whole sample"),
         ({}, {"mask_probability": 1.0}, r"data\.mask_probability is 1\.0"),
         ({}, {"short_sequence_probability": -0.1}, r"data\.short_sequence_probability is -0\.1"),
         ({}, {"max_ngram": 0}, r"data\.max_ngram is 0"),

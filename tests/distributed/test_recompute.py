@@ -137,7 +137,7 @@ def test_what_is_kept_is_told(corpus: str) -> None:
         assert attention_kept(replace(config, recompute=RecomputeConfig(**other)), cpu) is None
     assert attention_kept(replace(config, model=replace(config.model, attention="unfused")), cpu) is None
     config.training = replace(config.training, compile=True)
-    with pytest.raises(ConfigError, match=r"selective does not go with training.compile"):
+    with pytest.raises(ConfigError, match=r"selective cannot be combined with training.compile"):
         validate(config, 1)
 
 

@@ -212,7 +212,7 @@ def test_a_lowered_schedule_has_to_sum_gradients(tmp_path: Path, corpus: str) ->
 
 def test_what_cannot_be_shared_is_told() -> None:
     for parallel, length, message in (
-        ({"sequence": True}, 16, r"parallel.tensor is 1: there is nobody.*set parallel.tensor to 2 or more"),
+        ({"sequence": True}, 16, r"parallel.tensor is 1; .*set parallel.tensor to 2 or more"),
         ({"sequence": True, "tensor": 2}, 15, r"data.sequence_length 15 is not divisible by parallel.tensor 2"),
         ({"sequence": True, "tensor": 2, "sequence_chunks": 3}, 16, r"16 .* parallel.tensor 2 x .*chunks 3.*of 6"),
         ({"sequence_chunks": 2, "tensor": 2}, 16, r"sequence_chunks is 2 but parallel.sequence is false"),

@@ -175,7 +175,7 @@ def test_the_example_fits_the_ranks_of_its_launch_line() -> None:
 
 def test_what_cannot_be_shared_is_told() -> None:
     for sizes, schedule, zero, message in (
-        ({}, {}, {"stage": 1}, r"zero.stage is 1 with one replica of the weights"),
+        ({}, {}, {"stage": 1}, r"zero.stage is 1 but there is only one replica of the weights"),
         ({"data": 4}, {}, {"stage": 1, "shard_size": 3}, r"zero.shard_size 3 does not divide the 4 replicas"),
         ({"data": 4}, {}, {"stage": 1, "shard_size": 1}, r"zero.shard_size is 1; it must be at least 2"),
         ({"data": 2}, {}, {"stage": 3, "weight_buffers": 0}, r"zero.weight_buffers is 0; it must be at least 1"),

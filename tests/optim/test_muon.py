@@ -231,9 +231,12 @@ def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
         ({"name": "muon", "muon": MuonConfig(momentum=1.0)}, r"optimizer.muon.momentum is 1.0; it must be"),
         ({"name": "muon", "muon": MuonConfig(newton_schulz_steps=0)}, r"newton_schulz_steps is 0; it must be from 1"),
         ({"name": "muon", "muon": MuonConfig(elementwise_rate=0)}, r"elementwise_rate is 0; it must be above 0"),
-        ({"name": "muon", "momentum": 0.9}, r"whose momentum is optimizer.muon.momentum; set that one"),
-        ({"muon": MuonConfig(momentum=0.9)}, r"optimizer.muon is set, and optimizer.name is adamw"),
-        ({"name": "muon", "moment_dtype": "bf16"}, r"moment_dtype is bf16, which adamw alone can"),
+        ({"name": "muon", "momentum": 0.9}, r"whose momentum is optimizer.muon.momentum; set that instead"),
+        ({"muon": MuonConfig(momentum=0.9)}, r"optimizer.muon is set but optimizer.name is adamw"),
+        (
+            {"name": "muon", "moment_dtype": "bf16"},
+            r"moment_dtype is bf16 but optimizer.name is muon; only adamw supports",
+        ),
     ],
 )
 def test_wrong_values_are_told(fields: dict[str, Any], message: str) -> None:

@@ -149,5 +149,5 @@ def test_what_does_not_go_together_is_told() -> None:
     ):
         validate(config, 1)
     config.optimizer.name = "sgd"
-    with pytest.raises(ConfigError, match=r"moment_dtype is bf16, which adamw alone can, and optimizer.name is sgd"):
+    with pytest.raises(ConfigError, match=r"moment_dtype is bf16 but optimizer.name is sgd; only adamw supports"):
         validate(config, 1)

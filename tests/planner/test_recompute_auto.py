@@ -137,9 +137,13 @@ def test_a_search_opens_the_method_on_devices_of_the_budget() -> None:
         ({"method": "auto", "memory": float("nan")}, {}, "recompute.memory is nan"),
         ({"method": "auto", "memory": float("inf")}, {}, "recompute.memory is inf"),
         ({"method": "auto", "num_blocks": 2}, {}, "recompute.num_blocks need recompute.method full"),
-        ({"method": "auto", "parts": ["mlp"]}, {}, "recompute.parts with recompute.method auto"),
-        ({"method": "auto"}, {"schedule": {"file": "own.txt"}}, "recompute.method auto with schedule.file own.txt"),
-        ({"method": "auto"}, {"offload": {"activations": "blocks"}}, "with offload.activations blocks: each decides"),
+        ({"method": "auto", "parts": ["mlp"]}, {}, "recompute.parts is set but recompute.method is auto"),
+        (
+            {"method": "auto"},
+            {"schedule": {"file": "own.txt"}},
+            "recompute.method auto cannot be combined with schedule.file own.txt",
+        ),
+        ({"method": "auto"}, {"offload": {"activations": "blocks"}}, "with offload.activations blocks: both choose"),
     ],
     ids=str,
 )

@@ -101,14 +101,23 @@ RULES = (
         {"schedule": ("pipedream",), "tied": ("tied",), "pipeline": ("2", "4")},
         "model.tie_embeddings: the tied weight lies on the first and the last rank",
     ),
-    Rule({"model": ("bert",), "documents": ("isolated",)}, "data.isolate_documents is True; it shapes GPT's samples"),
-    Rule({"sequence": ("on",), "tensor": ("1",)}, "parallel.sequence"),
-    Rule({"zero": ("1", "2", "3"), "data": ("1",), "context": ("1",)}, "zero.stage is . with one replica"),
-    Rule({"recompute": ("selective",), "offload": ("activations",)}, "recompute.method selective with offload"),
     Rule(
-        {"recompute": ("full",), "offload": ("activations",)}, "recompute.method full with offload.activations blocks"
+        {"model": ("bert",), "documents": ("isolated",)},
+        "data.isolate_documents is True; it is an option for GPT samples",
     ),
-    Rule({"offload": ("weights",), "zero": ("1", "2", "3")}, "offload.weights with zero.stage"),
+    Rule({"sequence": ("on",), "tensor": ("1",)}, "parallel.sequence"),
+    Rule(
+        {"zero": ("1", "2", "3"), "data": ("1",), "context": ("1",)}, "zero.stage is . but there is only one replica"
+    ),
+    Rule(
+        {"recompute": ("selective",), "offload": ("activations",)},
+        "recompute.method selective cannot be combined with offload",
+    ),
+    Rule(
+        {"recompute": ("full",), "offload": ("activations",)},
+        "recompute.method full recomputes every block, so offload.activations blocks",
+    ),
+    Rule({"offload": ("weights",), "zero": ("1", "2", "3")}, "offload.weights cannot be combined with zero.stage"),
     Rule({"offload": ("weights",), "schedule": ("2bw", "pipedream")}, "offload.weights: .* never flushes"),
     Rule({"precision": ("fp16",), "schedule": ("pipedream",)}, "training.precision fp16 skips steps"),
 )

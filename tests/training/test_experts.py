@@ -159,14 +159,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, dict[str, Any]], int, str]] = [
     ({"experts_per_token": 1}, {}, 1, "would learn nothing; set model.normalize_expert_shares false"),
     ({"expert_balance_rate": -0.1}, {}, 1, "model.expert_balance_rate is -0.1; it must be at least 0"),
     ({"num_experts": 3}, {"parallel": {"tensor": 2}}, 2, "model.num_experts 3 is not divisible by parallel.tensor 2"),
-    ({}, {"training": {"fp8": "tensorwise"}}, 1, "training.fp8 tensorwise does not go with model.num_experts 4"),
-    ({}, {"training": {"compile": True}}, 1, "training.compile does not go with model.num_experts 4"),
-    ({}, {"optimizer": {"name": "muon"}}, 1, "optimizer.name muon does not go with model.num_experts 4"),
+    ({}, {"training": {"fp8": "tensorwise"}}, 1, "training.fp8 tensorwise cannot be combined with"),
+    ({}, {"training": {"compile": True}}, 1, "training.compile cannot be combined with model.num_experts 4"),
+    ({}, {"optimizer": {"name": "muon"}}, 1, "optimizer.name muon cannot be combined with model.num_experts 4"),
     (
         {},
         {"training": {"precision": "bf16", "master_weights": False}},
         1,
-        "training.master_weights false does not go with model.num_experts 4",
+        "training.master_weights false cannot be combined with model.num_experts 4",
     ),
 ]
 

@@ -128,7 +128,7 @@ def test_several_texts_and_a_steps_folder(fill: Fill, folder: Path) -> None:
     ("words", "parts"),
     [
         (["--text", "def name"], ["'def name' has no gap", "[MASK]"]),
-        (["--text", "name " * 14 + "[MASK]"], ["has 17 tokens with [CLS] and [SEP]", "the 16 of a sample"]),
+        (["--text", "name " * 14 + "[MASK]"], ["has 17 tokens with [CLS] and [SEP]", "trained on samples of 16"]),
         (["--text", "[MASK]\udcff"], ["is not UTF-8"]),
         (["--text", "[MASK]", "--tokenizer", "bytes"], ["bytes has no [CLS], [SEP], [MASK]"]),
         (["--text", "[MASK]", "--tokenizer", "no-such-file"], ["no tokenizer 'no-such-file'"]),
@@ -145,14 +145,14 @@ def test_a_larger_vocabulary_than_the_models_is_told(fill: Fill, tmp_path: Path)
     (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in [*WORDS, "while"]))
     status, _, messages = fill("--text", "while [MASK]", "--tokenizer", f"bert-uncased:{tmp_path / 'vocab.txt'}")
     assert status == 2
-    assert f"has token {len(WORDS)} but the model knows {len(WORDS)}" in messages
+    assert f"has token {len(WORDS)} but the model's vocabulary is {len(WORDS)}" in messages
 
 
 def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tmp_path: Path) -> None:
     assert "no whole checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
     status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
     assert (status, output) == (2, "")
-    assert "the checkpoint is a GPT's" in messages
+    assert "the checkpoint is a GPT, which" in messages
     assert "tools/generate.py" in messages
 
 
@@ -160,7 +160,7 @@ def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsy
     assert generate(["--checkpoint", str(folder), "--device", "cpu", "--prompt", "def "]) == 2
     output, messages = capsys.readouterr()
     assert output == ""
-    assert "the checkpoint is a BERT's" in messages
+    assert "the checkpoint is a BERT, which" in messages
     assert "tools/fill_mask.py" in messages
 
 

@@ -1,5 +1,7 @@
 """tools/generate.py as users run it: whole, under torchrun, and with every kind of wrong input."""
 
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +65,16 @@ def test_one_prompt_prints_its_text_alone(generate: Generate, run_folder: Path) 
     assert output.startswith("import ")
     assert len(output) > len("import \n")
     assert f"{run_folder}/checkpoints/step-00000007 (step 7), tokenizer bytes" in messages
+
+
+def test_a_slow_generation_shows_its_progress(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "generating" not in generate("--prompt", "import ")[2]
+    monkeypatch.setattr("megapipe.config.command_line.time.monotonic", itertools.count(step=11).__next__)
+    _, output, messages = generate("--prompt", "import ", "--num-samples", "2")
+    counts = [int(count) for count in re.findall(r"^generating: (\d+) of 24 tokens, .*/s$", messages, re.MULTILINE)]
+    assert counts[0] == 2
+    assert counts == sorted(counts)
+    assert "generating" not in output
 
 
 def test_several_texts_stand_under_headings(generate: Generate, tmp_path: Path) -> None:
@@ -163,7 +175,7 @@ def test_a_tokenizer_must_be_known_and_fit(generate: Generate, tmp_path: Path) -
     assert "--tokenizer" in messages
     status, _, messages = generate("--prompt", "x", "--tokenizer", "bytes", checkpoint=folder)
     assert status == 2
-    assert "prompt 1 has token 120 but the model knows 100" in messages
+    assert "prompt 1 has token 120 but the model's vocabulary is 100" in messages
 
 
 def test_another_tokenizer_than_the_shards_is_refused(generate: Generate, run_folder: Path, tmp_path: Path) -> None:

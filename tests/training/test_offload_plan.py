@@ -120,8 +120,8 @@ def test_nothing_left_to_move_is_told() -> None:
         ({"optimizer": True, "weights": True, "weight_buffers": 0}, {}, "offload.weight_buffers is 0; it must be at"),
         ({"activations": "blocks", "memory": 1.0}, {}, "need offload.activations auto"),
         ({"activations": "auto", "memory": -1.0}, {}, "offload.memory is -1.0; it must be above 0"),
-        ({"activations": "blocks"}, {"method": "selective"}, "recompute.method selective with offload.activations"),
-        ({"activations": "auto", "memory": 1.0}, {"method": "full"}, "recompute.method full with offload.activations"),
+        ({"activations": "blocks"}, {"method": "selective"}, "selective cannot be combined with offload"),
+        ({"activations": "auto", "memory": 1.0}, {"method": "full"}, "full cannot be combined with offload"),
     ],
     ids=str,
 )
@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused(offload: dict[str, Any], recompute: dict[str,
     ("changes", "message"),
     [
         ({"schedule": {"name": "2bw"}}, "offload.weights: 2bw never flushes"),
-        ({"zero": {"stage": 1}}, "offload.weights with zero.stage 1"),
+        ({"zero": {"stage": 1}}, "offload.weights cannot be combined with zero.stage 1"),
     ],
     ids=str,
 )

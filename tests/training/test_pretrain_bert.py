@@ -96,7 +96,7 @@ def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: Bert
 def test_a_bert_generates_no_text(tmp_path: Path, corpus: BertDataConfig) -> None:
     config = configuration(corpus, tmp_path / "run", steps=3)
     assert run(config) == 0
-    with pytest.raises(ConfigError, match="the checkpoint is a BERT's"):
+    with pytest.raises(ConfigError, match="the checkpoint is a BERT, which"):
         trained_config(read_manifest(find_checkpoint(tmp_path / "run")).run)
 
 

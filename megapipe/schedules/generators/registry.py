@@ -69,7 +69,7 @@ class Generator:
     @property
     def summary(self) -> str:
         """First paragraph of the generator's documentation."""
-        return " ".join(inspect.getdoc(self.order).split("\n\n")[0].split())  # type: ignore[union-attr]
+        return " ".join(inspect.getdoc(self.order).split("\n\n")[0].split()).replace("``", "")  # type: ignore[union-attr]
 
     def check_options(self, options: Options) -> None:
         """Raise ScheduleError for an option that means nothing here."""
