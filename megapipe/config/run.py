@@ -257,7 +257,7 @@ class PretrainConfig:
             )
         if self.spikes.watched and not self.checkpoint.saves_between:
             found.append(
-                "spikes is set but the run saves no checkpoints before its end, so there is none to go back to; set "
-                "checkpoint.every, or leave spikes out"
+                "spikes is set but the run saves no checkpoints before its end, so there is no checkpoint to go back "
+                "to; set checkpoint.every, or leave spikes out"
             )
         return found
