@@ -10,6 +10,7 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -27,6 +28,7 @@ GRACE_SECONDS = 5.0
 failed."""
 _LONGEST_PAUSE_SECONDS = 0.25
 _LISTED_PROBLEMS = 8
+_MARGIN_SECONDS = 2.0
 _BACKLOG = 4096
 
 
@@ -165,6 +167,7 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
     Raises:
         LaunchError: the port is in use, or no store answers within `timeout`.
     """
+    deadline = time.monotonic() + timeout
     limit = timedelta(seconds=timeout)
     place = f"MASTER_ADDR={address} MASTER_PORT={port}"
     served: dist.Store | None = None
@@ -173,8 +176,9 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
             listener = _listener(port)
         except OSError as error:
             raise LaunchError(
-                f"rank 0 cannot listen on MASTER_PORT={port} of {os.uname().nodename}: {error.strerror}; another "
-                "program or job has it: set MASTER_PORT to a free port on every rank"
+                f"rank 0 cannot listen on MASTER_PORT={port} of {os.uname().nodename}: "
+                f"{os.strerror(error.errno or 0)}; another program or job has it: set MASTER_PORT to a free port on "
+                "every rank"
             ) from error
         # A socket of our own, since torch writes its own warnings about one that cannot be had.
         served = dist.TCPStore(
@@ -191,14 +195,22 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
     def reach() -> None:
         try:
             if _reaches(address, port, timeout, problems):
-                stores.append(served or dist.TCPStore(address, port, is_master=False, timeout=limit))
+                if served is not None:
+                    stores.append(served)
+                    return
+                left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+                store = dist.TCPStore(address, port, is_master=False, timeout=left)
+                store.set_timeout(limit)
+                stores.append(store)
         except dist.DistError:
             pass  # it listens, and is something else
 
-    # In a thread, since torch waits without limit for the answer of whatever listens there.
+    # In a thread, since torch waits without limit for something that listens and does not answer; where it answers
+    # wrongly torch tries until its time is up, and that must not be while the interpreter shuts down.
     thread = threading.Thread(target=reach, daemon=True)
-    thread.start()
-    thread.join(timeout)
+    with _torch_silenced():
+        thread.start()
+        thread.join(timeout + _MARGIN_SECONDS)
     if not stores:
         raise LaunchError(
             f"rank {rank} on {os.uname().nodename} cannot reach the store of rank 0 at {place} within "
@@ -281,6 +293,20 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
         time.sleep(min(left, pause))
         pause = min(1.2 * pause, _LONGEST_PAUSE_SECONDS)
     return True
+
+
+@contextmanager
+def _torch_silenced() -> Iterator[None]:
+    """Drop what is written to this process's stderr, where torch prints its C++ stack for each vain attempt."""
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 @contextmanager

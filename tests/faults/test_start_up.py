@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,6 @@ from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import ROOT, TINY, command, environment, rest_of, start
 from tests.support.ranks import free_port, run_ranks
 
-QUICK = {
-    "layout": (["--parallel.data=1", "--parallel.pipeline=2"], "parallel.pipeline: rank 0 has 1, rank 1 has 2"),
-    "a misspelt key": (["--model.num_layer=4"], "rank 1: unknown configuration key 'model.num_layer'"),
-}
 OTHERS = {
     "timeout": (["--parallel.timeout_seconds=20"], "parallel.timeout_seconds: rank 0 has 60.0, rank 1 has 20.0"),
     "data": (["--data.prefix=other/corpus"], "data.prefix: rank 0 has corpus (tokens"),
@@ -42,21 +40,38 @@ OTHERS = {
 COMMON = [*TINY, "--data.prefix=corpus", "--training.steps=20", "--parallel.data=2", "--checkpoint.every=5"]
 
 
-def programs(
-    rank: int, world_size: int, ports: list[int], folder: Path, on_rank_1: list[list[str]], timeout: float
-) -> list[tuple[int, list[str]]]:
-    """Status and error lines of one start of the program after the other, as a launcher would start it."""
+@dataclass(frozen=True)
+class Launch:
+    """A start of ranks 0 and 1 of `world_size`, as a launcher other than torchrun would start them."""
+
+    on_rank_1: Sequence[str] = ()
+    port: int = field(default_factory=free_port)
+    world_size: int = 2
+    timeout: float = 60.0
+
+
+def programs(rank: int, folder: Path, launches: list[Launch]) -> list[tuple[int, list[str]]]:
+    """Status and error lines of the program, started in one process after the other."""
     dist.destroy_process_group()
     os.chdir(folder)
     ended = []
-    for port, given in zip(ports, on_rank_1, strict=True):
-        variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    for each in launches:
+        variables = {"RANK": rank, "WORLD_SIZE": each.world_size, "LOCAL_RANK": rank, "MASTER_PORT": each.port}
         os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="localhost")
-        sys.argv = ["pretrain_gpt.py", *COMMON, f"--parallel.timeout_seconds={timeout}", *(given if rank == 1 else [])]
+        sys.argv = ["pretrain_gpt.py", *COMMON, f"--parallel.timeout_seconds={each.timeout}"]
+        sys.argv += each.on_rank_1 if rank == 1 else []
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             status = run_program(PretrainConfig, "", "")
         ended.append((int(status), errors.getvalue().splitlines()))
     return ended
+
+
+def lines_of(folder: Path, launches: list[Launch]) -> list[list[str]]:
+    """What both ranks print of each launch, all of which end them with status 2 and none of which trains."""
+    ended = run_ranks(2, programs, folder, launches, timeout=LIMIT_SECONDS)
+    assert {status for rank in ended for status, _ in rank} == {2}, ended
+    assert not list(folder.rglob("metrics.jsonl"))
+    return [first + second for (_, first), (_, second) in zip(*ended, strict=True)]
 
 
 @pytest.fixture
@@ -67,38 +82,35 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
-def test_ranks_of_different_jobs_or_with_bad_input_end_with_one_line(
-    folder: Path, cases: dict[str, tuple[list[str], str]]
-) -> None:
-    ports = [free_port() for _ in cases]
-    first, second = run_ranks(2, programs, 2, ports, folder, [given for given, _ in cases.values()], 60.0)
-    for (name, (_, told)), (status, lines), (other_status, other_lines) in zip(
-        cases.items(), first, second, strict=True
-    ):
-        assert (status, other_status) == (2, 2), name
-        (line,) = lines + other_lines
-        assert line.startswith("error: "), name
-        assert told in line, name
-    assert not list(folder.rglob("metrics.jsonl")), "none trains"
-
-
-def test_a_rank_that_never_starts_is_named_by_one_line(folder: Path) -> None:
-    ended = run_ranks(2, programs, 3, [free_port()], folder, [[]], 2.0)
-    assert [status for ((status, _),) in ended] == [2, 2]
-    (line,) = [line for ((_, lines),) in ended for line in lines]
-    assert line == "error: rank 2 did not start within 2 s (parallel.timeout_seconds)"
-
-
-def test_a_port_in_use_ends_every_rank_in_time(folder: Path) -> None:
+def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
-        ((first,), (second,)) = run_ranks(2, programs, 2, [port], folder, [[]], 2.0)
-    assert (first[0], second[0]) == (2, 2)
-    (line,), (other,) = first[1], second[1]
-    assert line.startswith(f"error: rank 0 cannot listen on MASTER_PORT={port} of ")
-    assert other.startswith("error: rank 1 on ")
-    assert f"MASTER_PORT={port} within 2 s" in other
+        told = lines_of(
+            folder,
+            [
+                Launch(["--parallel.data=1", "--parallel.pipeline=2"]),
+                Launch(["--model.num_layer=4"]),
+                Launch(world_size=3, timeout=2.0),
+                Launch(port=port, timeout=2.0),
+            ],
+        )
+    (layout,), (misspelt,), (missing,), (unserved, unreached) = told
+    assert layout.startswith(
+        "error: the ranks do not run the same job: parallel.pipeline: rank 0 has 1, rank 1 has 2; parallel.data: "
+    )
+    assert misspelt.startswith("error: rank 1: unknown configuration key 'model.num_layer'")
+    assert missing == "error: rank 2 did not start within 2 s (parallel.timeout_seconds)"
+    assert unserved.startswith(f"error: rank 0 cannot listen on MASTER_PORT={port} of ")
+    assert unreached.startswith("error: rank 1 on ")
+    assert f"MASTER_PORT={port} within 2 s" in unreached
+
+
+@pytest.mark.slow
+def test_whatever_differs_ends_all_ranks_with_one_line(folder: Path) -> None:
+    told = lines_of(folder, [Launch(given) for given, _ in OTHERS.values()])
+    for (line,), (name, (_, part)) in zip(told, OTHERS.items(), strict=True):
+        assert line.startswith("error: "), name
+        assert part in line, name
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -113,7 +125,10 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_a_refused_second_start_changes_no_file(folder: Path, every: int | None) -> None:
     directory = folder / "run"
     config = make_config(
-        str(folder / "corpus"), GPT2_SHAPE, training={"directory": str(directory)}, checkpoint={"every": every}
+        str(folder / "corpus"),
+        GPT2_SHAPE,
+        training={"directory": str(directory), "steps": 2},
+        checkpoint={"every": every},
     )
     with locked_folder(config, LaunchEnvironment(), None):
         (directory / "stacks").mkdir()

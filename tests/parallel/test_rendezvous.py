@@ -1,5 +1,6 @@
 """The ranks of one start meet and agree, or all of them end with one reason."""
 
+import contextlib
 import re
 import socket
 import threading
@@ -128,12 +129,28 @@ def test_an_address_that_nothing_answers_at_is_named(address: str, reason: str) 
     assert time.monotonic() - begun < 10.0
 
 
-def test_a_listener_that_is_no_store_is_named() -> None:
+def answer_wrongly(listener: socket.socket) -> None:
+    """As a web server or a proxy does."""
+    with contextlib.suppress(OSError):
+        while True:
+            with listener.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_listener_that_is_no_store_is_named(
+    answers: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_MARGIN_SECONDS", 2.0 if answers else 0.1)
     before = set(threading.enumerate())
-    with (
-        socket.create_server(("", 0)) as listener,
-        pytest.raises(LaunchError, match=r"within 0\.3 s.*does not answer as a job's rank 0 does"),
-    ):
-        connect("localhost", listener.getsockname()[1], 1, serve=False, timeout=0.3)
+    with socket.create_server(("", 0)) as listener:
+        if answers:
+            threading.Thread(target=answer_wrongly, args=[listener], daemon=True).start()
+        with pytest.raises(LaunchError, match=r"within 0\.5 s.*does not answer as a job's rank 0 does"):
+            connect("localhost", listener.getsockname()[1], 1, serve=False, timeout=0.5)
+        assert capfd.readouterr() == ("", ""), "torch prints its stack"
+        if answers:
+            assert len(set(threading.enumerate()) - before) == 1, "torch has given up"
+        listener.shutdown(socket.SHUT_RDWR)
     for thread in set(threading.enumerate()) - before:
         thread.join()  # torch gives up now that the listener is gone

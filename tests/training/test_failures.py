@@ -69,6 +69,7 @@ def test_a_reason_of_its_own_is_printed_but_not_a_lost_peer(
     assert capsys.readouterr().err == "error: no memory left\n"
     assert status_of(lost(), first) == ExitCode.PEER_LOST
     assert capsys.readouterr().err == ""
+    second.leave()
     assert status_of(WRONG, first) == ExitCode.WRONG_INPUT
     assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"
 
