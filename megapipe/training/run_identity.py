@@ -20,15 +20,14 @@ import megapipe
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest_file import MANIFEST
 from megapipe.config.run import PretrainConfig
-from megapipe.data.manifest import read_manifest
-from megapipe.data.shard_format import bin_path, idx_path
+from megapipe.data.errors import DataError
+from megapipe.data.hashed_file import sampled_checksum
+from megapipe.data.identity import shard_identity
 from megapipe.parallel.rendezvous import Start, StartError, in_words
 from megapipe.planner.hardware.reader import PRESETS
 from megapipe.training.resume import weights_folder
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".yaml", ".json")
-_PIECES, _PIECE_BYTES = 16, 1 << 16
-"""A file larger than so many pieces is compared by its size and by pieces spread over it."""
 _NAMED_FIELDS = 3
 _NAMED_KINDS = 8
 _LONGEST_VALUE = 100
@@ -132,16 +131,7 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
 def content(path: Path) -> str:
     """Describe what a file or a folder holds, whatever it is called."""
     if path.is_file():
-        size = path.stat().st_size
-        digest = xxhash.xxh3_64(b"%d" % size)
-        with path.open("rb") as file:
-            if size <= _PIECES * _PIECE_BYTES:
-                digest.update(file.read())
-            else:
-                for number in range(_PIECES):
-                    file.seek(number * (size - _PIECE_BYTES) // (_PIECES - 1))
-                    digest.update(file.read(_PIECE_BYTES))
-        return f"{size:,} bytes, checksum {digest.hexdigest()}"
+        return f"{path.stat().st_size:,} bytes, checksum {sampled_checksum(path)}"
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file())
         digest = xxhash.xxh3_64()
@@ -170,18 +160,16 @@ def _leads_to(path: str, found: str) -> Fact:
 
 
 def _shards(config: PretrainConfig) -> dict[str, str]:
-    """What every shard of the run holds, by its path."""
+    """Describe the content of every shard of the run, by its path."""
     return {prefix: _shard(prefix) for prefix in config.data.prefixes}
 
 
 def _shard(prefix: str) -> str:
-    manifest = read_manifest(prefix)
-    if manifest is not None and manifest.bin_checksum is not None and manifest.idx_checksum is not None:
-        return (
-            f"{manifest.num_tokens:,} tokens, {manifest.num_documents:,} documents, checksums {manifest.bin_checksum} "
-            f"{manifest.idx_checksum}, tokenizer {manifest.tokenizer_fingerprint}"
-        )
-    return f"tokens {content(bin_path(prefix))}; index {content(idx_path(prefix))}"
+    try:
+        facts = {name: value for name, value in shard_identity(prefix).as_dict().items() if value is not None}
+    except DataError:
+        return ABSENT
+    return f"{facts.pop('num_tokens'):,} tokens, {', '.join(f'{name} {value}' for name, value in facts.items())}"
 
 
 def _weights(path: str) -> str:

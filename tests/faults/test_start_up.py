@@ -27,7 +27,7 @@ from tests.support.ranks import free_port, run_ranks
 
 OTHERS = {
     "timeout": (["--parallel.timeout_seconds=20"], "parallel.timeout_seconds: rank 0 has 60.0, rank 1 has 20.0"),
-    "data": (["--data.prefix=other/corpus"], "data.prefix: rank 0 has corpus (tokens"),
+    "data": (["--data.prefix=other/corpus"], "data.prefix: rank 0 has corpus ("),
     "seed": (["--training.seed=7"], "training.seed: rank 0 has 1234, rank 1 has 7"),
     "steps": (["--training.steps=40"], "training.steps: rank 0 has 20, rank 1 has 40"),
     "path": (["--training.directory=elsewhere"], "rank 1: training.directory elsewhere is not the folder "),
