@@ -1,27 +1,27 @@
 """How often to save so that saving costs at most a chosen share of the training time.
 
-The rule is CheckFreq's (Mohan et al., FAST 2021, section 4.3): the next save begins when the one before it is durable,
-and the stall of a save is spread over enough steps. All of it is measured in the run and measured again with every
-save. Nothing here reads a clock.
+The rule is that of CheckFreq (Mohan et al., FAST 2021, section 4.3): the next save starts when the one before it is
+durable, and the stall of a save is spread over enough steps. Everything is measured in the run, again with every save.
+Nothing here reads a clock.
 """
 
 import math
 from dataclasses import dataclass, field
 
 WARM_UP_STEPS = 5
-"""Steps that are not measured at a run's start: they compile, allocate and fill caches."""
+"""Steps at the start of a run that are not measured: they compile, allocate and fill caches."""
 
 FIRST_SAVE_STEPS = 10
-"""Steps before the first save, which is made to measure what one costs."""
+"""Steps before the first save, which measures the cost of one."""
 
 
 def interval(step_seconds: float, stall_seconds: float, durable_seconds: float, max_overhead: float) -> int:
-    """Steps from one save to the next, at least 1.
+    """Return the number of steps from one save to the next, at least 1.
 
     Args:
         step_seconds: one step without a save, T.
         stall_seconds: what a save adds to the training time, o.
-        durable_seconds: from the beginning of a save to its end on disk, stall included, t_f.
+        durable_seconds: from the start of a save to its end on disk, including the stall, t_f.
         max_overhead: largest share of the training time that saves may add, p.
 
     Raises:
@@ -54,7 +54,7 @@ class _Steps:
 
 @dataclass
 class SaveTimer:
-    """Decides on one rank when to save, out of what it is told of steps and saves.
+    """Decides on one rank when to save, from the measured times of steps and saves.
 
     Steps that run while a save is written may be slower than others. What they lose counts as part of the save's
     stall.
@@ -78,7 +78,7 @@ class SaveTimer:
 
     @property
     def steps_between(self) -> int | None:
-        """The interval that the overhead asks for as things stand; None before a save has been measured."""
+        """The interval that the overhead requires now; None before a save has been measured."""
         if self.max_overhead is None or self._stall is None or self._durable is None:
             return None
         step_seconds = self._undisturbed()
@@ -88,7 +88,7 @@ class SaveTimer:
 
     @property
     def is_due(self) -> bool:
-        """Whether to save after the step that comes next. Never while a save is on its way to the disk."""
+        """Whether to save after the next step. Never while a save is being written."""
         if self._saving:
             return False
         late = self.seconds_between is not None and self._elapsed + self._latest >= self.seconds_between
@@ -99,7 +99,7 @@ class SaveTimer:
         return late or self._since + 1 >= steps
 
     def step(self, seconds: float) -> None:
-        """A step ended that took so long, saves and evaluations not included."""
+        """Add a step that took so long, without saves and evaluations."""
         self._since += 1
         self._elapsed += seconds
         self._latest = seconds
@@ -109,20 +109,20 @@ class SaveTimer:
             (self._beside if self._saving else self._alone).add(seconds)
 
     def begun(self, stall_seconds: float) -> None:
-        """A save is under way and training goes on, after it stood still for so long."""
+        """Note that a save has started and that training continues after a stall of so long."""
         self._step_seconds = self._undisturbed()
         self._stall = stall_seconds
         self._alone, self._beside, self._since, self._elapsed = _Steps(), _Steps(), 0, 0.0
         self._saving = True
 
     def ended(self, durable_seconds: float | None) -> None:
-        """The save that was under way is durable, so long after its beginning; None: it failed."""
+        """Note that the save under way is durable, so long after its start; None: it failed."""
         self._saving = False
         if durable_seconds is not None:
             self._durable = durable_seconds
 
     def _undisturbed(self) -> float | None:
-        """Seconds of a step beside which nothing is written: of this interval, else of the last that had any."""
+        """Seconds of a step while nothing is written: of this interval, else of the last interval that had any."""
         if self._alone.count:
             return self._alone.mean
         if self._step_seconds is not None:

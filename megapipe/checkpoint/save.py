@@ -1,4 +1,4 @@
-"""Saving: every rank writes its share into a hidden folder, which rank 0 completes and renames.
+"""Saving: every rank writes its part into a hidden folder, which rank 0 completes and renames.
 
 Order of a save, each step agreed by all ranks: make the folder, write and flush the tensor files, write and flush the
 manifest, rename the folder, flush the directory. A crash at any point leaves the new checkpoint whole or not there.
@@ -24,7 +24,7 @@ from megapipe.parallel.unit_state import UnitState
 
 @dataclass(frozen=True)
 class Content:
-    """A part of a parameter's tensors that one rank writes, and what the manifest tells of it.
+    """A part of a parameter's tensors that one rank writes, and its description in the manifest.
 
     name, kind, shape, extent: as in `Chunk`. tensor: its elements.
     """
@@ -38,7 +38,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Written:
-    """One rank's share: its file (none where it had nothing to write), what is in it, and its units' update counts."""
+    """What one rank wrote: its file (none if it had nothing to write), the file's contents, and update counts."""
 
     files: Mapping[str, int]
     chunks: tuple[Chunk, ...]
@@ -79,7 +79,7 @@ def save(
 
 
 def begin(storage: StorageWriter, directory: Path, step: int) -> None:
-    """Make the folder that a step's checkpoint is written into. For rank 0 alone.
+    """Make the folder that a step's checkpoint is written into. For rank 0 only.
 
     Raises CheckpointError when the checkpoint exists already or the directory cannot be written.
     """
@@ -95,7 +95,7 @@ def begin(storage: StorageWriter, directory: Path, step: int) -> None:
 
 
 def contents_of(shards: Sequence[Shard]) -> list[Content]:
-    """What a checkpoint keeps of shards: views of the states' buffers, not copies."""
+    """Return what a checkpoint stores of shards: views of the states' buffers, not copies."""
     return [
         Content(
             shard.name,
@@ -110,7 +110,7 @@ def contents_of(shards: Sequence[Shard]) -> list[Content]:
 
 
 def counts_of(shards: Sequence[Shard], applied: Mapping[str, int]) -> dict[str, int]:
-    """Parameter -> updates applied. applied: unit -> updates applied."""
+    """Return parameter -> updates applied. applied: unit -> updates applied."""
     return {shard.name: applied.get(shard.state.name, 0) for shard in shards}
 
 
@@ -139,7 +139,7 @@ def write_share(
 
 
 def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
-    """The manifest of what ranks have written."""
+    """Return the manifest of what ranks have written."""
     return Manifest(
         code_version=megapipe.__version__,
         run=run,
@@ -150,7 +150,7 @@ def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
 
 
 def finish(storage: StorageWriter, directory: Path, run: RunState, written: Sequence[Written]) -> None:
-    """Write the manifest and give the folder the name that makes the checkpoint exist. For rank 0 alone."""
+    """Write the manifest and give the folder the name that makes the checkpoint exist. For rank 0 only."""
     partial, whole = partial_folder(directory, run.step), step_folder(directory, run.step)
     manifest = manifest_of(run, written)
     # Fails where ranks wrote to folders of the same name on different disks.
@@ -164,7 +164,7 @@ def finish(storage: StorageWriter, directory: Path, run: RunState, written: Sequ
 
 
 def discard(storage: StorageWriter, partial: Path) -> None:
-    """Give back the space of a save that failed; where even that fails, the next save tries again."""
+    """Free the space of a save that failed; if even that fails, the next save tries again."""
     try:
         if partial.exists():
             remove_tree(storage, partial)

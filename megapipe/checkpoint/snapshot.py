@@ -15,13 +15,13 @@ _ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every element size."""
 
 _TOUCHED_AT_ONCE = 1 << 26
-"""Bytes whose pages one operation touches: few enough for torch to stay within the thread that calls it."""
+"""Bytes whose pages one operation touches: few enough for torch to stay in the calling thread."""
 
 
 class Snapshot:
     """Host memory that is allocated once and holds one copy at a time: the only extra memory of a background save.
 
-    pinned: page-locked, so that a GPU copies into it by itself.
+    pinned: whether the memory is page-locked, so that a GPU copies into it asynchronously.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -31,11 +31,11 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it holds on to."""
+        """Bytes that are allocated."""
         return self._memory.numel()
 
     def prepare(self, contents: Sequence[Content]) -> None:
-        """Allocate the memory for such contents beside what the caller does next. `take` waits for it.
+        """Allocate the memory for such contents in the background. `take` waits for it.
 
         The first touch of its pages takes several times as long as a copy.
         """
@@ -48,13 +48,13 @@ class Snapshot:
             self._allocation.start()
 
     def settle(self) -> None:
-        """Return once nothing is being allocated."""
+        """Wait until nothing is being allocated."""
         if self._allocation is not None:
             self._allocation.join()
             self._allocation = None
 
     def take(self, contents: Sequence[Content]) -> list[Content]:
-        """The same contents with copied elements, complete on return. It overwrites the copy before it."""
+        """Return the same contents with copied elements, complete on return. Overwrites the previous copy."""
         self.settle()
         starts, end = _places(contents)
         if end > self.num_bytes:
@@ -72,14 +72,14 @@ class Snapshot:
         return replace(content, tensor=replace(content.tensor, values=place))
 
     def _allocate(self, num_bytes: int) -> None:
-        # The old memory goes first, so that there never are two.
+        # The old memory is freed first, so that there are never two copies.
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._memory = (
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if self._pinned else _pages(num_bytes)
         )
 
     def _allocate_or_leave(self, num_bytes: int) -> None:
-        """What the thread does. Where memory is short, `take` tries again and tells of it."""
+        """Allocate in the thread. Where memory is short, `take` tries again and raises."""
         with contextlib.suppress(MemoryError, OSError, RuntimeError):
             self._allocate(num_bytes)
         for part in self._memory.split(_TOUCHED_AT_ONCE):
@@ -87,7 +87,7 @@ class Snapshot:
 
 
 def _places(contents: Sequence[Content]) -> tuple[list[int], int]:
-    """Where each of the contents begins, and how many bytes all of them take."""
+    """Return the offset of each of the contents, and the bytes of all of them."""
     starts, end = [], 0
     for content in contents:
         starts.append(end)
@@ -96,7 +96,7 @@ def _places(contents: Sequence[Content]) -> tuple[list[int], int]:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Host memory in huge pages, where the system has them: fewer interruptions when it is first touched."""
+    """Return host memory in huge pages, where the system has them: fewer page faults when it is first touched."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -143,6 +143,8 @@ class ProgressBar(Listener):
         if name == "start":
             self._total_samples = fields["total_samples"]
             self._live.start()
+        elif name == "end":  # the last lines follow below the bar
+            self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         self._window.add(record)

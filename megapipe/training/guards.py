@@ -1,4 +1,4 @@
-"""What watches over a run between its steps, together."""
+"""The checks of a run between its steps."""
 
 from collections.abc import Callable
 
@@ -17,36 +17,36 @@ class NonFiniteError(RuntimeError):
 
 
 class NonFiniteCount:
-    """Counts skipped steps in a row, the same on every rank as the decision to skip is."""
+    """Counts consecutive skipped steps; the count is the same on every rank, as is the decision to skip."""
 
     def __init__(self, config: PretrainConfig) -> None:
         self._skips = config.reliability.skip_non_finite
-        # Finding its scale, an fp16 run skips many: its scaler knows which are too many.
+        # An fp16 run skips many steps while it finds its scale: its scaler has the limit.
         scaled = config.training.precision == "fp16"
         self._patience = None if scaled else config.reliability.non_finite_patience
         self._count = 0
 
     def observe(self, result: StepResult) -> None:
-        """Take account of a step. Raises NonFiniteError where it was one too many."""
+        """Count a step. Raises NonFiniteError when too many steps were skipped."""
         self._count = self._count + 1 if result.skipped else 0
         if not result.skipped:
             return
-        found = f"loss {result.loss}, gradient norm {result.gradient_norm}"
+        values = f"loss {result.loss}, gradient norm {result.gradient_norm}"
         if not self._skips:
             raise NonFiniteError(
-                f"step {result.step + 1} is not finite ({found}), and reliability.skip_non_finite is false; the "
-                "weights are those of before it: look at its samples, or lower optimizer.learning_rate"
+                f"step {result.step + 1} is not finite ({values}), and reliability.skip_non_finite is false; the "
+                "weights are those before that step: look at its samples, or lower optimizer.learning_rate"
             )
         if self._patience is not None and self._count >= self._patience:
             raise NonFiniteError(
-                f"{self._count} steps in a row, up to step {result.step + 1}, were not finite ({found}); go on from "
-                "an earlier checkpoint, with a lower optimizer.learning_rate or without these samples "
+                f"{self._count} steps in a row, up to step {result.step + 1}, were not finite ({values}); continue "
+                "from an earlier checkpoint, with a lower optimizer.learning_rate or without these samples "
                 "(reliability.skip_samples)"
             )
 
 
 class Guards:
-    """A run's guards, seen from one rank. Every rank makes the same calls."""
+    """The guards of a run on one rank. Every rank makes the same calls."""
 
     def __init__(self, config: PretrainConfig, mesh: Mesh, heartbeat: Heartbeat, say: Callable[[str], None]) -> None:
         self.heartbeat = heartbeat
@@ -57,11 +57,11 @@ class Guards:
         self._world = mesh.world
 
     def compares(self, step: int) -> bool:
-        """Whether ranks compare what they hold after `step`."""
+        """Return whether ranks compare their state after `step`."""
         return self._compare_every is not None and step % self._compare_every == 0
 
     def compare(self, replica: Replica, step: int) -> None:
-        """Compare, where it is time to. Raises ReplicasDifferError."""
+        """Compare the ranks' state, if it is due. Raises ReplicasDifferError."""
         if self.compares(step):
             self.heartbeat.outside("comparing replicas")
             check_replicas(replica.states(), self._world, step)
