@@ -98,7 +98,7 @@ class ReliabilityConfig:
     def problems(self) -> list[str]:
         """Rules that single fields break, one message each."""
         found = [
-            f"reliability.skip_samples has {each}; a range is [first, behind the last] with 0 <= first < last"
+            f"reliability.skip_samples has {each}; a range is [first, end) with 0 <= first < end"
             for each in self.skip_samples
             if len(each) != 2 or not 0 <= each[0] < each[1]
         ]
@@ -113,5 +113,5 @@ class ReliabilityConfig:
             if value is not None and value < 1
         ]
         if not (isfinite(self.straggler_factor) and self.straggler_factor > 1):
-            found.append(f"reliability.straggler_factor is {self.straggler_factor}; it must be above 1, 1.3 say")
+            found.append(f"reliability.straggler_factor is {self.straggler_factor}; it must be above 1, for example 1.3")
         return found
