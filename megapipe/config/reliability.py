@@ -113,5 +113,7 @@ class ReliabilityConfig:
             if value is not None and value < 1
         ]
         if not (isfinite(self.straggler_factor) and self.straggler_factor > 1):
-            found.append(f"reliability.straggler_factor is {self.straggler_factor}; it must be above 1, for example 1.3")
+            found.append(
+                f"reliability.straggler_factor is {self.straggler_factor}; it must be above 1, for example 1.3"
+            )
         return found
