@@ -71,7 +71,7 @@ class DataConfig:
 
     def _fill_in_the_middle_problems(self, vocabulary_size: int) -> list[str]:
         found = [
-            f"data.{name} is {value}; it is a fraction, at least 0 and at most 1"
+            f"data.{name} is {value}; it is a fraction, from 0 to 1"
             for name, value in (("fim_rate", self.fim_rate), ("fim_suffix_first", self.fim_suffix_first))
             if not 0 <= value <= 1
         ]

@@ -59,8 +59,8 @@ def test_the_heads_products_are_those_that_a_profiler_counts() -> None:
         ({}, {"mask_probability": 1.0}, r"data\.mask_probability is 1\.0"),
         ({}, {"short_sequence_probability": -0.1}, r"data\.short_sequence_probability is -0\.1"),
         ({}, {"max_ngram": 0}, r"data\.max_ngram is 0"),
-        ({}, {"sequence_length": 4}, r"data\.sequence_length is 4; a pair .* at least 5"),
-        ({}, {"mask_end_of_document": True}, r"data\.mask_end_of_document is True; it shapes GPT's samples"),
+        ({}, {"sequence_length": 4}, r"data\.sequence_length is 4; a sentence pair .* at least 5"),
+        ({}, {"mask_end_of_document": True}, r"data\.mask_end_of_document is True; it is an option for GPT samples"),
         ({}, {"sequence_length": 513}, r"exceeds model\.max_positions 512"),
     ],
 )

@@ -44,8 +44,8 @@ def test_what_auto_decides() -> None:
             best = min(found, key=lambda each: each.recomputed)
             assert "".join(name[0] for name in best.of_blocks) == letters
             assert f"{1e3 * best.recomputed:.1f}" == recomputed
-    assert f"A block keeps {block.kept / 2**20:.0f} MiB" in GUIDE
-    assert f"takes {12e3 * block.forward:.1f} ms a micro-batch" in GUIDE
+    assert f"A block saves {block.kept / 2**20:.0f} MiB" in GUIDE
+    assert f"takes {12e3 * block.forward:.1f} ms per micro-batch" in GUIDE
 
 
 def test_the_command_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_weights_hide_as_the_guide_says(capsys: pytest.CaptureFixture[str]) -> N
     assert line is not None
     assert main(line[1].split()) == 0
     found = dict(re.findall(r"^([a-z ]+?) {2,}(.+)$", capsys.readouterr().out, re.M))
-    assert f"makes {found['weight gathers'].split()[0]} copies a step of its 4 layers" in GUIDE
+    assert f"makes {found['weight gathers'].split()[0]} copies per step of its 4 layers" in GUIDE
     assert found["exposed communication"] == "0"
 
 

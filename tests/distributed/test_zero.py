@@ -179,8 +179,8 @@ def test_what_cannot_be_shared_is_told() -> None:
         ({"data": 4}, {}, {"stage": 1, "shard_size": 3}, r"zero.shard_size 3 does not divide the 4 replicas"),
         ({"data": 4}, {}, {"stage": 1, "shard_size": 1}, r"zero.shard_size is 1; it must be at least 2"),
         ({"data": 2}, {}, {"stage": 3, "weight_buffers": 0}, r"zero.weight_buffers is 0; it must be at least 1"),
-        ({"data": 2}, {}, {"stage": 1, "gradient_buffers": 3}, r"gradient_buffers is 3 with zero.stage 1"),
-        ({"data": 2}, {}, {"reduce_dtype": "bf16"}, r"zero.reduce_dtype is bf16 with zero.stage 0"),
+        ({"data": 2}, {}, {"stage": 1, "gradient_buffers": 3}, r"gradient_buffers is 3 but zero.stage 1 does"),
+        ({"data": 2}, {}, {"reduce_dtype": "bf16"}, r"zero.reduce_dtype is bf16 but zero.stage 0 does"),
     ):
         config = config_of("corpus", "gpt2-tied-dropout", sizes, schedule, **zero)
         config.optimizer = replace(config.optimizer, clip_norm=None)

@@ -89,5 +89,5 @@ def test_a_constant_scale_stays() -> None:
 )
 def test_wrong_values_are_told(fields: dict[str, object], message: str) -> None:
     config = PretrainConfig(loss_scale=LossScaleConfig(**fields))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"loss_scale is set, and training.precision is fp32(?s:.*){message}"):
+    with pytest.raises(ConfigError, match=f"loss_scale is set but training.precision is fp32(?s:.*){message}"):
         validate(config, 1)

@@ -113,7 +113,7 @@ def test_the_configuration_names_the_optimizer_and_it_names_its_moments() -> Non
     ("config", "message"),
     [
         (OptimizerConfig(name="sgd", momentum=1.0), "optimizer.momentum is 1.0; it must be at least 0 and below 1"),
-        (OptimizerConfig(momentum=0.9), "optimizer.momentum is 0.9, but optimizer.name is adamw"),
+        (OptimizerConfig(momentum=0.9), "optimizer.momentum is 0.9 but optimizer.name is adamw"),
     ],
 )
 def test_a_momentum_that_means_nothing_is_refused(config: OptimizerConfig, message: str) -> None:

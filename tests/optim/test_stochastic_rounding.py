@@ -145,7 +145,7 @@ def test_what_does_not_go_together_is_told() -> None:
     config.optimizer.moment_dtype = "bf16"
     config.optimizer.betas = (0.9, 0.999)
     with pytest.raises(
-        ConfigError, match=r"master_weights is false, and training.precision is fp32(?s:.*)at most 0.996"
+        ConfigError, match=r"master_weights is false but training.precision is fp32(?s:.*)at most 0.996"
     ):
         validate(config, 1)
     config.optimizer.name = "sgd"

@@ -43,7 +43,7 @@ def test_a_good_configuration_passes() -> None:
         ({"model": {"num_layers": 0}}, 1, ["num_layers is 0", "at least 1"]),
         ({"model": {"rope_scaling": RopeScaling(kind="linear")}}, 1, ["'linear'", "'learned'", "'rotary'"]),
         ({"data": {"prefix": ""}}, 1, ["data.prefix is empty", "tools/preprocess.py"]),
-        ({"data": {"blend": {"other": 1.0}}}, 1, ["data.prefix is 'shard'", "blend of 1 shards", "leave one out"]),
+        ({"data": {"blend": {"other": 1.0}}}, 1, ["data.prefix is 'shard'", "data.blend has 1", "leave one"]),
         ({"data": {"prefix": "", "blend": {"a": 0.0, "b": 1.0}}}, 1, ["gives a the weight 0.0", "above 0"]),
         ({"data": {"order": "megatron", "pack": "best_fit"}}, 1, ["data.pack is best_fit", "megatron", "concat"]),
         ({"data": {"fim_rate": 1.5, "fim_tokens": [1, 2, 3]}}, 1, ["data.fim_rate is 1.5", "0 to 1"]),
