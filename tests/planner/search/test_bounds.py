@@ -51,11 +51,11 @@ def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, 
 
 
 def check_bounds(base: PretrainConfig, hardware: Hardware, layouts: list[Layout]) -> None:
+    shape = layouts[0].shape  # all take the same number of devices
+    devices = shape.data * shape.pipeline * shape.context * shape.tensor
+    bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
     for layout in layouts:
-        shape = layout.shape
-        devices = shape.data * shape.pipeline * shape.context * shape.tensor
-        bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
-        seconds, num_bytes = (each[0] for each in bounds.of(shape, [layout]))
+        seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, [layout]))
         exact = estimate(layout.applied(base), hardware)
         assert 0 <= seconds <= exact.step_seconds * (1 + 1e-9)
         assert 0 < bounds.closer(layout) <= exact.step_seconds
