@@ -26,8 +26,8 @@ ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v",
 
 @st.composite
 def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, int, list[Layout]]:
-    """A run, a machine, its devices, and some of the layouts that a search would compare: where there are any, those of
-    several pipeline ranks, which bounds of schedules are about."""
+    """A run, a machine, its devices, and some of the layouts that a search would compare: where there are any, those
+    of several pipeline ranks, which bounds of schedules are about."""
     base = draw(runs())
     looped = schedule in ("interleaved_1f1b", "modular")
     base = replace(
