@@ -12,7 +12,7 @@ from megapipe.schedules.validation.first_use import FirstUses
 from tests.schedules.support import schedules
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(schedule=st.one_of(schedules(max_ranks=6, max_microbatches=13), schedules("forward")))
 def test_connected_links_get_every_first_step_through(schedule: Schedule) -> None:
     table = Table.unroll(schedule, 1 if schedule.flushes else 2)

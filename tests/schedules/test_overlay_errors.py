@@ -59,7 +59,7 @@ def broken(traced: Path, how: str) -> None:
     [
         ("missing", "lacks rank-1.json: the run had 4 ranks"),
         ("cut", "rank-1.json is not a complete JSON document"),
-        ("format", "has format 'megapipe trace 9', and 'megapipe trace 1' is the one known"),
+        ("format", "has format 'megapipe trace 9', and this version reads 'megapipe trace 1'"),
         ("list", "has format None"),
         ("field", "rank-1.json lacks 'events'"),
         ("event", "rank-1.json holds an event that is none"),

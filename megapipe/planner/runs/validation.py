@@ -52,7 +52,7 @@ def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
             data_parallel=replicas > 1 or config.parallel.sequence,
         )
     except ScheduleError as error:
-        return [f"schedule.file: {str(error).splitlines()[0]}"]
+        return [f"schedule.file {config.schedule.file}: {str(error).splitlines()[0]}"]
     return []
 
 

@@ -67,6 +67,8 @@ def _validate(flags: argparse.Namespace) -> None:
     print(f"{schedule.header.name} is valid; gradients are added {order}")
     for key, values in numbers.items():
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
+    if any(place.replica for place in schedule.header.stages):
+        print("  note: training refuses it, because it does not add up the gradients of several copies of a model")
     if not report.lazy_links:
         print("  note: its links must be connected before step 1, as megapipe does; with links that connect at their")
         print("  first use (NCCL's default) the first step would hang")

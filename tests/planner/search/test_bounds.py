@@ -25,9 +25,9 @@ ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v",
 
 
 @st.composite
-def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, list[Layout]]:
-    """A run, a machine, and some of the layouts that a search would compare: where there are any, those of several
-    pipeline ranks, which bounds of schedules are about."""
+def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, int, list[Layout]]:
+    """A run, a machine, its devices, and some of the layouts that a search would compare: where there are any, those
+    of several pipeline ranks, which bounds of schedules are about."""
     base = draw(runs())
     looped = schedule in ("interleaved_1f1b", "modular")
     base = replace(
@@ -47,15 +47,14 @@ def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, 
     devices = draw(st.sampled_from([2, 4, 6, 8, 12, 16]))
     layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=(schedule,), max_context=4)))
     layouts = [each for each in layouts if each.shape.pipeline > 1] or layouts
-    return base, hardware, draw(st.randoms(use_true_random=False)).sample(layouts, min(6, len(layouts)))
+    some = draw(st.randoms(use_true_random=False)).sample(layouts, min(6, len(layouts)))
+    return base, hardware, devices, some
 
 
-def check_bounds(base: PretrainConfig, hardware: Hardware, layouts: list[Layout]) -> None:
+def check_bounds(base: PretrainConfig, hardware: Hardware, devices: int, layouts: list[Layout]) -> None:
+    bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
     for layout in layouts:
-        shape = layout.shape
-        devices = shape.data * shape.pipeline * shape.context * shape.tensor
-        bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
-        seconds, num_bytes = (each[0] for each in bounds.of(shape, [layout]))
+        seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, [layout]))
         exact = estimate(layout.applied(base), hardware)
         assert 0 <= seconds <= exact.step_seconds * (1 + 1e-9)
         assert 0 < bounds.closer(layout) <= exact.step_seconds
@@ -88,7 +87,7 @@ def test_a_schedule_without_a_bubble_that_is_taken_to_fill_is_noticed(monkeypatc
             generating(given(searches(schedule))(_check_one))()
 
 
-def _check_one(search: tuple[PretrainConfig, Hardware, list[Layout]]) -> None:
+def _check_one(search: tuple[PretrainConfig, Hardware, int, list[Layout]]) -> None:
     check_bounds(*search)
 
 
