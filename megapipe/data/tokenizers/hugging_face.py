@@ -120,8 +120,8 @@ BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str | None) -> HuggingFaceTokenizer:
     """WordPiece from the vocab.txt that BERT was published with, one token a line.
 
-    `lowercase` also strips accents; None takes do_lower_case from a tokenizer_config.json in its folder. Raises DataError
-    when that does not say, and for a vocabulary without one of BERT_SPECIAL_TOKENS.
+    `lowercase` also strips accents; None takes do_lower_case from a tokenizer_config.json in its folder. Raises
+    DataError when that does not say, and for a vocabulary without one of BERT_SPECIAL_TOKENS.
     """
     import tokenizers
 
