@@ -7,10 +7,10 @@ from megapipe.conversion.formats import FORMATS
 from megapipe.conversion.target import SHARD_BYTES
 
 DESCRIPTION = """\
-Turns checkpoints of one format into another, looks into them, checks, compares and averages them.
+Converts checkpoints between formats, and inspects, verifies, compares and averages them.
 
-Tensors pass one by one, so that a model of any size takes the memory of its largest tensor a few times over. Nothing
-in a folder is run. Output appears whole or not at all, and never in a folder that exists.
+Tensors pass one by one, so that a model of any size needs a few times the memory of its largest tensor. No code in a
+folder is run. The output appears whole or not at all, and never in a folder that exists.
 """
 EXAMPLES = """\
 examples:
@@ -21,17 +21,19 @@ examples:
   tools/convert_checkpoint.py diff runs/quickstart exported
   tools/convert_checkpoint.py average runs/a/checkpoints/step-* --output weights/averaged
 
-docs/conversion.md tells what each format keeps.
+docs/conversion.md explains what each format keeps.
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Wrong values are told by the parser, which exits with status 2."""
+    """Return the parser, which reports wrong values and exits with status 2."""
     parser = tool_parser("convert_checkpoint.py", DESCRIPTION, EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True)
 
     convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")
-    convert.add_argument("source", metavar="PATH", help="folder of a checkpoint, or of a run: its newest whole one")
+    convert.add_argument(
+        "source", metavar="PATH", help="folder of a checkpoint, or of a run (its newest whole checkpoint)"
+    )
     convert.add_argument("target", metavar="TARGET", help="folder to write, which must not exist")
     _add_reading(convert)
     _add_writing(convert)
@@ -40,23 +42,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--weights-only", action="store_true", help="leave out moments and earlier weights, as most formats do anyway"
     )
 
-    inspect = commands.add_parser("inspect", help="model, step, tensors, types and sizes, without reading a tensor")
+    inspect = commands.add_parser(
+        "inspect", help="show model, step, tensors, types and sizes without reading a tensor"
+    )
     inspect.add_argument("source", metavar="PATH")
     _add_reading(inspect)
     inspect.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
-    verify = commands.add_parser("verify", help="read every byte; exit status 1 and every bad file if there is one")
-    verify.add_argument("sources", metavar="PATH", nargs="+", help="a run's folder means all of its checkpoints")
+    verify = commands.add_parser(
+        "verify", help="read every byte; list bad files and exit with status 1 if there are any"
+    )
+    verify.add_argument("sources", metavar="PATH", nargs="+", help="folders; a run's folder means all its checkpoints")
     _add_reading(verify)
 
-    diff = commands.add_parser("diff", help="how two checkpoints differ; exit status 1 if they do")
+    diff = commands.add_parser("diff", help="show how two checkpoints differ; exit status 1 if they do")
     diff.add_argument("source", metavar="PATH")
     diff.add_argument("other", metavar="OTHER")
     _add_reading(diff)
-    diff.add_argument("--weights-only", action="store_true", help="leave moments and earlier weights alone")
-    diff.add_argument(
-        "--tolerance", type=finite, default=0.0, metavar="X", help="differences of at most X are none (0)"
-    )
+    diff.add_argument("--weights-only", action="store_true", help="ignore moments and earlier weights")
+    diff.add_argument("--tolerance", type=finite, default=0.0, metavar="X", help="ignore differences of at most X (0)")
 
     average = commands.add_parser("average", help="the mean of several checkpoints' weights, summed in float64")
     average.add_argument("sources", metavar="PATH", nargs="+")
@@ -72,7 +76,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="format",
         choices=list(FORMATS),
-        help="format of what is read, where its files do not tell",
+        help="format of the input, if its files do not identify it",
     )
     parser.add_argument(
         "--allow-pickle",
@@ -85,12 +89,12 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16", "fp16"], help="type of the weights that are written (as they are)"
+        "--precision", choices=["fp32", "bf16", "fp16"], help="type of the written weights (unchanged)"
     )
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="hf: bytes, the path of the model's tokenizer, or none for none (the one of its training shard)",
+        help="hf: bytes, the path of the model's tokenizer, or none (the tokenizer of the training shard)",
     )
     parser.add_argument(
         "--max-shard-bytes",
@@ -99,7 +103,7 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"hf: largest file of weights ({SHARD_BYTES:,})",
     )
-    megatron = parser.add_argument_group("megatron: over how many ranks the checkpoint is laid out")
+    megatron = parser.add_argument_group("megatron: the ranks that the checkpoint is written for")
     megatron.add_argument("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
     megatron.add_argument("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (1)")
     megatron.add_argument(
@@ -109,7 +113,7 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
         "--layer-names",
         choices=["local", "transformer_engine"],
         default="local",
-        help="what a layer's norms are called: as Megatron-LM's --transformer-impl has them (local)",
+        help="names of a layer's norms, by Megatron-LM's --transformer-impl (local)",
     )
 
 

@@ -1,4 +1,4 @@
-"""A folder that appears when it is whole: written under a hidden name beside its place, made durable, renamed."""
+"""A folder that appears when it is whole: written under a hidden name, flushed, renamed."""
 
 import errno
 import shutil

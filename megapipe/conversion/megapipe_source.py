@@ -169,8 +169,10 @@ def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:
     if data.get("tokenizer"):
         return str(data["tokenizer"])
     prefix = data.get("prefix") or next(iter(data.get("blend") or {}), None)
+    if not prefix:
+        return None
     try:
-        manifest = read_shard_manifest(prefix) if prefix else None
+        manifest = read_shard_manifest(prefix)
         return None if manifest is None else tokenizer_of_shard(prefix, manifest)
     except (DataError, OSError):
         return None

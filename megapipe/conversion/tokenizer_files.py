@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 1 << 28
 _NOT_NAMED = (
-    "no tokenizer was written: nothing here names it (the training shard's manifest does, seen from where training "
-    "ran); name it with --tokenizer"
+    "no tokenizer was written: neither the checkpoint nor a training shard that can be found from here has one; name "
+    "it with --tokenizer"
 )
 _NOT_EXACT = (
     "tokenizer {spec} has no exact counterpart in transformers: {reason}; give --tokenizer none to write the model "
@@ -70,7 +70,7 @@ class ExportedTokenizer:
 
 
 def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenizer:
-    """What is written for the tokenizer `spec` (as `open_tokenizer` takes it) beside a model's weights."""
+    """Return the files to write with a model's weights for the tokenizer `spec`, as `open_tokenizer` takes it."""
     if spec is None or spec == NONE:
         return ExportedTokenizer(note=_NOT_NAMED if spec is None else "")
     folder = Path(spec)
@@ -180,6 +180,8 @@ def _agree(ours: Tokenizer, theirs: "tokenizers.Tokenizer", text: str) -> bool:
     found = theirs.encode(text, add_special_tokens=False).ids
     if ids != found and not (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, found)):
         return False
+    if isinstance(ours, SentencePieceTokenizer) and ours.unknown in ids:
+        return True  # SentencePiece shows an unknown piece as two question marks, transformers by its name
     return ours.decode(ids) == theirs.decode(found, skip_special_tokens=False)
 
 

@@ -43,7 +43,7 @@ _NORMS = {
 }
 _OUTPUT = {"head.output.weight": "cls.predictions.decoder.weight", "head.output.bias": "cls.predictions.bias"}
 _REPEATED = ("cls.predictions.decoder.bias", "bert.embeddings.position_ids")
-"""What their state dict holds besides: the bias once more, and no weight at all."""
+"""Further entries of their state dict: the bias again, and a buffer without weights."""
 
 
 def from_hugging_face(theirs: Mapping[str, Tensor], model: BertModelConfig) -> dict[str, Tensor]:

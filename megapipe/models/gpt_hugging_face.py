@@ -90,7 +90,7 @@ class Correspondence:
 def from_hugging_face(theirs: Mapping[str, Tensor], model: ModelConfig, family: Family) -> dict[str, Tensor]:
     """Canonical global tensors by name from a transformers state dict.
 
-    Rows of a padded vocabulary are not expected. A tied `lm_head.weight` and old checkpoints' buffers are passed over.
+    Rows of a padded vocabulary are not expected. A tied `lm_head.weight` and buffers of old checkpoints are ignored.
     Raises WeightMappingError for a tensor that is missing, left over or of the wrong shape.
     """
     advice = "check bias, qk_norm, num_layers and tie_embeddings"

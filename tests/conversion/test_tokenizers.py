@@ -108,7 +108,9 @@ def trained(path: Path, **options: object) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["like llama", "without extra spaces", "user-defined", "unigram"])
+@pytest.fixture(
+    scope="module", params=["like llama", "without extra spaces", "without bytes", "user-defined", "unigram"]
+)
 def prefixed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, transformers.PreTrainedTokenizerBase]:
@@ -116,6 +118,7 @@ def prefixed(
     options: dict[str, dict[str, object]] = {
         "like llama": LLAMA,
         "without extra spaces": {"normalization_rule_name": "identity"},
+        "without bytes": {**LLAMA, "byte_fallback": False, "vocab_size": 180},
         "user-defined": {**LLAMA, "user_defined_symbols": ["\n", "0"]},
         "unigram": {**LLAMA, "model_type": "unigram", "vocab_size": 370},
     }
@@ -135,7 +138,8 @@ def test_models_that_add_a_space_give_the_same_ids(
     assume(not any(name in text for name in theirs.all_special_tokens))
     found = theirs(text, add_special_tokens=False).input_ids
     assert same(ours, found, text)
-    assert theirs.decode(found) == ours.decode(found)
+    if not isinstance(ours, SentencePieceTokenizer) or ours.unknown not in found:
+        assert theirs.decode(found) == ours.decode(found)
 
 
 @pytest.mark.parametrize(

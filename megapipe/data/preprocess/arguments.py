@@ -10,12 +10,12 @@ from megapipe.data.tokenizers.training import TRAINERS
 TRAIN_TOKENIZER = "train-tokenizer"
 
 DESCRIPTION = """\
-Turns text, JSON lines, Parquet, Arrow and datasets into .bin/.idx shards that megapipe and Megatron-LM train on.
+Converts text, JSON lines, Parquet, Arrow and datasets to .bin/.idx shards that megapipe and Megatron-LM train on.
 
-A name that ends in .jsonl, .ndjson or .json holds one JSON object per line, each one document; a row of a .parquet or
-.arrow file or of a dataset is one; any other file is one. JSON lines and text may end in .gz or .zst besides.
-The output is <prefix>_<key>_document.bin, .idx and .manifest.json, the same bytes for any number of workers. A run
-that was interrupted or killed continues where it stopped when the same command is given again.
+A .jsonl, .ndjson or .json file has one JSON object per line, and each is a document. Each row of a .parquet or .arrow
+file or of a dataset is a document, and so is any other file. JSON lines and text may be compressed (.gz, .zst).
+The output is <prefix>_<key>_document.bin, .idx and .manifest.json, with the same bytes for any number of workers.
+After an interruption, the same command continues where it stopped.
 
 `preprocess.py train-tokenizer --help` explains how to learn a vocabulary first.
 """
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokenizer",
         required=True,
         metavar="NAME",
-        help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (merges.txt beside it), a "
+        help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (with its merges.txt), a "
         ".tiktoken file (cl100k_base:PATH where its name does not say), bert-uncased:PATH or bert-cased:PATH of a "
         "vocab.txt, or a folder with one of them",
     )
@@ -70,19 +70,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto takes a faster core for byte-level BPE if it gives the library's ids on a sample (auto)",
     )
     parser.add_argument(
-        "--join-keys", metavar="TEXT", help="one document of all --json-keys with TEXT between them, not one of each"
+        "--join-keys", metavar="TEXT", help="join all --json-keys to one document, with TEXT between them"
     )
     parser.add_argument(
         "--split-sentences", action="store_true", help="one sequence per sentence, <prefix>_<key>_sentence, for BERT"
     )
-    parser.add_argument("--language", default="en", metavar="CODE", help="of the sentences, as in en, de, fr (en)")
+    parser.add_argument(
+        "--language", default="en", metavar="CODE", help="language of the sentences, such as en, de, fr (en)"
+    )
     parser.add_argument(
         "--drop-duplicates", action="store_true", help="leave out documents that equal an earlier one in all fields"
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with that token; GPT needs it")
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path that the output's names begin with"
-    )
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output's paths")
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="processes (all cores)")
     return parser
 
@@ -109,7 +109,7 @@ def build_training_parser() -> argparse.ArgumentParser:
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to read and how, for preprocessing and for training a tokenizer."""
+    """Add the options for the input, which preprocessing and training a tokenizer share."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -124,7 +124,9 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset-streaming", action="store_true", help="read datasets of the hub over the network; keep no copy"
     )
-    parser.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="names to keep in folders: '*.py'")
+    parser.add_argument(
+        "--include", nargs="+", default=[], metavar="PATTERN", help="names to read in folders, such as '*.py'"
+    )
     parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to leave out")
     parser.add_argument(
         "--json-keys",
@@ -133,4 +135,6 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="fields of JSON lines, columns of tables (text)",
     )
-    parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at what cannot be read (stop)")
+    parser.add_argument(
+        "--on-error", choices=["stop", "skip"], default="stop", help="what to do about unreadable documents (stop)"
+    )

@@ -1,4 +1,4 @@
-"""Checksums of the input files, computed beside the tokenizing."""
+"""Checksums of the input files, computed in the background."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

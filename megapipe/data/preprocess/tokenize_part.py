@@ -21,7 +21,7 @@ from megapipe.data.tokenizers.fast_core import use_fast_core
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeSettings:
-    """What decides the output, beside the input."""
+    """Settings that determine the output, together with the input."""
 
     tokenizer: str
     """Name for open_tokenizer."""

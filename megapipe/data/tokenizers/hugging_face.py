@@ -82,7 +82,8 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
-    """Reads a tokenizer.json. The end of a document is `end`, else the eos_token of a tokenizer_config.json beside it.
+    """Reads a tokenizer.json. The end of a document is `end`, else the eos_token of the tokenizer_config.json
+    in its folder.
 
     Raises DataError for a file that the library cannot read.
     """
@@ -120,8 +121,8 @@ BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str | None) -> HuggingFaceTokenizer:
     """WordPiece from the vocab.txt that BERT was published with, one token a line.
 
-    `lowercase` also strips accents; None takes do_lower_case from a tokenizer_config.json beside. Raises DataError
-    when that does not say, and for a vocabulary without one of BERT_SPECIAL_TOKENS.
+    `lowercase` also strips accents; None takes do_lower_case from a tokenizer_config.json in its folder. Raises
+    DataError when that does not say, and for a vocabulary without one of BERT_SPECIAL_TOKENS.
     """
     import tokenizers
 

@@ -34,6 +34,7 @@ class SentencePieceTokenizer:
         self._fingerprint = fingerprint_of_files(path)
         self.spec = str(path)
         self.vocabulary_size: int = self._processor.get_piece_size()
+        self.unknown: int = self._processor.unk_id()
         self.end_of_document = self._find_end(end)
         self.special_tokens: dict[str, int] = {
             self._processor.id_to_piece(token): token
