@@ -6,6 +6,7 @@ reads no storage and says where each one is. `.metadata` goes to `unpickler.py`.
 """
 
 import ctypes
+import functools
 import gc
 import io
 import json
@@ -278,8 +279,9 @@ def _allow_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _warm_up() -> None:
-    """Import what reading imports on first use: afterwards no file can be opened."""
+@functools.cache
+def warm_up() -> None:
+    """Import what reading imports on first use, before the fork: the confined process can open no file."""
     with open(os.memfd_create("archive"), "w+b") as file:
         torch.save({"tensor": torch.zeros(1), "args": Namespace(content=b"\xff")}, file)
         file.flush()
@@ -300,7 +302,6 @@ def serve(channel: socket.socket) -> None:
             if descriptor > 2:
                 with suppress(OSError):  # listing the folder took one
                     os.close(descriptor)
-        _warm_up()
         confine()
         with socket.socket(fileno=0) as requests:
             while True:

@@ -66,6 +66,7 @@ class Sandbox:
                 f"{folder} is stored as pickles, a format that can carry code; add --allow-pickle to read it in a "
                 "confined process that accepts a fixed list of classes and runs nothing"
             )
+        confined.warm_up()
         self._channel, theirs = socket.socketpair()
         process = os.fork()
         if process == 0:
