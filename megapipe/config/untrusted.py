@@ -131,7 +131,7 @@ class StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(
                 f"line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not read; write the value out"
             )

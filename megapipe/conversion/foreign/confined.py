@@ -236,7 +236,8 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         if refused is not None:
             name = refused[1] if "." in refused[1] else f"builtins.{refused[1]}"
             return {"refused": f"it names {name}, which is not on the list of what a checkpoint may hold"}
-        reason = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())[:300]
+        told = str(error).split("WeightsUnpickler error:")[-1].split("Check the documentation of torch.load")[0]
+        reason = " ".join(told.split())[:300]
         return {"damaged": f"{type(error).__name__}: {reason}"}
 
 
