@@ -23,13 +23,12 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.serialization import safe_globals
 
-from megapipe.conversion.foreign.unpickler import DTYPES as DTYPES
-from megapipe.conversion.foreign.unpickler import Inert, Refused, inert_classes, unpickled
+from megapipe.conversion.foreign.unpickler import DTYPES, Inert, Refused, inert_classes, unpickled
 
 REQUEST = struct.Struct("<BQQ")
 """Whether it is an archive, first byte, and the byte after the last."""
@@ -223,7 +222,7 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         window.seek(0)
         allowed = [(known, name) for name, known in _ALLOWED.items()]
         with safe_globals([*allowed, (_mapping, "collections.defaultdict")]):
-            value = torch.load(window, map_location="meta", weights_only=True)
+            value = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         return {"value": Encoder(members.pickle_bytes, members).encode(value)}
     except Refused as error:
         return {"refused": str(error)}
