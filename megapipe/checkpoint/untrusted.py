@@ -4,6 +4,7 @@ The rules are those of docs/conversion.md; each has a hostile fixture in tests/c
 """
 
 import os
+import reprlib
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,8 +47,10 @@ def inside(folder: Path, name: str) -> Path:
 
     Raises CheckpointError for a name with a path in it, and for a link that leads out of the folder.
     """
-    if not name or "\0" in name or name != Path(name).name or name in (".", ".."):
-        raise CheckpointError(f"{folder} names the file {name!r}, which is not in its folder; it is not read")
+    if not name or "\0" in name or name != Path(name).name or name in (".", "..") or len(name) > 255:
+        raise CheckpointError(
+            f"{folder} names the file {reprlib.repr(name)}, which is not in its folder; it is not read"
+        )
     path = folder / name
     # What the hub's client downloads are links from snapshots/<revision> to blobs beside it.
     real, home = path.resolve(), folder.resolve()

@@ -131,7 +131,7 @@ class StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(
                 f"line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not read; write the value out"
             )
@@ -183,7 +183,11 @@ def _decoded(text: str, max_characters: int, decode: Callable[[], Any]) -> Any:
         raise yaml.YAMLError(f"it has {len(text):,} characters; at most {max_characters:,} are read")
     try:
         return decode()
-    except yaml.YAMLError:
-        raise
+    except yaml.MarkedYAMLError as error:  # its own text has a line for each part
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise yaml.YAMLError(where + " ".join(f"{error.problem or error}".split())) from error
+    except yaml.YAMLError as error:
+        raise yaml.YAMLError(_one_line(error)) from error
     except DECODING_ERRORS as error:  # as of a date in month 13, or of an integer with 6,000 digits
         raise yaml.YAMLError(f"a value cannot be read: {_one_line(error)}") from error

@@ -82,8 +82,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "--allow-pickle",
         action="store_true",
         help="read formats that store pickles, which can carry code: megatron, megatron-dist, dcp, and hf folders "
-        "that have .bin files only. Only listed classes are accepted, and a confined process reads them; no code in "
-        "them runs",
+        "of .bin files. A confined process reads them and accepts only listed classes; no code in them runs",
     )
 
 

@@ -9,6 +9,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.parser_errors import in_words
+from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.costs.bert import bert_layers
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.parameters import ParameterSpec
@@ -24,8 +26,10 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
     try:
         model: ModelConfig = parser.instantiate(parser.parse_object({"model": dict(fields)}))["model"]
         problems = model.problems()
-    except (ArgumentError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint's model configuration cannot be used: {error}") from error
+    except (ArgumentError, *DECODING_ERRORS) as error:
+        raise CheckpointError(
+            f"the checkpoint's model configuration cannot be used: {in_words(str(error))}"
+        ) from error
     if problems:
         raise CheckpointError(f"the checkpoint's model configuration cannot be used: {'; '.join(problems)}")
     return model

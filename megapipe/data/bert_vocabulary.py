@@ -80,6 +80,9 @@ class BertVocabulary:
             model = content["model"]
             kind, ids = model.get("type", "WordPiece"), dict(model["vocab"])
             added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+            continuation = model.get("continuing_subword_prefix", CONTINUATION)
+            if not all(isinstance(text, str) for text in (continuation, *added)):
+                raise ValueError("an added token or continuing_subword_prefix is not text")
             limit = 2 * (len(ids) + len(added)) + LARGEST_GAP
             if not all(type(number) is int and 0 <= number < limit for number in (ids | added).values()):
                 raise ValueError(f"an id is not a whole number from 0 to {limit - 1}")
@@ -87,4 +90,4 @@ class BertVocabulary:
             raise DataError(f"{file} is not a {TOKENIZER} that can be read ({error!r})") from error
         if kind != "WordPiece":
             raise DataError(f"{file} is a {kind} tokenizer; whole words are known of WordPiece vocabularies alone")
-        return cls.of(ids | added, str(file), model.get("continuing_subword_prefix", CONTINUATION))
+        return cls.of(ids | added, str(file), continuation)

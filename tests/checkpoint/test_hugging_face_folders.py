@@ -181,7 +181,7 @@ def pickled(folder: Path) -> None:
         (lambda folder: (folder / SINGLE).unlink(), "holds neither"),
         (drop, r"no tensor 'transformer\.h\.1\.mlp\.c_fc\.weight', an unknown tensor .*adapter"),
         (cut, "not a readable safetensors file"),
-        (pickled, "pickle, which can run code"),
+        (pickled, "pickle, which can carry code"),
     ],
 )
 def test_broken_and_hostile_folders_are_refused(

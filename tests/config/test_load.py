@@ -67,7 +67,7 @@ def test_a_wrong_file_names_value_and_rule(tmp_path: Path, text: str, expected: 
 @pytest.mark.parametrize(
     ("flag", "text", "expected"),
     [
-        ("model", "a: [1\n", "is not valid YAML: while parsing a flow sequence"),
+        ("model", "a: [1\n", "is not valid YAML: line 2, column 1: expected"),
         ("model", "num_layers: two\n", "group.yaml: model.num_layers is two, but must be a whole number"),
         ("model", "just text\n", "is not a mapping"),
         ("config", "just text\n", "is not a mapping"),

@@ -58,7 +58,7 @@ def broken(traced: Path, how: str) -> None:
     ("how", "message"),
     [
         ("missing", "lacks rank-1.json: the run had 4 ranks"),
-        ("cut", "rank-1.json is not a complete JSON document"),
+        ("cut", "rank-1.json is not readable JSON"),
         ("format", "has format 'megapipe trace 9', and this version reads 'megapipe trace 1'"),
         ("list", "has format None"),
         ("field", "rank-1.json lacks 'events'"),

@@ -1,6 +1,6 @@
-"""Checkpoints of other frameworks: Megatron-LM's `torch` and `torch_dist` layouts and torch.distributed.checkpoint.
+"""Checkpoints of other frameworks: Megatron-LM's `torch` and `torch_dist` layouts, torch.distributed.checkpoint, and
+the `.bin` files of Hugging Face folders.
 
-All three keep pickles, which run code when they are read the usual way. Here only `unpickler.py` reads one: in a
-process of its own, by a written list of names, and what comes back is a description. Tensors' bytes are read beside
-it.
+All of them store pickles, which can run code when they are read the usual way. Here only the confined process of
+`sandbox.py` reads one, accepts a written list of names, and returns a description. Elements are then read by offset.
 """

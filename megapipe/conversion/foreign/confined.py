@@ -6,6 +6,7 @@ reads no storage and says where each one is. `.metadata` goes to `unpickler.py`.
 """
 
 import ctypes
+import functools
 import gc
 import io
 import json
@@ -22,13 +23,12 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.serialization import safe_globals
 
-from megapipe.conversion.foreign.unpickler import DTYPES as DTYPES
-from megapipe.conversion.foreign.unpickler import Inert, Refused, inert_classes, unpickled
+from megapipe.conversion.foreign.unpickler import DTYPES, Inert, Refused, inert_classes, unpickled
 
 REQUEST = struct.Struct("<BQQ")
 """Whether it is an archive, first byte, and the byte after the last."""
@@ -222,7 +222,7 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         window.seek(0)
         allowed = [(known, name) for name, known in _ALLOWED.items()]
         with safe_globals([*allowed, (_mapping, "collections.defaultdict")]):
-            value = torch.load(window, map_location="meta", weights_only=True)
+            value = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         return {"value": Encoder(members.pickle_bytes, members).encode(value)}
     except Refused as error:
         return {"refused": str(error)}
@@ -235,7 +235,8 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         if refused is not None:
             name = refused[1] if "." in refused[1] else f"builtins.{refused[1]}"
             return {"refused": f"it names {name}, which is not on the list of what a checkpoint may hold"}
-        reason = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())[:300]
+        told = str(error).split("WeightsUnpickler error:")[-1].split("Check the documentation of torch.load")[0]
+        reason = " ".join(told.split())[:300]
         return {"damaged": f"{type(error).__name__}: {reason}"}
 
 
@@ -278,8 +279,9 @@ def _allow_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _warm_up() -> None:
-    """Import what reading imports on first use: afterwards no file can be opened."""
+@functools.cache
+def warm_up() -> None:
+    """Import what reading imports on first use, before the fork: the confined process can open no file."""
     with open(os.memfd_create("archive"), "w+b") as file:
         torch.save({"tensor": torch.zeros(1), "args": Namespace(content=b"\xff")}, file)
         file.flush()
@@ -300,7 +302,6 @@ def serve(channel: socket.socket) -> None:
             if descriptor > 2:
                 with suppress(OSError):  # listing the folder took one
                     os.close(descriptor)
-        _warm_up()
         confine()
         with socket.socket(fileno=0) as requests:
             while True:

@@ -16,6 +16,7 @@ import torch
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.config.untrusted import DECODING_ERRORS, decode_json
 from megapipe.conversion.foreign import confined
+from megapipe.conversion.foreign.unpickler import DTYPES
 
 REPLY_SECONDS = 300.0
 """Longest wait for a reply."""
@@ -66,6 +67,7 @@ class Sandbox:
                 f"{folder} is stored as pickles, a format that can carry code; add --allow-pickle to read it in a "
                 "confined process that accepts a fixed list of classes and runs nothing"
             )
+        confined.warm_up()
         self._channel, theirs = socket.socketpair()
         process = os.fork()
         if process == 0:
@@ -163,7 +165,7 @@ def _place(content: dict[str, Any], archive_bytes: int) -> TensorPlace:
     shape, stride = tuple(content.pop("shape")), tuple(content.pop("stride"))
     place = TensorPlace(**content, shape=shape, stride=stride)
     numbers = (place.start, place.num_bytes, place.crc32, place.offset, *shape, *stride)
-    if place.dtype not in confined.DTYPES or any(type(number) is not int or number < 0 for number in numbers):
+    if place.dtype not in DTYPES or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("it holds a tensor of an unknown type, or with a negative size, stride or offset")
     if place.start + place.num_bytes > archive_bytes:
         raise ValueError("it holds a tensor whose storage ends after the file")

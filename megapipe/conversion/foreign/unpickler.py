@@ -42,6 +42,7 @@ class Inert:
     """Stands for an object of a listed class. name: its module and class. state: given once, and never looked at."""
 
     __slots__ = ("state",)
+    state: Any
     name = ""
 
     def __new__(cls, *args: Any) -> "Inert":

@@ -244,9 +244,9 @@ def test_a_wrong_reply_is_one_error(reply: bytes, told: str, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_pickle_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    confined.warm_up()
     monkeypatch.setattr(confined, "CPU_SECONDS", 0)
     monkeypatch.setattr(confined, "unpickled", lambda content: content and all(iter(lambda: True, False)))
-    monkeypatch.setattr(confined, "_warm_up", lambda: None)
     stopped = Sandbox(True, tmp_path)
     with pytest.raises(CheckpointError, match="stopped at one of its limits"):
         bare(pickle.dumps([1]), stopped)
@@ -291,9 +291,9 @@ def test_the_confined_process_can_neither_open_nor_write_nor_fork(tmp_path: Path
                 found.append(name)
         return found
 
+    confined.warm_up()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(confined, "unpickled", escapes)
-        patch.setattr(confined, "_warm_up", lambda: None)
         confined_now = Sandbox(True, tmp_path)
     assert bare(b"x", confined_now) == []
     confined_now.close()
