@@ -22,7 +22,7 @@ from megapipe.data.hashed_file import sampled_checksum
 from megapipe.data.manifest import read_manifest
 from megapipe.data.shard_format import bin_path, idx_path
 
-UNKNOWN_WITHOUT_MANIFEST = ("bin_checksum", "idx_checksum", "tokenizer_fingerprint", "end_of_document")
+UNKNOWN_WITHOUT_MANIFEST = ("bin_checksum", "idx_checksum", "tokenizer_fingerprint")
 """Facts that only a shard's manifest knows; None without one, and then not compared."""
 
 
@@ -43,7 +43,6 @@ class ShardIdentity:
     """Checksum of the whole .bin file, as the shard's manifest has it."""
     idx_checksum: str | None = None
     tokenizer_fingerprint: str | None = None
-    end_of_document: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The facts as plain values for JSON."""
@@ -63,19 +62,21 @@ class DataIdentity:
     """Identity of all the data of a run.
 
     shards: in the order of the configuration, by their content. prefixes: where each was, for messages alone.
-    vocabulary: hash of what BERT's samples take from their vocabulary, None for GPT.
+    vocabulary: hash of what BERT's samples take from their vocabulary, None for GPT. end_of_document: the token that
+    fill-in-the-middle keeps at the end of documents, None without it or where no manifest names it.
     """
 
     prefixes: tuple[str, ...]
     shards: tuple[ShardIdentity, ...]
     vocabulary: str | None = None
+    end_of_document: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which `from_dict` reads."""
         shards = [
             {"prefix": prefix, **shard.as_dict()} for prefix, shard in zip(self.prefixes, self.shards, strict=True)
         ]
-        return {"shards": shards, "vocabulary": self.vocabulary}
+        return {"shards": shards, "vocabulary": self.vocabulary, "end_of_document": self.end_of_document}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DataIdentity":
@@ -87,6 +88,7 @@ class DataIdentity:
             prefixes=prefixes,
             shards=tuple(ShardIdentity(**shard) for shard in facts),
             vocabulary=None if vocabulary is None else str(vocabulary),
+            end_of_document=values["end_of_document"],
         )
 
     def differences(self, stored: "DataIdentity") -> list[str]:
@@ -103,9 +105,10 @@ class DataIdentity:
         for prefix, shard, old_prefix, old in zip(
             self.prefixes, self.shards, stored.prefixes, stored.shards, strict=False
         ):
-            facts = [
-                f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in shard.differences(old)
-            ]
+            differing = list(shard.differences(old))
+            # Other counts imply other checksums, of which one is enough.
+            counted = [each for each in differing if each[0] not in _CHECKSUMS] or differing[:1]
+            facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in counted]
             if facts:
                 moved = "" if prefix == old_prefix else f" (then {old_prefix})"
                 problems.append(f"shard {prefix}{moved} has other content: {', '.join(facts)}")
@@ -114,9 +117,15 @@ class DataIdentity:
                 f"data.tokenizer has other content: the vocabulary's hash is {self.vocabulary} and was "
                 f"{stored.vocabulary}"
             )
+        if self.end_of_document != stored.end_of_document:
+            problems.append(
+                f"the end-of-document token, which fill-in-the-middle keeps in its place, is {self.end_of_document} "
+                f"by the first shard's manifest and was {stored.end_of_document}"
+            )
         return problems
 
 
+_CHECKSUMS = ("bin_sample", "idx_sample", "bin_checksum", "idx_checksum")
 _NAMES = {
     "num_documents": "the number of documents",
     "num_sequences": "the number of sequences",
@@ -126,7 +135,6 @@ _NAMES = {
     "bin_checksum": "the checksum of its .bin",
     "idx_checksum": "the checksum of its .idx",
     "tokenizer_fingerprint": "the tokenizer's fingerprint",
-    "end_of_document": "the end-of-document token",
 }
 """Words of a message for each fact."""
 
@@ -152,7 +160,6 @@ def shard_identity(prefix: str | Path) -> ShardIdentity:
         bin_checksum=manifest.bin_checksum if manifest else None,
         idx_checksum=manifest.idx_checksum if manifest else None,
         tokenizer_fingerprint=manifest.tokenizer_fingerprint if manifest else None,
-        end_of_document=manifest.end_of_document if manifest else None,
     )
 
 
@@ -161,10 +168,12 @@ def data_identity(data: DataConfig) -> DataIdentity:
 
     Raises DataError for files that cannot be used.
     """
+    first = read_manifest(data.prefixes[0]) if data.fim_rate else None
     return DataIdentity(
         prefixes=data.prefixes,
         shards=tuple(shard_identity(prefix) for prefix in data.prefixes),
         vocabulary=_vocabulary_hash(data) if isinstance(data, BertDataConfig) else None,
+        end_of_document=None if first is None else first.end_of_document,
     )
 
 

@@ -20,7 +20,7 @@ from megapipe.checkpoint.manifest_file import MANIFEST, read_manifest
 from megapipe.checkpoint.save import save
 from megapipe.checkpoint.storage import explained
 from megapipe.config.run import PretrainConfig
-from megapipe.data.identity import data_identity
+from megapipe.data.identity import DataIdentity, data_identity
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.replica import Replica
 from megapipe.training.saving import Saves
@@ -65,7 +65,7 @@ class Checkpointer:
         self.directory = checkpoint_directory(config)
         on_first_rank(mesh.world, self._prepare_directory)
         self.path = self._newest()
-        self._data = on_first_rank(mesh.world, lambda: data_identity(config.data))
+        self._data: DataIdentity | None = None
         self.data_change: DataChange | None = None
         self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
@@ -78,8 +78,13 @@ class Checkpointer:
         return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
 
     def describe(self, config: PretrainConfig) -> None:
-        """Store this configuration in checkpoints, in which `auto` is replaced by the choice that was made."""
+        """Store this configuration in checkpoints, in which `auto` is replaced by the choice that was made.
+
+        The data are identified now, before training reads them. A collective call.
+        """
         self._config = config
+        if config.checkpoint.saves:
+            self._data_identity()
 
     def restore(self, replica: Replica) -> RunState | None:
         """Load the newest complete checkpoint, or else the weights of `init_from`; return None for a run that starts.
@@ -142,7 +147,7 @@ class Checkpointer:
             config=asdict(self._config),
             loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
             skipped=tuple(skipped),
-            data=self._data,
+            data=self._data_identity(),
             data_changes=self._data_changes,
         )
         applied = replica.optimizer.applied
@@ -237,7 +242,8 @@ class Checkpointer:
         on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
 
     def _resume(self, path: Path, replica: Replica) -> RunState:
-        fit = agreed(self._mesh.world, lambda: self._check_fit(path, replica))
+        data = self._data_identity()
+        fit = agreed(self._mesh.world, lambda: self._check_fit(path, replica, data))
         run = load(
             path,
             replica.states(),
@@ -270,10 +276,16 @@ class Checkpointer:
                 f"allows: {'; '.join(fit.other_data)}"
             )
 
-    def _check_fit(self, path: Path, replica: Replica) -> RunFit:
+    def _data_identity(self) -> DataIdentity:
+        """Return the identity of the run's data, as rank 0 saw it when it was first asked for. A collective call."""
+        if self._data is None:
+            self._data = on_first_rank(self._mesh.world, lambda: data_identity(self._config.data))
+        return self._data
+
+    def _check_fit(self, path: Path, replica: Replica, data: DataIdentity) -> RunFit:
         """Raise CheckpointError when the checkpoint is of another model or of a run on other samples."""
         manifest = read_manifest(path)
-        fit = check_run(path, manifest, self._config, self._data)
+        fit = check_run(path, manifest, self._config, data)
         self._check_model(path, manifest, replica)
         return fit
 

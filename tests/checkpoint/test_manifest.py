@@ -15,9 +15,7 @@ from megapipe.costs.parameters import Box
 from megapipe.data.identity import DataIdentity, ShardIdentity
 
 FILE = "rank-00000.safetensors"
-SHARD = ShardIdentity(
-    dtype="uint16", num_documents=2, num_sequences=2, num_tokens=9, bin_sample="a", idx_sample="b", end_of_document=7
-)
+SHARD = ShardIdentity(dtype="uint16", num_documents=2, num_sequences=2, num_tokens=9, bin_sample="a", idx_sample="b")
 
 
 def manifest() -> Manifest:
@@ -34,7 +32,7 @@ def manifest() -> Manifest:
         "bf16",
         ((9, 5.25), (10, 1e-3)),
         config,
-        data=DataIdentity(prefixes=("data/web",), shards=(SHARD,), vocabulary="xxh128:0"),
+        data=DataIdentity(prefixes=("data/web",), shards=(SHARD,), vocabulary="xxh128:0", end_of_document=7),
         data_changes=(DataChange(5, ("data.split is '1' and was '9,1'",)),),
     )
     return Manifest("0.1.0", run, {"blocks.0.w": 9}, {FILE: 100}, chunks)

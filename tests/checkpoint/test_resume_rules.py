@@ -194,6 +194,10 @@ def test_a_tokenizer_is_known_by_its_fingerprint(tmp_path: Path) -> None:
         fit_of(before, data, before)
     manifest.unlink()
     assert fit_of(before, data, before).other_data == ()
+    before.data = replace(before.data, fim_rate=0.5, fim_tokens=[1, 2, 3])
+    data = replace(data, end_of_document=256)
+    with pytest.raises(CheckpointError, match=r"end-of-document token.* is None by .* and was 256"):
+        fit_of(before, data, before)
 
 
 def test_a_bert_vocabulary_is_known_by_its_content(tmp_path: Path) -> None:
