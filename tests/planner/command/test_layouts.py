@@ -37,7 +37,7 @@ def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(ca
     (tmp_path / "run.yaml").write_text("training: {steps: 5}\n")
     text = output(capsys, "predict", "--config", str(tmp_path / "run.yaml"), *LAYOUT)
     assert "in fp32" in text
-    assert "note:" not in text
+    assert "note: training.precision fp32, the default that training uses" in text
 
 
 def test_a_model_that_was_not_named_is_told(capsys):
