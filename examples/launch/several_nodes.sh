@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Llama 2 13B on 4 nodes of 8 GPUs of 80 GB: tensor 4 x pipeline 2 x data 4. Start it on every node:
+# Llama 2 13B on 4 nodes of 8 A100 of 80 GB. Start it on every node:
 #
 #   HEAD_NODE=node0 DATA=data/corpus_text_document examples/launch/several_nodes.sh [--group.field VALUE ...]
 #
-# HEAD_NODE is the name of one of the nodes, the same everywhere: the processes meet there, and ranks are handed out as
-# they arrive. Data and run folder lie on a file system that all nodes share.
-# Tensor and pipeline ranks are neighbours, so one copy of the model fills one node and only the sums of gradients cross
-# the network. Predicted on the fuller GPU: 29 GB of state and 13 GB of activations.
+# HEAD_NODE is the name of one of the nodes, the same everywhere: the processes meet there, and each gets a rank as it
+# arrives. Data and run folder must be on a file system that all nodes share.
+#
+# Layout, written by python -m tests.planner.command.redraw:
+# The layout is the answer of tools/plan.py search --model examples/models/llama2_13b.yaml --data.sequence_length
+# 4096 --devices 32 --batch.global_size 1024 --hardware a100-80 --training.precision bf16:
+# data 32, ZeRO 3, micro-batch 2. Predicted: 55.1 s a step and 72.6 GB on the fullest GPU; times were never measured
+# on this code; A100-SXM4-80GB is fitted to Megatron-LM's published runs on a100-80.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -17,9 +21,11 @@ exec torchrun \
     --model examples/models/llama2_13b.yaml \
     --data.prefix "${DATA:-data/corpus_text_document}" \
     --data.sequence_length 4096 \
-    --parallel.tensor 4 --parallel.pipeline 2 --parallel.data 4 \
-    --schedule.name 1f1b \
-    --batch.global_size 1024 --batch.micro_size 1 \
+    --parallel.tensor=1 --parallel.pipeline=1 --parallel.context=1 --parallel.data=32 --parallel.sequence=false \
+    --schedule.name=1f1b \
+    --zero.stage=3 \
+    --recompute.method=none \
+    --batch.global_size=1024 --batch.micro_size=2 \
     --optimizer.learning_rate 3e-4 --optimizer.warmup_steps 2000 \
     --training.steps 500000 --training.precision bf16 \
     --training.directory "${RUN:-runs/llama2_13b}" \

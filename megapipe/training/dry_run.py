@@ -26,6 +26,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.rank import RankPrediction
+from megapipe.planner.report.progress import Report
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank
@@ -135,10 +136,12 @@ def dry_run(
     *,
     device: str = "cuda",
     say: Callable[[str], None] = lambda line: None,
+    report: Report = lambda share: None,
 ) -> DryRun:
     """Check a run on `world_size` ranks.
 
-    device: type of its devices, "cpu" or "cuda", on which memory depends. say: told of each part when it is done.
+    device: type of its devices, "cpu" or "cuda", on which memory depends. say: prints each part when it is done.
+    report: called with the share of the pipeline coordinates that are done.
 
     Raises ConfigError for rules that the configuration breaks, ScheduleError, and ShapeError.
     """
@@ -160,6 +163,7 @@ def dry_run(
         _run_shapes(config, stages, layout, HeldTokens.of(config, mesh))
         # Of a rank's coordinates its memory knows the pipeline's alone, so that the layout is found once for all.
         found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
+        report((place + 1) / shape.sizes["pipeline"])
     say(f"shapes: a forward and a backward of every stage fit together ({len(layout.ranges)} in all)")
     return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
 

@@ -15,10 +15,9 @@ from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.recompute_auto import limited
 from megapipe.planner.report.words import layout_told, seconds_told
-from megapipe.planner.search.plan import Effort, search_speed
+from megapipe.planner.search.plan import BEST_ALONE, search_speed
 
 AUTO = "auto"
-BEST_ALONE = Effort(slowest=0.0, alternatives=False, hints=False)
 SIZE_TOLERANCE = 0.2
 """By how much a GPU's memory may differ from its preset's, whose makers count GB where drivers count GiB."""
 

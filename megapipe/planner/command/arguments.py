@@ -151,7 +151,10 @@ def _search(parser: ArgumentParser) -> None:
 
 def _train_time(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=float, help="that the model is trained on")
-    parser.add_argument("--achieved_tflops", type=float, help="of a device; with --devices the time is 8 T P / (n X)")
+    parser.add_argument(
+        "--achieved_tflops", type=float, help="that each device reached, in place of --hardware: 8 T P / (n X)"
+    )
+    parser.add_argument("--bounds", action="store_true", help="also print the lower bounds of Lamy-Poirier's analysis")
     parser.add_argument("--parameters", type=float, help="of the model (default: those of --model)")
     parser.add_argument("--least_efficiency", type=float, default=0.5, help="share of the peak to keep (default 0.5)")
 
@@ -209,8 +212,8 @@ COMMANDS: dict[str, Command] = {
         (_files, _machine, _json),
     ),
     "train-time": Command(
-        "days to train, and the least that they can be",
-        "--model FILE --tokens T [--devices N --achieved_tflops X] [--hardware FILE|PRESET]",
+        "days to train on a number of tokens",
+        "--model FILE --tokens T --devices N --hardware FILE|PRESET | --achieved_tflops X",
         (_machine, _train_time, _json),
     ),
     "profile": Command(

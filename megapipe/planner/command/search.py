@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from megapipe.config.errors import ConfigError
@@ -81,6 +82,7 @@ def run_search(request: Request) -> int:
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
+        prediction = replace(prediction, estimate=best.estimate)  # the page prints the same figures as the table
         from megapipe.planner.command.reports import write_search  # what draws, where something is drawn
 
         write_search(request, hardware, prediction, findings, command, [*remarks, *said])

@@ -5,17 +5,18 @@ Narayanan et al. (2021, arXiv 2104.04473, section 5.1, equation 4), and Lamy-Poi
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from megapipe.config.errors import ConfigError
 from megapipe.costs.experts import active_parameters
 from megapipe.planner.command.arguments import Request
-from megapipe.planner.command.planning import PREFERRED, num_parameters
+from megapipe.planner.command.planning import PREFERRED, measured_times, num_parameters, planned_config
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import DAY, bytes_told, count_told
+from megapipe.planner.report.words import DAY, bytes_told, count_told, layout_told, seconds_told
 from megapipe.planner.runs.layout import layers_of
+from megapipe.planner.search.plan import BEST_ALONE, search_speed
 from megapipe.planner.training_time.intensity import (
     Transformer,
     critical_batch_tokens,
@@ -68,11 +69,18 @@ class Shortest:
 
 
 def run_train_time(request: Request) -> int:
-    """Print the estimates that the flags give enough for."""
+    """Print one training time, and with --bounds what a paper's analysis allows at best."""
     flags = request.flags
     tokens = flags["tokens"]
     if tokens is None:
         raise ConfigError("--tokens is missing; give the tokens that the model is trained on, as in --tokens 300e9")
+    if flags["achieved_tflops"] is not None and flags["hardware"] is not None:
+        raise ConfigError(
+            "--achieved_tflops and --hardware both decide the speed; give the one that you measured, or leave it out "
+            "to have the speed predicted"
+        )
+    if flags["bounds"] and flags["hardware"] is None:
+        raise ConfigError("--bounds needs --hardware, whose nominal figures it uses; give a file or a preset")
     _check_dense(request)
     parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
     _check({"tokens": tokens, "parameters": parameters, "achieved_tflops": flags["achieved_tflops"]})
@@ -82,53 +90,95 @@ def run_train_time(request: Request) -> int:
         raise ConfigError(
             f"--least_efficiency is {flags['least_efficiency']:g}; it is a share, at least 0 and below 1"
         )
-    estimate = _megatron(request, parameters, tokens)
+    answer = _answer(request, parameters, tokens)
     methods: list[Shortest] = []
-    cluster = batch = None
-    if flags["hardware"] is not None:
+    cluster = None
+    if flags["bounds"]:
         hardware = request.hardware()
         most = _most_devices(hardware, flags["devices"])
-        cluster, batch = _cluster(hardware, request), _batch(request)
-        methods = [_shortest(request, cluster, method, batch, tokens, most) for method in get_args(Method)]
-    elif estimate is None:
-        raise ConfigError(
-            "nothing to tell: give --achieved_tflops and --devices for the estimate of one run, or --hardware for the "
-            "shortest times"
-        )
+        cluster = _cluster(hardware, request)
+        methods = [_shortest(request, cluster, method, _batch(request), tokens, most) for method in get_args(Method)]
     if flags["json"]:
         found = {
             "parameters": parameters,
             "tokens": tokens,
             "critical_batch_tokens": critical_batch_tokens(parameters),
-            "estimate_days": None if estimate is None else estimate / DAY,
-            "batch": batch,
+            "days": answer.seconds / DAY,
+            "assumptions": answer.assumptions,
+            "batch": _batch(request),
             "thresholds": None if cluster is None else _thresholds(cluster),
-            "shortest": [each.as_json() for each in methods],
+            "bounds": [each.as_json() for each in methods],
         }
         print(json.dumps(found, indent=2))
         return 0
-    print(
-        f"{count_told(parameters)} parameters on {count_told(tokens)} tokens; critical batch, by GPT-3's and the cube "
-        f"root of the parameters: {critical_batch_tokens(parameters):,.0f} tokens"
-    )
-    if estimate is not None:
-        print(
-            f"on {flags['devices']:,} devices at {flags['achieved_tflops']:g} TFLOP/s each: {estimate / DAY:.1f} days "
-            "(8 T P / (n X), Narayanan et al. 2021, section 5.1)"
-        )
-    if cluster is not None and batch is not None:
-        _print_shortest(request, cluster, methods, batch)
+    print(f"{count_told(parameters)} parameters on {count_told(tokens)} tokens: {answer.seconds / DAY:.1f} days")
+    for line in answer.assumptions:
+        print(f"  {line}")
+    if cluster is not None:
+        _print_shortest(request, cluster, methods, _batch(request))
     return 0
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One training time. assumptions: what it rests on, a sentence each."""
+
+    seconds: float
+    assumptions: list[str]
+
+
+def _answer(request: Request, parameters: float, tokens: float) -> Answer:
+    """By the FLOP/s that the user measured, or else by the layout that a search finds."""
+    devices = request.flags["devices"]
+    achieved = _megatron(request, parameters, tokens)
+    if achieved is not None:
+        return Answer(
+            achieved,
+            [
+                f"{devices:,} devices at {request.flags['achieved_tflops']:g} TFLOP/s each, as you gave them",
+                "8 T P / (n X): every forward is recomputed and counted (Narayanan et al. 2021, section 5.1)",
+            ],
+        )
+    if request.flags["hardware"] is None or devices is None:
+        raise ConfigError(
+            "the time needs a speed: give --hardware and --devices, or --devices and the --achieved_tflops of each"
+        )
+    if request.flags["parameters"] is not None:
+        raise ConfigError(
+            "--parameters is for --achieved_tflops; with --hardware the model is planned: name it by --model"
+        )
+    hardware, samples = request.hardware(), _batch(request)
+    config, remarks = planned_config(request, hardware, layout_open=True)
+    remarks = [
+        f"batches of {samples:,} samples of {config.data.sequence_length:,} tokens" + _chosen(request),
+        *remarks,
+    ]
+    config = replace(config, batch=replace(config.batch, global_size=samples))
+    best = search_speed(
+        config, hardware, devices, request.given, times=measured_times(hardware, devices), effort=BEST_ALONE
+    ).best.estimate
+    remarks.insert(
+        0,
+        f"the best layout of plan.py search on {devices:,} x {hardware.groups[0].device.name}: "
+        f"{layout_told(best.config)}, {seconds_told(best.step_seconds)} a step, without saves, failures or evaluation",
+    )
+    return Answer(tokens / best.tokens_per_second, remarks)
+
+
+def _chosen(request: Request) -> str:
+    given = "batch.global_size" in request.given
+    return "" if given else ", the critical batch (GPT-3's, by the cube root of the parameters)"
+
+
 def _check_dense(request: Request) -> None:
-    """The papers' formulas take every parameter to work on every token."""
+    """The papers' formulas take every parameter to work on every token; a search does not."""
     model, flags = request.config.model, request.flags
-    if model.num_experts is not None and (flags["parameters"] is None or flags["hardware"] is not None):
+    formula = flags["achieved_tflops"] is not None and flags["parameters"] is None
+    if model.num_experts is not None and (formula or flags["bounds"]):
         active = active_parameters(model, layers_of(request.config))
         raise ConfigError(
             f"model.num_experts is {model.num_experts}, and these formulas are of dense models; for the estimate of "
-            f"one run give --parameters {active}, those that a token uses, and no --hardware"
+            f"one run give --parameters {active}, those that a token uses, and no --bounds"
         )
 
 
@@ -177,11 +227,12 @@ def _transformer(request: Request) -> Transformer:
 
 
 def _batch(request: Request) -> int:
-    """Sequences: as given, or the critical batch."""
+    """Sequences: as given, or the critical batch; of several devices a multiple, so that layouts divide it."""
     if "batch.global_size" in request.given:
         return request.config.batch.global_size
-    model = _transformer(request)
-    return max(1, int(critical_batch_tokens(model.parameters) / model.sequence_length))
+    model, devices = _transformer(request), request.flags["devices"] or 1
+    critical = max(1, int(critical_batch_tokens(model.parameters) / model.sequence_length))
+    return critical // devices * devices or critical
 
 
 def _shortest(
@@ -230,7 +281,8 @@ def _thresholds(cluster: Cluster) -> dict[str, float]:
 def _print_shortest(request: Request, cluster: Cluster, methods: list[Shortest], batch: int) -> None:
     limits = _thresholds(cluster)
     print(
-        f"\nshortest training, batches of at most {batch:,} sequences of {request.config.data.sequence_length:,} "
+        f"\nlower bounds by a paper's analysis with nominal peaks, not predictions\n"
+        f"batches of at most {batch:,} sequences of {request.config.data.sequence_length:,} "
         f"tokens, efficiency at least {request.flags['least_efficiency']:.0%} of the peak (Lamy-Poirier 2021)"
     )
     print(

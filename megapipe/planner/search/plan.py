@@ -50,6 +50,8 @@ class Effort:
 
 QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False, hints=False)
 """Of searches that only compare."""
+BEST_ALONE = Effort(slowest=0.0, alternatives=False, hints=False)
+"""Of searches for one layout, whose time is simulated."""
 
 
 def search_speed(

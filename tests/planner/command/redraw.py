@@ -1,21 +1,32 @@
-"""Writes outputs and pictures of docs/planning.md and the README's plan: ``python -m tests.planner.command.redraw``.
+"""Writes what the planner answers into docs/planning.md, the README's plan and the layouts of examples/launch:
+``python -m tests.planner.command.redraw``.
 
 Commands run as they stand there, in a folder of their own.
 """
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
+from megapipe.planner.command.arguments import parse_request
+from megapipe.planner.command.launch import config_yaml
 from megapipe.planner.command.main import main
+from megapipe.planner.command.planning import provenance
+from megapipe.planner.report.words import bytes_told, layout_told, seconds_told
+from megapipe.planner.search.plan import BEST_ALONE, search_speed
 from megapipe.training.plan_commands import run_dry_run
 from tests.planner.command.plan import ROOT
 
+LAUNCH = ROOT / "examples" / "launch"
 GUIDE = ROOT / "docs" / "planning.md"
 README = ROOT / "README.md"
 PICTURES = ROOT / "docs" / "pictures" / "planning"
@@ -60,8 +71,61 @@ def _folder() -> Iterator[None]:
             os.chdir(before)
 
 
+LAUNCHES = {
+    "one_node.sh": "--model examples/models/llama3_8b.yaml --data.sequence_length 8192 --devices 8 "
+    "--batch.global_size 128",
+    "several_nodes.sh": "--model examples/models/llama2_13b.yaml --data.sequence_length 4096 --devices 32 "
+    "--batch.global_size 1024",
+    "slurm.sbatch": "--model examples/models/llama2_70b.yaml --data.sequence_length 4096 --devices 128 "
+    "--batch.global_size 1024",
+}
+"""Scripts of examples/launch, each with the search whose best layout it starts."""
+MARK = "Layout, written by python -m tests.planner.command.redraw:"
+COMMENT = re.compile(rf"# {MARK}\n(?:# [^\n]+\n)*")
+FLAGS = re.compile(r"    --(?:layout|parallel)(?:[^\n]*\n)+?(?=    --optimizer)")
+
+
+def launched(name: str) -> str:
+    """A script of examples/launch with the planner's layout in it."""
+    flags = f"{LAUNCHES[name]} --hardware a100-80 --training.precision bf16"
+    request = parse_request("search", shlex.split(flags.replace("examples/", f"{ROOT}/examples/")))
+    hardware = request.hardware()
+    best = search_speed(request.config, hardware, request.devices(), request.given, effort=BEST_ALONE).best
+    written = yaml.safe_load(config_yaml(best.config))
+    groups = {group: written[group] for group in ("parallel", "schedule", "zero", "recompute", "batch")}
+    lines = [
+        f"    {line} \\\n"
+        for group, values in groups.items()
+        for line in textwrap.wrap(
+            " ".join(f"--{group}.{field}={_flag(value)}" for field, value in values.items()),
+            110,
+            break_on_hyphens=False,
+        )
+    ]
+    comment = [
+        MARK,
+        *textwrap.wrap(f"The layout is the answer of tools/plan.py search {flags}:", 115, break_on_hyphens=False),
+        *textwrap.wrap(
+            f"{layout_told(best.config)}. Predicted: {seconds_told(best.estimate.step_seconds)} a step and "
+            f"{bytes_told(best.estimate.peak_bytes)} on the fullest GPU; {provenance(hardware)}.",
+            115,
+            break_on_hyphens=False,
+        ),
+    ]
+    text = (LAUNCH / name).read_text()
+    text = COMMENT.sub(lambda found: "".join(f"# {line}\n" for line in comment), text)
+    return FLAGS.sub(lambda found: "".join(lines), text)
+
+
+def _flag(value: object) -> str:
+    text = json.dumps(value, separators=(",", ":")) if isinstance(value, list | bool) else str(value)
+    return f"'{text}'" if isinstance(value, list) else text
+
+
 if __name__ == "__main__":
     PICTURES.mkdir(parents=True, exist_ok=True)
     GUIDE.write_text(answered(GUIDE.read_text(), PICTURES))
+    for script in LAUNCHES:
+        (LAUNCH / script).write_text(launched(script))
     with tempfile.TemporaryDirectory() as unused:
         README.write_text(answered(README.read_text(), Path(unused), README_LINES))

@@ -5,7 +5,17 @@ import re
 import pytest
 
 from megapipe.planner.command.arguments import COMMANDS
-from tests.planner.command.redraw import BLOCK, GUIDE, PICTURES, README, README_LINES, answered
+from tests.planner.command.redraw import (
+    BLOCK,
+    GUIDE,
+    LAUNCH,
+    LAUNCHES,
+    PICTURES,
+    README,
+    README_LINES,
+    answered,
+    launched,
+)
 
 
 @pytest.mark.slow
@@ -26,6 +36,12 @@ def test_the_readme_s_plan_is_up_to_date(tmp_path):
     text = README.read_text(encoding="utf-8")
     block = BLOCK.search(text).group()
     assert answered(block, tmp_path, README_LINES) == block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launch_examples_start_the_planner_s_layout(name):
+    assert launched(name) == (LAUNCH / name).read_text()
 
 
 def test_every_command_is_in_the_guide():

@@ -31,7 +31,7 @@ def test_search_gives_the_promised_keys(found):
     assert layout["data"] * layout["tensor"] * layout["pipeline"] * layout["context"] == 16
     assert found["fits"] is True
     assert len(found["memory_bytes"]) == layout["pipeline"]
-    assert max(found["memory_bytes"]) <= found["memory_limit_bytes"] == 80e9
+    assert max(found["memory_bytes"]) <= found["memory_limit_bytes"] == 76e9
     assert found["tokens_per_s_per_device"] == pytest.approx(64 * 2048 / found["step_time_s"] / 16)
     assert found["model_tflops_per_device"] > 0
     assert found["search"]["examined"] <= found["search"]["layouts"]
@@ -103,7 +103,7 @@ def test_other_planners_are_asked_on_demand(capsys):
     assert set(advice) == {"per_layer", "two_buffered"}
     assert advice["two_buffered"]["width"] * advice["two_buffered"]["depth"] <= 16
     text = output(capsys, "search", *SEARCH, *flags)
-    assert "advice: megapipe trains all layers with one strategy" in text
+    assert "a paper's result that megapipe cannot train" in text
     assert f"depth {advice['two_buffered']['depth']}, width {advice['two_buffered']['width']}, " in text
     layers = [layer["name"] for stage in advice["per_layer"]["stages"] for layer in stage["layers"]]
     assert layers[0] == "embedding"
@@ -113,7 +113,7 @@ def test_other_planners_are_asked_on_demand(capsys):
 
 def test_speeds_without_a_known_efficiency_are_called_bounds(capsys):
     nominal = [each.replace("a100-80", "b200") for each in SEARCH]
-    assert "no efficiency is known, so that speeds are bounds" in output(capsys, "search", *nominal, "--top=1")
+    assert "has no known efficiency, so its speeds are an upper bound" in output(capsys, "search", *nominal, "--top=1")
     assert "are bounds" not in output(capsys, "search", *SEARCH, "--top=1")
 
 
@@ -150,7 +150,7 @@ def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys)
     lines = refusal(capsys, "search", *model, "--batch.global_size=64")
     assert len(lines) == 1
     assert re.search(
-        r"no layout fits 8 devices .* out of memory by [\d.]+ GB: .* needs [\d.]+ GB of 16.0 GB", lines[0]
+        r"no layout fits 8 devices .* out of memory by [\d.]+ GB: .* needs [\d.]+ GB of 15.2 GB", lines[0]
     )
 
 

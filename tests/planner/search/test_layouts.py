@@ -33,7 +33,7 @@ def brute_force(base: PretrainConfig, devices: int, pinned: frozenset[str], spac
     for tensor, pipeline, context, micro_size, name, number, sequence, zero, recompute in product(
         values("parallel.tensor", parallel.tensor, sizes),
         values("parallel.pipeline", parallel.pipeline, sizes),
-        values("parallel.context", parallel.context, range(1, space.max_context + 1)),
+        values("parallel.context", parallel.context, range(1, (space.max_context or 1) + 1)),
         values("batch.micro_size", base.batch.micro_size, range(1, (space.max_micro_size or 99) + 1)),
         values("schedule.name", base.schedule.name, space.schedules),
         values("schedule.chunks", base.schedule.chunks, [None, *chunks]),

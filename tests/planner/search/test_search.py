@@ -21,7 +21,7 @@ from megapipe.planner.search.space import SearchSpace
 from megapipe.schedules import build, dumps, order
 from tests.planner.search.runs import machine, run
 
-SPACE = SearchSpace(max_micro_size=2, max_chunks=2)
+SPACE = SearchSpace(max_micro_size=2, max_chunks=2, other_schedules=())
 CLOSED = Effort(actions=0, alternatives=False, stages=False)
 
 
