@@ -231,7 +231,7 @@ def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]
         yield one("schedule", {"name": "1f1b", "chunks": None})
     for name, size in (("tensor", tensor), ("pipeline", pipeline)):
         yield one("parallel", *({name: size * each, "data": _less(parallel.data, each)} for each in more))
-    least = {
+    least: dict[str, dict[str, Any]] = {
         "recompute": {"method": "full", "num_blocks": None},
         "batch": {"micro_size": 1},
         "zero": {"stage": 3 if spare > 1 else config.zero.stage},

@@ -16,6 +16,10 @@ class PickledTensor(NamedTuple):
     dtype: str
     place: TensorPlace
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.place.shape)
+
 
 class PickledTensors:
     """A `.bin` file read by tensor, with the methods of `TensorReader`. entries: its floating-point tensors by key.
