@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Generic, NoReturn, TypeVar
 
 import yaml
@@ -170,7 +171,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
 
 def _check_file_sizes(words: Sequence[str], flags: set[str]) -> None:
     """Raise ConfigError for a YAML file that is too large, before it is read into memory."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         flag, has_value, value = word.partition("=")
         path = value if has_value else following
         if flag.removeprefix("--") in flags and os.path.isfile(path) and os.path.getsize(path) > MAX_YAML_CHARACTERS:

@@ -42,7 +42,8 @@ class Runs:
         """Twenty steps without a checkpoint."""
         key = f"{model} {sizes}"
         if key not in self._whole:
-            config = config_in(self._folder / "unused", self._corpus, MODELS[model], checkpoint={"every": None})
+            unsaved = {"every": None, "at_end": False}
+            config = config_in(self._folder / "unused", self._corpus, MODELS[model], checkpoint=unsaved)
             self._whole[key] = run(sizes, config, 20)
         return self._whole[key]
 

@@ -210,7 +210,7 @@ def test_three_steps_and_three_more_on_another_pipeline_are_six(
 
 def test_other_masks_are_another_run(tmp_path: Path, corpus: BertDataConfig) -> None:
     run_saving({}, saving_config(tmp_path, corpus), 3)
-    with pytest.raises(Exception, match=r"data\.mask_probability is 0\.3 but .* with 0\.15"):
+    with pytest.raises(Exception, match=r"data\.mask_probability is 0\.3 and was 0\.15"):
         run_saving({}, saving_config(tmp_path, replace(corpus, mask_probability=0.3)), 6)
 
 

@@ -52,16 +52,16 @@ def test_a_stopped_run_goes_on_with_the_same_samples(corpora: list[str], tmp_pat
 
 def test_other_proportions_are_another_run(corpora: list[str], tmp_path: Path) -> None:
     run(configuration(corpora, tmp_path, [0.7, 0.3]), stop_at=2)
-    with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.6, 0\.4\] .* with \[0\.7, 0\.3\]"):
+    with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.6, 0\.4\] and was \[0\.7, 0\.3\]"):
         run(configuration(corpora, tmp_path, [0.6, 0.4]))
-    with pytest.raises(CheckpointError, match=r"data\.pack is 'best_fit' .* with 'concat'"):
+    with pytest.raises(CheckpointError, match=r"data\.pack is 'best_fit' and was 'concat'"):
         run(configuration(corpora, tmp_path, [0.7, 0.3], pack="best_fit"))
 
 
 def test_the_megatron_order_is_of_one_length(corpora: list[str], tmp_path: Path) -> None:
     config = configuration(corpora, tmp_path, [0.7, 0.3], order="megatron")
     run(config, stop_at=2)
-    with pytest.raises(CheckpointError, match=r"training\.steps is 9 .* with 8"):
+    with pytest.raises(CheckpointError, match=r"training\.steps is 9 and was 8"):
         run(config, steps=9)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -187,7 +188,7 @@ def test_another_tokenizer_than_the_shards_is_refused(generate: Generate, run_fo
     assert "the shard was tokenized with bytes" in messages
 
 
-def test_a_tokenizer_that_has_moved_is_told(generate: Generate, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_gone_is_named(generate: Generate, tmp_path: Path) -> None:
     words = ["--input", str(ROOT / "megapipe/config"), "--include", "*.py"]
     here, there = tmp_path / "t.json", tmp_path / "moved.json"
     train = ["train-tokenizer", *words, "--type", "byte-level-bpe", "--vocabulary-size", "257", "--output", str(here)]
@@ -196,6 +197,8 @@ def test_a_tokenizer_that_has_moved_is_told(generate: Generate, tmp_path: Path) 
     assert preprocess([*words, "--tokenizer", str(here), "--workers", "1", "--output-prefix", prefix]) == 0
     here.rename(there)
     folder = save_run(tmp_path, f"{prefix}_text_document")
+    assert generate("--prompt", "x", checkpoint=folder)[0] == 0  # from the copy beside the shard
+    shutil.rmtree(f"{prefix}_text_document.tokenizer")
     status, _, messages = generate("--prompt", "x", checkpoint=folder)
     assert status == 2
     assert str(here) in messages

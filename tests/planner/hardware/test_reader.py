@@ -207,7 +207,7 @@ def test_presets_are_the_machines_of_the_papers() -> None:
     for name in set(PRESETS) - {"cpu"}:
         (group,) = load_hardware(name).groups
         assert group.devices_per_node == 8
-        assert (group.device.efficiency == Efficiency()) == (name not in ("a100-80", "h100"))
+        assert (group.device.efficiency == Efficiency()) == (name in ("v100-16", "v100-32", "v100-32-25gbe", "b200"))
         network = group.outside
         found[name] = (group.inside.bandwidth, network.bandwidth, network.adapters, group.device.memory_bytes)
     assert found == expected
