@@ -22,7 +22,7 @@ from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training import evaluation, saving
+from megapipe.training import evaluation, resume, saving
 from megapipe.training.pretrain import pretrain
 from megapipe.training.saving import Saves
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -98,6 +98,21 @@ def test_auto_measures_and_then_saves_as_often_as_it_may(
 def test_minutes(tmp_path: Path, corpus: str) -> None:
     assert run(configuration(corpus, tmp_path, steps=4, every_minutes=1e-9, asynchronous=False)) == 0
     assert saved(tmp_path) == [2, 3, 4], "nobody knows how long the first step will take"
+
+
+def test_auto_waits_an_interval_after_a_save_that_fails(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def full(*arguments: Any) -> Path:
+        attempts.append(arguments)
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(resume, "save", full)
+    config = configuration(corpus, tmp_path, steps=25, every="auto", asynchronous=False, at_end=False)
+    assert run(config) == 0
+    assert len(attempts) == 2, "after every tenth step; one attempt per step would slow training"
 
 
 class Disk(StorageWriter):
