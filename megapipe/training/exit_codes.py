@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     NOT_FINITE = 10
     """Too many steps in a row whose loss or gradients were not finite."""
     SPIKES = 11
-    """The loss keeps jumping up behind one checkpoint."""
+    """The loss keeps jumping up after one checkpoint."""
     REPLICAS_DIFFER = 12
     """Ranks hold different bits of what has to be equal."""
     PEER_LOST = 13

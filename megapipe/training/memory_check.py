@@ -119,13 +119,13 @@ def memory_problem(config: PretrainConfig, ranks: Sequence[Rank]) -> str | None:
         return None
     changes = [f"({number}) {change}" for number, change in enumerate(suggestions(config, ranks), start=1)]
     advice = f"to make it fit, any one of: {', '.join(changes)}" if changes else "no change that was tried fits"
-    return f"training needs {worst.told}; {advice}"
+    return f"training needs {worst.description}; {advice}"
 
 
 class _Place(NamedTuple):
     """A device or a host that ranks share. missing: bytes over what is free, negative where it fits."""
 
-    told: str
+    description: str
     missing: int
 
 
@@ -159,7 +159,7 @@ def suggestions(config: PretrainConfig, ranks: Sequence[Rank]) -> list[str]:
     for kind in _kinds(config, len(ranks)):
         fitting = next((each for each in kind if fits(each, ranks)), None)
         if fitting is not None:
-            found.append(fitting.told(config, len(ranks)))
+            found.append(fitting.flags(config, len(ranks)))
         if len(found) == SUGGESTIONS:
             break
     return found
@@ -172,8 +172,8 @@ class Change:
     config: PretrainConfig
     times: int = 1
 
-    def told(self, before: PretrainConfig, world_size: int) -> str:
-        """The flags that make the change."""
+    def flags(self, before: PretrainConfig, world_size: int) -> str:
+        """Return the flags that make the change."""
         old, new = _flat(asdict(before)), _flat(asdict(self.config))
         flags = " ".join(f"--{name} {_flag(value)}" for name, value in new.items() if value != old[name])
         more = f" on {world_size * self.times:,} ranks, {self.times} times the hosts or devices"
