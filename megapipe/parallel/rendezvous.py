@@ -115,7 +115,7 @@ class Start:
                 key = f"{self._exchanges}/answer"
                 if not self._appears(key, 2 * self._timeout + GRACE_SECONDS):
                     self.is_over = True
-                    raise LaunchError(f"rank {self.rank}: rank 0 stopped responding at the start; see its own error message")
+                    raise LaunchError(f"rank {self.rank}: rank 0 did not respond at the start; see its own error")
                 given = json.loads(self.store.get(key))
         self._exchanges += 1
         if "problem" in given:
@@ -319,7 +319,7 @@ def _loss_named(rank: int) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise LaunchError(f"rank {rank}: lost the store of rank 0 at the start; see rank 0's own error message") from error
+        raise LaunchError(f"rank {rank}: lost the store of rank 0 at the start; see rank 0's own error") from error
 
 
 def _listener(port: int) -> socket.socket:
