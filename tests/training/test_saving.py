@@ -267,15 +267,15 @@ def test_memory_of_copies_is_there_before_the_first_save(
 def test_a_signal_during_an_evaluation_gives_that_up(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums, batches = evaluation._sums, []
+    sums, batches = evaluation.batch_sums, []
 
-    def signalled(result: StepResult) -> list[torch.Tensor]:
+    def signalled(result: StepResult, token_counts: Any) -> torch.Tensor:
         batches.append(result)
         if len(batches) == 2:
             signal.raise_signal(signal.SIGTERM)
-        return sums(result)
+        return sums(result, token_counts)
 
-    monkeypatch.setattr(evaluation, "_sums", signalled)
+    monkeypatch.setattr(evaluation, "batch_sums", signalled)
     config = configuration(corpus, tmp_path, every=1000)
     config.data = replace(config.data, split="50,50,0")
     config.evaluation = replace(config.evaluation, every=3, samples=48)
