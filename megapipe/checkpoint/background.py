@@ -44,7 +44,7 @@ collective waits, so that a slow disk of one rank never looks like a lost peer."
 
 @dataclass(frozen=True)
 class EndedSave:
-    """What became of a save, as one rank sees it.
+    """The end of a save, as one rank sees it.
 
     seconds: from its start to where the next one may start. error: why there is no such checkpoint, None where it is
     durable (rank 0) or this rank's share of it is (the others).
@@ -102,11 +102,6 @@ class BackgroundSaver:
         """Whether this rank's part of the save has failed, and `finish` has not reported that to all ranks yet."""
         job = self._job
         return job is not None and not job.agreed and not job.running and job.error is not None
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Host memory that the copy takes on this rank."""
-        return self._snapshot.num_bytes
 
     def plan(self, states: Sequence[UnitState]) -> None:
         """Divide the writing of these states among ranks, before the first save. A collective call."""
@@ -250,7 +245,7 @@ class BackgroundSaver:
 
 @dataclass
 class _Outcome:
-    """What all ranks know of a save that was waited for. given_up: some rank may still write for it."""
+    """The end of a save as all ranks know it. given_up: some rank may still write for it."""
 
     error: CheckpointError | None = None
     given_up: bool = False
@@ -272,8 +267,8 @@ class _Progress:
         if error is not None and not isinstance(error, Exception):
             raise error
         # An error that another rank reported has its words already.
-        told = None if error is None or error is job.reason else str(as_all_ranks_raise_it(error, mesh.world))
-        return cls(running, told, deadline is not None and time.perf_counter() >= deadline)
+        failure = None if error is None or error is job.reason else str(as_all_ranks_raise_it(error, mesh.world))
+        return cls(running, failure, deadline is not None and time.perf_counter() >= deadline)
 
 
 @dataclass

@@ -21,7 +21,7 @@ _SHOWN = 3
 
 
 class Rule(Enum):
-    """What happens to a resume when a field of the configuration is not what it was in the checkpoint."""
+    """The effect on a resume when a field of the configuration differs from the checkpoint."""
 
     REFUSED = "refused"
     ASKED = "refused unless accepted"

@@ -92,7 +92,7 @@ class DataIdentity:
         )
 
     def differences(self, stored: "DataIdentity") -> list[str]:
-        """What is not as it was in `stored`: one sentence for each shard that differs, with the facts and both values.
+        """Return one sentence for each shard that differs from `stored`, with the facts and both values.
 
         A shard is compared with the stored shard in the same place of the blend: another order is other data.
         """

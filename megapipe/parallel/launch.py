@@ -23,7 +23,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What torchrun sets for a process. One process without a launcher is rank 0 of 1.
+    """The variables that torchrun sets for a process. One process without a launcher is rank 0 of 1.
 
     address, port: of the store through which ranks find each other. launcher_serves: whether torchrun runs that store,
     and not rank 0.

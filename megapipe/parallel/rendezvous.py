@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -115,7 +115,7 @@ class Start:
                 key = f"{self._exchanges}/answer"
                 if not self._appears(key, 2 * self._timeout + GRACE_SECONDS):
                     self.is_over = True
-                    raise LaunchError(f"rank {self.rank}: rank 0 fell silent at the start; its own end says why")
+                    raise LaunchError(f"rank {self.rank}: rank 0 did not respond at the start; see its own error")
                 given = json.loads(self.store.get(key))
         self._exchanges += 1
         if "problem" in given:
@@ -146,7 +146,7 @@ class Start:
             return {"problem": _merged(problems, self.world_size)}
         silent = [rank for rank in range(self.world_size) if rank not in said]
         if silent:
-            return {"problem": f"{in_words(silent)} fell silent at the start for {_limit(self._timeout)}"}
+            return {"problem": f"{in_words(silent)} did not respond at the start for {_limit(self._timeout)}"}
         try:
             return {"value": answer([said[rank]["value"] for rank in range(self.world_size)])}
         except StartError as error:
@@ -297,8 +297,12 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 @contextmanager
 def _torch_silenced() -> Iterator[None]:
-    """Drop what is written to this process's stderr, where torch prints its C++ stack for each vain attempt."""
-    sys.stderr.flush()
+    """Drop what is written to this process's stderr, where torch prints its C++ stack for each failed attempt."""
+    if sys.stderr is None:  # the process was started without one, and descriptor 2 may be another file
+        yield
+        return
+    with suppress(OSError, ValueError):  # a dead terminal
+        sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -315,7 +319,7 @@ def _loss_named(rank: int) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise LaunchError(f"rank {rank}: lost the store of rank 0 at the start; rank 0's own end says why") from error
+        raise LaunchError(f"rank {rank}: lost the store of rank 0 at the start; see rank 0's own error") from error
 
 
 def _listener(port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What the pretraining programs share: parse, plan, check, train, and report a wrong input in one line a problem."""
+"""The common part of the pretraining programs: parse, plan, check, train, and report each wrong input in one line."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.launcher_death import end_with_launcher
 from megapipe.training.output import print_line
-from megapipe.training.signals import before_training, behind_training
+from megapipe.training.signals import after_training, before_training
 
 PLAN_HELP = (
     "auto, or a hardware file or preset: take the fastest layout that fits, by prediction, for the ranks of this "
@@ -40,7 +40,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr)
             return ExitCode.WRONG_INPUT
-        parsed = error  # the other ranks wait to hear of it
+        parsed = error  # the other ranks wait for this one, to end with the same error
 
     end_with_launcher()
 
@@ -66,7 +66,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
         status = pretrain(config, environment, start)
     except Exception as error:
         return status_of(error, start)
-    behind_training()
+    after_training()
     return status
 
 

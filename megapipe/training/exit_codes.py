@@ -17,11 +17,11 @@ class ExitCode(IntEnum):
     NOT_FINITE = 10
     """Too many steps in a row whose loss or gradients were not finite."""
     SPIKES = 11
-    """The loss keeps jumping up behind one checkpoint."""
+    """The loss keeps jumping up after one checkpoint."""
     REPLICAS_DIFFER = 12
     """Ranks hold different bits of what has to be equal."""
     PEER_LOST = 13
-    """Another rank died or fell silent; that one's own end says why."""
+    """Another rank died or stopped responding; the end of that rank says why."""
     STALLED = _END_SIGNAL
     """The watchdog saw no progress. The number is that of the signal whose handler ends the process, see
     `watchdog.Watchdog`."""

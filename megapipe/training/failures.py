@@ -1,4 +1,4 @@
-"""What a run that failed says, who says it, and the status it exits with."""
+"""Failures of a run: the message, the rank that prints it, and the exit status."""
 
 import signal
 import traceback

@@ -77,7 +77,7 @@ class Listeners(Listener):
 
     def _warn(self, lane: str, line: str) -> None:
         """Report a problem of a lane in the others, and on standard error where the terminal's own lane has it."""
-        for other in self._lanes.values():
+        for other in list(self._lanes.values()):  # another thread may add a lane meanwhile
             if other.name != lane or lane != TERMINAL:
                 other.put(("say", (line,), {}))
         if lane == TERMINAL:
@@ -103,15 +103,13 @@ class _Lane:
         self._guards: list[_Guard] = []
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._stalled = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=f"reports: {name}", daemon=True)
+        self._thread.start()
 
     def add(self, guard: "_Guard") -> None:
         self._guards.append(guard)
 
     def put(self, call: _Call) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"reports: {self.name}", daemon=True)
-            self._thread.start()
         if self._calls.qsize() < LONGEST_QUEUE:
             self._calls.put(call)
         elif not self._stalled:
@@ -122,8 +120,6 @@ class _Lane:
 
     def close(self, seconds: float) -> bool:
         """Whether everything was delivered in time."""
-        if self._thread is None:
-            return True
         self._calls.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()

@@ -4,6 +4,7 @@ The need is the exact prediction that dry runs print (`planner.rank`): lasting s
 moment of a step. It excludes what the framework takes besides (CUDA, NCCL, fragments of the allocator).
 """
 
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.clocks import this_host
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.report.words import bytes_told
 from megapipe.planner.runs.layout import StageLayout
@@ -49,13 +51,19 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank needs and where. free: None where it cannot be read."""
+    """Need of one rank, on its device and its host. free: None where it cannot be read.
+
+    device_id, host_id: tell apart devices and hosts that have one name: GPUs, each of which is the only one that its
+    process sees, containers with limits of their own, and hosts without names of their own.
+    """
 
     host: str
     device: str
     need: Need
     free_on_device: Free | None
     free_on_host: Free | None
+    device_id: str = ""
+    host_id: str = ""
 
 
 def check_memory(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
@@ -68,7 +76,9 @@ def check_memory(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None])
     device = mesh.device
     need = needed(config, mesh.world_size, mesh.rank, device.type)
     free = Free(int(torch.cuda.mem_get_info(device)[0]), "") if device.type == "cuda" else None
-    mine = Rank(socket.gethostname(), str(device), need, free, free_on_host())
+    device_id = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    host_id = this_host() + _cgroup_namespace()
+    mine = Rank(socket.gethostname(), str(device), need, free, free_on_host(), device_id, host_id)
     ranks: list[Rank] = mesh.world.all_gather_object(mine)
     problem = memory_problem(config, ranks) if mesh.rank == 0 else None
     problem = mesh.world.all_gather_object(problem)[0]
@@ -109,31 +119,31 @@ def memory_problem(config: PretrainConfig, ranks: Sequence[Rank]) -> str | None:
         return None
     changes = [f"({number}) {change}" for number, change in enumerate(suggestions(config, ranks), start=1)]
     advice = f"to make it fit, any one of: {', '.join(changes)}" if changes else "no change that was tried fits"
-    return f"training needs {worst.told}; {advice}"
+    return f"training needs {worst.description}; {advice}"
 
 
 class _Place(NamedTuple):
     """A device or a host that ranks share. missing: bytes over what is free, negative where it fits."""
 
-    told: str
+    description: str
     missing: int
 
 
 def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Iterator[_Place]:
     """Every device and host whose free memory is known. needs: of the ranks, by default their own."""
-    wanted: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    free: dict[tuple[str, str], Free] = {}
+    wanted: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    free: dict[tuple[str, str, str], Free] = {}
     for rank, need in zip(ranks, needs or [each.need for each in ranks], strict=True):
-        for device, num_bytes, there in (
-            (rank.device, need.device, rank.free_on_device),
-            ("", need.host, rank.free_on_host),
+        for device, identity, num_bytes, there in (
+            (rank.device, rank.device_id, need.device, rank.free_on_device),
+            ("", rank.host_id, need.host, rank.free_on_host),
         ):
             if num_bytes and there is not None:
-                place = rank.host, device
+                place = rank.host, device, identity
                 wanted[place].append(num_bytes)
                 free[place] = min(there, free.get(place, there))
-    for (host, device), sizes in wanted.items():
-        there = free[host, device]
+    for place, sizes in wanted.items():
+        there, (host, device, _) = free[place], place
         sharing = f" for {len(sizes)} ranks" if len(sizes) > 1 else ""
         where = f"{device} of host {host}" if device else f"host {host}"
         yield _Place(
@@ -149,7 +159,7 @@ def suggestions(config: PretrainConfig, ranks: Sequence[Rank]) -> list[str]:
     for kind in _kinds(config, len(ranks)):
         fitting = next((each for each in kind if fits(each, ranks)), None)
         if fitting is not None:
-            found.append(fitting.told(config, len(ranks)))
+            found.append(fitting.flags(config, len(ranks)))
         if len(found) == SUGGESTIONS:
             break
     return found
@@ -162,8 +172,8 @@ class Change:
     config: PretrainConfig
     times: int = 1
 
-    def told(self, before: PretrainConfig, world_size: int) -> str:
-        """The flags that make the change."""
+    def flags(self, before: PretrainConfig, world_size: int) -> str:
+        """Return the flags that make the change."""
         old, new = _flat(asdict(before)), _flat(asdict(self.config))
         flags = " ".join(f"--{name} {_flag(value)}" for name, value in new.items() if value != old[name])
         more = f" on {world_size * self.times:,} ranks, {self.times} times the hosts or devices"
@@ -284,17 +294,19 @@ def free_on_host(root: Path = Path("/")) -> Free | None:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += _cgroup(root / "sys/fs/cgroup", path, ("memory.max", "memory.current", "inactive_file"))
+            found += _cgroup(
+                root / "sys/fs/cgroup", path, ("memory.max", "memory.current", ("active_file", "inactive_file"))
+            )
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
             found += _cgroup(root / "sys/fs/cgroup/memory", path, names)
     return min(found, default=None)
 
 
-def _cgroup(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[Free]:
-    """What the cgroup and every one above it leaves. names: files of the limit and of the usage, and the key in
-    memory.stat of file pages that the kernel gives back on demand."""
-    limit_name, usage_name, reclaimed_name = names
+def _cgroup(mount: Path, path: str, names: tuple[str, str, tuple[str, ...]]) -> Iterator[Free]:
+    """Yield the free bytes of the cgroup and of every one above it. names: files of the limit and of the usage, and
+    the keys in memory.stat of file pages, which the kernel gives back on demand."""
+    limit_name, usage_name, reclaimed_names = names
     own = mount / path.strip("/")
     for folder in (own, *own.parents):
         if not folder.is_relative_to(mount):
@@ -303,8 +315,15 @@ def _cgroup(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[Fre
         if not (limit.isdigit() and usage.isdigit()) or int(limit) >= UNLIMITED:
             continue
         stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
-        used = max(0, int(usage) - int(stat.get(reclaimed_name, 0)))
+        used = max(0, int(usage) - sum(int(stat.get(name, 0)) for name in reclaimed_names))
         yield Free(max(0, int(limit) - used), f"its cgroup allows {bytes_told(int(limit))}")
+
+
+def _cgroup_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/cgroup")
+    except OSError:
+        return ""
 
 
 def _lines(file: Path) -> list[str]:

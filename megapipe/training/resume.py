@@ -234,7 +234,7 @@ class Checkpointer:
         if found is None and damaged:
             raise CheckpointError(
                 f"every checkpoint in {self.directory} is damaged, the newest being {damaged[-1].name}; move them "
-                "away to start anew, or choose another training.directory"
+                "away to start from the beginning, or choose another training.directory"
             )
         return found
 

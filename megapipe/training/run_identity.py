@@ -1,7 +1,7 @@
 """Whether all ranks run the same job: configuration, code, version of torch, and the content of every file it names.
 
 Paths may differ from host to host: what they lead to is compared. Nothing else may differ. The ranks exchange one
-digest; only where two differ do some of them send all that is behind it, so that thousands of ranks agree in
+digest; only where two differ do some of them send the values as well, so that thousands of ranks agree in
 milliseconds.
 """
 
@@ -120,7 +120,8 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
         named["recompute.hardware"] = config.recompute.hardware
     for name, path in named.items():
         if path:
-            facts[name] = _leads_to(path, content(Path(path.rpartition(":")[2] if name == "data.tokenizer" else path)))
+            kind, _, file = path.rpartition(":") if name == "data.tokenizer" else ("", "", path)
+            facts[name] = _leads_to(path, " ".join(filter(None, (kind, content(Path(file))))))
     facts["init_from"] = _leads_to(config.init_from, _weights(config.init_from)) if config.init_from else _fact("")
     facts["the kind of device"] = _fact(device.type)
     facts["WORLD_SIZE"] = _fact(world_size)
@@ -173,7 +174,7 @@ def _shard(prefix: str) -> str:
 
 
 def _weights(path: str) -> str:
-    """What initial weights are taken from; a checkpoint's manifest holds the checksums of its files."""
+    """Describe the content of initial weights; a checkpoint's manifest holds the checksums of its files."""
     try:
         folder = weights_folder(Path(path))
     except CheckpointError:

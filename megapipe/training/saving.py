@@ -103,16 +103,22 @@ class Saves:
         """
         begun = time.perf_counter()
         self.give_up_after(within)
-        if within is not None or self._config.asynchronous:
-            path = self._background.start(states, applied, run, copied=not last, within=within)
-            self._remark_on(self._background.waited)
-        else:
-            path = between_steps()
-            if self._first:
-                self.delete_older()
-            self._ended.append(EndedSave(run.step, path, time.perf_counter() - begun))
-        if self._timer is not None:
-            self._timer.begun(time.perf_counter() - begun)
+        started = False
+        try:
+            if within is not None or self._config.asynchronous:
+                path = self._background.start(states, applied, run, copied=not last, within=within)
+                self._remark_on(self._background.waited)
+            else:
+                path = between_steps()
+                if self._first:
+                    self.delete_older()
+                self._ended.append(EndedSave(run.step, path, time.perf_counter() - begun))
+            started = True
+        finally:
+            if self._timer is not None:
+                self._timer.begun(time.perf_counter() - begun)
+                if not started:  # the next attempt is due after another interval, not after the next step
+                    self._timer.ended(None)
         return path
 
     def give_up_after(self, seconds: float | None) -> None:

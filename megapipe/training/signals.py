@@ -30,7 +30,7 @@ def before_training() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
-def behind_training() -> None:
+def after_training() -> None:
     """Have the process exit with its own status, whatever a launcher sends and whether or not its output is dead.
 
     Python would let SIGTERM end it while the interpreter shuts down.

@@ -86,7 +86,7 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     assert saver.under_way
     assert saver.poll() == []
     assert newest_valid(tmp_path) is None
-    memory = saver.snapshot_bytes
+    memory = saver._snapshot.num_bytes
     disk.released.set()
     saver.finish()
     (ended,) = saver.poll()
@@ -94,7 +94,7 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     assert saver.poll() == [], "it is told once"
     start(saver, alone(), ALONE, 2)
     saver.finish()
-    assert saver.snapshot_bytes == memory, "the second copy takes the first one's memory"
+    assert saver._snapshot.num_bytes == memory, "the second copy takes the first one's memory"
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ class Launch:
     port: int = field(default_factory=free_port)
     world_size: int = 2
     timeout: float = 60.0
+    common: Sequence[str] = ()
 
 
 def programs(rank: int, folder: Path, launches: list[Launch]) -> list[tuple[int, list[str]]]:
@@ -59,7 +61,7 @@ def programs(rank: int, folder: Path, launches: list[Launch]) -> list[tuple[int,
         variables = {"RANK": rank, "WORLD_SIZE": each.world_size, "LOCAL_RANK": rank, "MASTER_PORT": each.port}
         os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="localhost")
         sys.argv = ["pretrain_gpt.py", *COMMON, f"--parallel.timeout_seconds={each.timeout}"]
-        sys.argv += each.on_rank_1 if rank == 1 else []
+        sys.argv += [*each.common, *(each.on_rank_1 if rank == 1 else [])]
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             status = run_program(PretrainConfig, "", "")
         ended.append((int(status), errors.getvalue().splitlines()))
@@ -111,6 +113,33 @@ def test_whatever_differs_ends_all_ranks_with_one_line(folder: Path) -> None:
     for (line,), (name, (_, part)) in zip(told, OTHERS.items(), strict=True):
         assert line.startswith("error: "), name
         assert part in line, name
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_are_refused_on_a_resume(folder: Path) -> None:
+    """Also where the rank that differs is the one that fits the checkpoint."""
+    both = run_ranks(
+        2,
+        programs,
+        folder,
+        [
+            Launch(common=["--training.stop_at=2"]),
+            Launch(["--training.seed=7"]),
+            Launch(["--data.prefix=other/corpus"]),
+            Launch(["--training.seed=1234"], common=["--training.seed=7"]),
+            Launch(common=["--training.stop_at=3"]),
+        ],
+        timeout=LIMIT_SECONDS,
+    )
+    saved, seed, data, other_seed, resumed = (first[1] + second[1] for first, second in zip(*both, strict=True))
+    assert [[status for status, _ in rank] for rank in both] == [[0, 2, 2, 2, 0]] * 2, both
+    assert not saved + resumed
+    for lines, words in ((seed, "training.seed: rank 0 has 1234, rank 1 has 7"), (data, "data.prefix: rank 0 has ")):
+        assert len(lines) == 1
+        assert lines[0].startswith(f"error: the ranks do not run the same job: {words}")
+    assert other_seed[0].startswith("error: the ranks do not run the same job: training.seed: rank 0 has 7, rank 1 ")
+    events = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in events if each.get("event") == "start"] == [0, 2], "refused starts write nothing"
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:

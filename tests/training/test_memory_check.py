@@ -21,7 +21,7 @@ from megapipe.planner.recompute_budget import peak_bytes
 from megapipe.planner.runs.validation import data_parallel_size
 from megapipe.training import memory_check
 from megapipe.training.assemble import building_progress
-from megapipe.training.memory_check import Free, Rank, check_memory, free_on_host, memory_problem, needed
+from megapipe.training.memory_check import Free, Need, Rank, check_memory, free_on_host, memory_problem, needed
 from tests.support.meshes import run_threads
 
 MODEL = {"vocabulary_size": 512, "num_layers": 4, "hidden_size": 64, "num_heads": 8, "max_positions": 64}
@@ -85,6 +85,15 @@ def test_suggested_changes_fit(share: float, count: int, device: str) -> None:
         assert held <= free, change
 
 
+def test_memory_of_equal_names_is_counted_apart() -> None:
+    """Containers of one host with a limit each, and GPUs each of which its process sees as the first one."""
+    own = Free(10, "its cgroup allows 10 B")
+    ranks = [Rank("node", "cuda:0", Need(8, 6), Free(9, ""), own, f"GPU-{each}", f"boot {each}") for each in (0, 1)]
+    assert memory_problem(_config(), ranks) is None
+    shared = [replace(each, device_id="GPU-0") for each in ranks]
+    assert str(memory_problem(_config(), shared)).startswith("training needs 16 B on cuda:0 of host node for 2 ranks")
+
+
 def _checked(mesh: Mesh, config: PretrainConfig) -> str:
     said: list[str] = []
     try:
@@ -130,7 +139,7 @@ def test_free_memory_of_a_host_is_the_least_limit(tmp_path: Path) -> None:
             "sys/fs/cgroup/slice/unit/memory.current": "1000000\n",
             "sys/fs/cgroup/slice/memory.max": "6000000\n",
             "sys/fs/cgroup/slice/memory.current": "2000000\n",
-            "sys/fs/cgroup/slice/memory.stat": "anon 1\ninactive_file 500000\n",
+            "sys/fs/cgroup/slice/memory.stat": "anon 1\nactive_file 200000\ninactive_file 300000\n",
         },
     )
     assert free_on_host(tmp_path) == Free(4_500_000, "its cgroup allows 6.0 MB")

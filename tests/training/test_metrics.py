@@ -21,14 +21,15 @@ def refuse(word: str) -> NoReturn:
 def test_every_line_is_one_json_object_of_its_record(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path)
     file.event("start", step=0)
-    file.step(step_record(1, loss=math.nan, gradient_norm=math.inf, skipped=True))
+    file.step(step_record(1, loss=math.nan, gradient_norm=math.inf, expert_load_variations=[math.nan], skipped=True))
     file.evaluation(evaluation_record(1))
     file.close()
     start, step, evaluation = [
         json.loads(line, parse_constant=refuse) for line in (tmp_path / FILE_NAME).read_text().splitlines()
     ]
     assert (start["event"], start["step"]) == ("start", 0)
-    assert step == {**asdict(step_record(1, skipped=True)), "loss": None, "gradient_norm": None}
+    not_finite = {"loss": None, "gradient_norm": None, "expert_load_variations": [None]}
+    assert step == {**asdict(step_record(1, skipped=True)), **not_finite}
     assert evaluation == {**asdict(evaluation_record(1)), "event": "evaluation", "time": evaluation["time"]}
 
 

@@ -136,6 +136,9 @@ def test_paths_may_differ_where_their_content_does_not(tmp_path: Path) -> None:
     assert compared(tmp_path / "a") == compared(tmp_path / "b")
     assert compared(tmp_path / "a", blend=True) == compared(tmp_path / "b", blend=True)
     here = compared(tmp_path / "b")
+    cased = named(tmp_path / "b", blend=False)
+    cased.data = replace(cased.data, tokenizer=cased.data.tokenizer.replace("uncased", "cased"))
+    assert run_identity(cased, 2, CPU)["data.tokenizer"].compared != here["data.tokenizer"]
     (tmp_path / "b/vocab.txt").write_text("another")
     (tmp_path / "b/schedule.txt").write_text("another")
     (tmp_path / "b/hardware.yaml").write_text("another")

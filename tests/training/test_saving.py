@@ -22,7 +22,7 @@ from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training import evaluation, saving
+from megapipe.training import evaluation, resume, saving
 from megapipe.training.pretrain import pretrain
 from megapipe.training.saving import Saves
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -98,6 +98,21 @@ def test_auto_measures_and_then_saves_as_often_as_it_may(
 def test_minutes(tmp_path: Path, corpus: str) -> None:
     assert run(configuration(corpus, tmp_path, steps=4, every_minutes=1e-9, asynchronous=False)) == 0
     assert saved(tmp_path) == [2, 3, 4], "nobody knows how long the first step will take"
+
+
+def test_auto_waits_an_interval_after_a_save_that_fails(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def full(*arguments: Any) -> Path:
+        attempts.append(arguments)
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(resume, "save", full)
+    config = configuration(corpus, tmp_path, steps=25, every="auto", asynchronous=False, at_end=False)
+    assert run(config) == 0
+    assert len(attempts) == 2, "after every tenth step; one attempt per step would slow training"
 
 
 class Disk(StorageWriter):
@@ -252,15 +267,15 @@ def test_memory_of_copies_is_there_before_the_first_save(
 def test_a_signal_during_an_evaluation_gives_that_up(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums, batches = evaluation._sums, []
+    sums, batches = evaluation.batch_sums, []
 
-    def signalled(result: StepResult) -> list[torch.Tensor]:
+    def signalled(result: StepResult, token_counts: Any) -> torch.Tensor:
         batches.append(result)
         if len(batches) == 2:
             signal.raise_signal(signal.SIGTERM)
-        return sums(result)
+        return sums(result, token_counts)
 
-    monkeypatch.setattr(evaluation, "_sums", signalled)
+    monkeypatch.setattr(evaluation, "batch_sums", signalled)
     config = configuration(corpus, tmp_path, every=1000)
     config.data = replace(config.data, split="50,50,0")
     config.evaluation = replace(config.evaluation, every=3, samples=48)
