@@ -19,6 +19,7 @@ from megapipe.checkpoint.directory import steps
 from megapipe.checkpoint.manifest_file import MANIFEST, _checksum, read_manifest
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
+from megapipe.config.untrusted import decode_json
 from megapipe.conversion.foreign.archive import Archive
 from megapipe.conversion.foreign.sandbox import Sandbox
 from megapipe.conversion.formats import FORMATS, UnknownFormatError
@@ -308,3 +309,11 @@ def test_a_mutated_file_gives_a_value_or_one_line(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", READERS)
 def test_many_mutated_files_give_values_or_lines(name: str, tmp_path: Path) -> None:
     fuzz(name, tmp_path, range(2, 1_000_000), 0.6)
+
+
+def test_a_key_twice_among_many_is_refused_at_once() -> None:
+    keys = ",".join(f'"{number}":0' for number in range(20_000))
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="the key '19999' twice"):
+        decode_json(f'{{{keys},"19999":1}}'.encode(), "hostile", CheckpointError)
+    assert time.process_time() - start < 2

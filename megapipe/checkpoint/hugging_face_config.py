@@ -150,11 +150,13 @@ def _window(config: Mapping[str, Any], family: Family) -> int | None:
     """Qwen files give a window that only `use_sliding_window` turns on, and then for some layers alone."""
     if family in ("mistral", "mixtral"):
         window: int | None = config.get("sliding_window")
+        if window is not None and not isinstance(window, int):
+            raise CheckpointError(f"sliding_window is {window!r}; it must be a whole number, or null for no window")
         return window
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if config.get("use_sliding_window") or kinds:
-        told = "use_sliding_window is set" if config.get("use_sliding_window") else f"layer_types has {min(kinds)!r}"
-        raise CheckpointError(f"{told}; the model configuration has one window for all layers")
+        reason = "use_sliding_window is set" if config.get("use_sliding_window") else f"layer_types has {min(kinds)!r}"
+        raise CheckpointError(f"{reason}; the model configuration has one window for all layers")
     return None
 
 

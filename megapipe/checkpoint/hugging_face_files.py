@@ -16,6 +16,7 @@ from megapipe.checkpoint.hugging_face_config import family_of, field_differences
 from megapipe.checkpoint.untrusted import check_counts, inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.models import bert_hugging_face
 from megapipe.models.gpt_hugging_face import (
     Correspondence,
@@ -129,13 +130,15 @@ def fitting(
 
 
 def told_fields(folder: Path, kind: Kind, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """`kind.fields`, with the folder in what is raised."""
+    """Return `kind.fields`. Raises CheckpointError, with the file, for a config.json of another structure."""
     try:
         return kind.fields(config, names)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / CONFIG} lacks what its model_type needs: {error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{folder / CONFIG} lacks the key {error}, which its model_type needs") from error
+    except DECODING_ERRORS as error:
+        raise CheckpointError(f"{folder / CONFIG} has a value that its model_type cannot have: {error}") from error
 
 
 def joined(parts: Sequence[Tensor], pair: Correspondence) -> Tensor:

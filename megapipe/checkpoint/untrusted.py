@@ -35,7 +35,7 @@ def check_safetensors(path: Path) -> int:
     length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
     if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
         raise DamagedCheckpointError(
-            f"{path} is not a readable safetensors file: it tells of a header of {length:,} bytes in a file of "
+            f"{path} is not a readable safetensors file: it claims a header of {length:,} bytes in a file of "
             f"{size:,}; at most {MAX_HEADER_BYTES:,} are read",
             "unreadable",
         )

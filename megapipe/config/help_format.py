@@ -39,7 +39,7 @@ def describe_library_options(parser: ArgumentParser) -> None:
 
 
 def _placeholder(hint: Any) -> str:
-    """Return what stands after a flag of this type, such as `N|null` for `int | None`."""
+    """Return the placeholder after a flag of this type, such as `N|null` for `int | None`."""
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
@@ -92,8 +93,7 @@ def is_of_type(value: Any, declared: Any) -> bool:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"it has the key {twice!r} twice in one object; keep one of them")
     return found
 
@@ -153,7 +153,7 @@ def _mapping(loader: StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         if isinstance(key, (dict, list)):
             raise yaml.YAMLError(f"line {line}: a list or mapping is used as a key; write a name")
         if key in found:
-            raise yaml.YAMLError(f"key {key!r} stands twice in one mapping (line {line}); keep one of them")
+            raise yaml.YAMLError(f"line {line}: the key {key!r} appears twice in one mapping; keep one of them")
         found[key] = loader.construct_object(value, deep=True)
     return found
 

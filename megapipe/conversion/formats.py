@@ -12,7 +12,7 @@ from megapipe.conversion.target import Target, TargetOptions
 
 
 class UnknownFormatError(ValueError):
-    """A folder whose format cannot be told, or a format that is none. The message names the formats there are."""
+    """A folder whose format cannot be identified, or an unknown format. The message lists all formats."""
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ def format_of(path: Path, name: str | None = None) -> Format:
     for known in FORMATS.values():
         if known.recognizes(path):
             return known
-    raise UnknownFormatError(f"{path} tells no format by its files; name it with --from: {', '.join(FORMATS)}")
+    raise UnknownFormatError(f"the files of {path} identify no format; name it with --from: {', '.join(FORMATS)}")

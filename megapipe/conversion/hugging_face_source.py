@@ -101,7 +101,7 @@ class HuggingFaceSource:
 
 def _blank(config: Mapping[str, Any]) -> ModelConfig:
     """Any model of the folder's kind."""
-    return BertModelConfig() if config.get("model_type") in NORM_POSITIONS else ModelConfig()
+    return BertModelConfig() if config.get("model_type") in tuple(NORM_POSITIONS) else ModelConfig()
 
 
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:

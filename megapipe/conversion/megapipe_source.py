@@ -114,8 +114,8 @@ class MegapipeSource:
         entry = file.entry(chunk.key)
         if entry.num_bytes != num_bytes or entry.dtype != chunk.dtype:
             raise DamagedCheckpointError(
-                f"{file.path}: tensor {chunk.key!r} has {entry.num_bytes} bytes of {entry.dtype}; the manifest tells "
-                f"of {num_bytes} of {chunk.dtype}",
+                f"{file.path}: tensor {chunk.key!r} has {entry.num_bytes} bytes of {entry.dtype}; the manifest "
+                f"has {num_bytes} bytes of {chunk.dtype}",
                 "unreadable",
             )
         content = memoryview(bytearray(PIECE_BYTES)) if target is None else bytes_of(target)

@@ -32,8 +32,8 @@ from megapipe.optim.make import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.balance import balance_layers, check_assignment
-from megapipe.schedules.generators.registry import Options, find_generator
-from megapipe.schedules.load_file import fit_for_training, is_file_name, read_file
+from megapipe.schedules.generators.registry import Options, find_generator, is_file_name
+from megapipe.schedules.load_file import fit_for_training, read_file
 from megapipe.schedules.schedule import Schedule
 
 Tensors = Tensor | Sequence[Tensor]

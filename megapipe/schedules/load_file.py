@@ -8,7 +8,6 @@ from megapipe.config.untrusted import read_bytes
 from megapipe.schedules.actions import KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.build import forward_only
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators.registry import GENERATORS
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
@@ -27,11 +26,6 @@ def read_file(path: Path) -> Schedule:
         why = error.strerror if isinstance(error, OSError) else error
         raise ScheduleError(f"cannot read {path}: {why}; name a text file of a schedule") from None
     return loads(text, str(path))
-
-
-def is_file_name(name: str) -> bool:
-    """Return whether the name of a schedule is that of a text file: a path, or a name with a suffix."""
-    return name not in GENERATORS and (Path(name).suffix != "" or len(Path(name).parts) > 1)
 
 
 def load_file(path: Path) -> Schedule:

@@ -135,7 +135,7 @@ def edit(file: Path, **changes: Any) -> None:
     ("changes", "told"),
     [
         ({"model_type": "t5"}, "model_type 't5' .* gpt2, llama"),
-        ({"n_embd": None}, "lacks what its model_type needs|hidden_size"),
+        ({"n_embd": None}, "a value that its model_type cannot have"),
         ({"activation_function": "relu"}, "'relu' is not supported"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],

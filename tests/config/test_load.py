@@ -51,7 +51,7 @@ def test_a_blend_is_written_in_a_file_or_on_the_command_line(tmp_path: Path) -> 
     [
         ("model:\n  num_lyers: 2\n", "'model.num_lyers'; did you mean 'model.num_layers'?"),
         ("modle:\n  num_layers: 2\n", "did you mean 'model"),
-        ("model:\n  num_layers: 2\n  num_layers: 3\n", "'num_layers' stands twice"),
+        ("model:\n  num_layers: 2\n  num_layers: 3\n", "line 3: the key 'num_layers' appears twice"),
         ("model:\n  num_layers: two\n", "model.num_layers is two, but must be a whole number"),
         ("model:\n  activation: relu\n", "'gelu', 'gelu_tanh', 'swiglu'"),
     ],
@@ -90,7 +90,9 @@ def test_of_two_files_the_wrong_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text("model: {num_layers: 2}\n")
     (tmp_path / "twice.yaml").write_text("model: {num_layers: 2}\nmodel: {num_layers: 3}\n")
     files = ["--config", str(tmp_path / "good.yaml"), "--config", str(tmp_path / "twice.yaml")]
-    with pytest.raises(ConfigError, match=r"^--config \S*twice.yaml is not valid YAML: key 'model' stands twice"):
+    with pytest.raises(
+        ConfigError, match=r"^--config \S*twice.yaml is not valid YAML: line 2: the key 'model' appears twice"
+    ):
         parse(files)
 
 

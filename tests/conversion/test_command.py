@@ -246,7 +246,7 @@ def test_a_tokenizer_that_is_named_and_not_there_is_told_before_anything_is_writ
     ("argv", "told"),
     [
         (["inspect", "nowhere"], "nowhere is not a folder"),
-        (["inspect", "."], "tells no format by its files; name it with --from"),
+        (["inspect", "."], "identify no format; name it with --from"),
         (["inspect", "--from", "megapipe", "."], "no whole checkpoint in ."),
     ],
 )

@@ -144,6 +144,10 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "a model of 1000000000 layers"),
     "a billion columns": (lambda folder: edited(folder, n_embd=12 * 10**9), "needs \\(97, 12000000000\\)"),
     "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
+    "model_type of another type": (
+        lambda folder: edited(folder, model_type=["bert"]),
+        r"model_type \['bert'\] is not",
+    ),
     "a climbing tensor": (climbing_tensor, "an unknown tensor '../../x'"),
     "wrong shape": (wrong_shape, r"the shape \(1,\), but .* needs \(64, 64\)"),
     "pickle": (pickled, "is a pickle, which can carry code"),

@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from megapipe.checkpoint import CheckpointError
-from megapipe.checkpoint.hugging_face_files import kind_of
+from megapipe.checkpoint import CheckpointError, hugging_face_keys
+from megapipe.checkpoint.hugging_face_files import fitting, kind_of
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
@@ -192,6 +192,23 @@ def test_a_refusal_names_the_key_and_its_value(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(CheckpointError, match=told):
             HuggingFaceSource(tmp_path)
+
+
+@pytest.mark.parametrize("family", hugging_face_keys.FAMILIES)
+def test_a_value_of_any_type_is_refused_in_one_line(family: str, tmp_path: Path) -> None:
+    """Without a tensor no folder fits, so that every value ends in a CheckpointError, and in no other."""
+    known = hugging_face_keys.FAMILIES[family]
+    sizes = {"num_attention_heads": 2, "n_head": 2, "hidden_size": 8, "n_embd": 8}
+    config = {"model_type": family, **{key: sizes.get(key, 1) for key in known.read if not key.startswith("rope_")}}
+    for key in {"hidden_act", "activation_function"} & known.read:
+        config[key] = "silu" if "rope_theta" in known.read else "gelu"
+    values = (None, "x", 0, -1, 1.5, True, [], [[1]], [None, "x"], {}, {"x": []}, {"rope_type": [1]})
+    model = BertModelConfig() if "bert" in family else ModelConfig()
+    for key in (*known.read, *(known.fixed or ()), "model_type"):
+        for value in values:
+            with pytest.raises(CheckpointError) as refused:
+                fitting(tmp_path, {**config, key: value}, model, [])
+            assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow), "bert"])

@@ -155,6 +155,7 @@ def test_a_skipped_line_is_left_out_of_every_field(tmp_path: Path) -> None:
     [
         (["--input", "nowhere"], "'nowhere' gives no files: give a file, a folder"),
         (["--input", "empty"], "'empty' gives no files: the folder is empty"),
+        (["--input", "dataset:"], "'dataset:' names no dataset: give dataset:NAME"),
         (["--input", "blank.jsonl"], "no usable document"),
         (["--input", "a.txt", "--tokenizer", "gpt5"], "no tokenizer 'gpt5'"),
         (["--input", "a.txt", "--tokenizer", "a.txt"], "a.txt is not a tokenizer.json"),

@@ -127,6 +127,8 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ("simulate --bandwidth 3", "go together"),
         ("simulate --bandwidth 0 --message 1", "must be above 0"),
         ("simulate --steps 0", "--steps 0 is below 1"),
+        ("simulate --steps 9999999999", "the maximum is 125,000 steps"),
+        ("show --schedule mine.txt", "a schedule file is given by --file"),
         ("simulate --schedule zb_v --placement linear", "places its stages v_shape"),
         ("draw --output picture.png", "must end in .svg, .html, .json"),
         (
@@ -145,6 +147,15 @@ def test_errors_are_one_line_and_status_2(capsys, arguments, message):
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1
     assert message in error
+
+
+@pytest.mark.parametrize("flag", ["--forward", "--latency", "--bandwidth", "--memory-limit"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_times_must_be_finite_and_not_negative(capsys, flag, value):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", flag, value])
+    assert ended.value.code == 2
+    assert f"{flag} is {value}, but must be a finite number of at least 0" in capsys.readouterr().err
 
 
 def test_validate_shows_where_a_file_goes_wrong(capsys, tmp_path):

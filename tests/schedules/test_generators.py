@@ -171,6 +171,7 @@ def test_zb_auto_keeps_its_memory_limit(limit):
         ("gpipe", 4, {"two_bp": True, "max_pending": 0}, "max_pending 0"),
         ("gpipe", 4, {"max_pending": 2}, "with two_bp alone"),
         ("zb_auto", 4, {"memory_limit": 0}, "memory_limit 0"),
+        ("zb_auto", 4, {"memory_limit": float("nan")}, "memory_limit nan is not a finite number"),
     ],
 )
 def test_what_a_schedule_cannot_run_names_the_rule(name, microbatches, options, message):

@@ -112,7 +112,9 @@ def _run_of(told: Mapping[str, Any], path: Path) -> tuple[RunState | None, dict[
         )
         return run, {str(name): int(count) for name, count in told["applied_updates"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not tell where its run stands: {error!r}; leave `run` out") from error
+        raise CheckpointError(
+            f"{path} has an unreadable training position in `run`: {error!r}; remove `run`"
+        ) from error
 
 
 class DcpTarget:
@@ -149,7 +151,7 @@ class DcpTarget:
         text = json.dumps(document, indent=1, allow_nan=False)
         write_file(DISK, self._folder.partial / CONFIG, [memoryview(text.encode())])
         self._folder.finish()
-        return [f"a state dict of model.NAME and optimizer.state.NAME.KIND; the model is told in {CONFIG}"]
+        return [f"a state dict of model.NAME and optimizer.state.NAME.KIND; the model is described in {CONFIG}"]
 
     def abandon(self) -> None:
         if self._writer is not None:

@@ -129,7 +129,7 @@ class _Item:
             self.archive.close()
             raise DamagedCheckpointError(
                 f"{path}, bytes {chunk.start} to {chunk.stop}, do not hold the part of {tensor.name!r} of shape "
-                f"{chunk.box.shape} and {expected} that {METADATA} tells of",
+                f"{chunk.box.shape} and {expected} that {METADATA} lists",
                 "unreadable",
             )
         self.place = place

@@ -43,7 +43,7 @@ class TorchDistSource:
         config = read_json(folder / CONFIG)
         told = {name: config.get(name) for name in _BACKEND}
         if told != _BACKEND:
-            raise CheckpointError(f"{folder / CONFIG} tells of {told}; {_BACKEND} is read")
+            raise CheckpointError(f"{folder / CONFIG} has {told}; only {_BACKEND} can be read")
         self._sandbox = Sandbox(allow_pickle, folder)
         try:
             self._files = DcpFiles(folder, self._sandbox)

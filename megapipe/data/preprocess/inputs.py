@@ -9,7 +9,13 @@ from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.hub_datasets import DATASET_PREFIX, dataset_bytes, is_saved_dataset, with_options
+from megapipe.data.preprocess.hub_datasets import (
+    DATASET_PREFIX,
+    DatasetName,
+    dataset_bytes,
+    is_saved_dataset,
+    with_options,
+)
 
 Format = Literal["text", "json_lines", "parquet", "arrow", "dataset"]
 
@@ -76,6 +82,8 @@ def find_inputs(
         if not files:
             raise DataError(f"input {spec!r} gives no files{_hint(spec, include, exclude)}")
         if spec.startswith(DATASET_PREFIX):
+            if not DatasetName.of(spec).name:
+                raise DataError(f"input {spec!r} names no dataset: give {DATASET_PREFIX}NAME")
             files = [Path(with_options(spec, revision, stream))]
         found.update(dict.fromkeys(files))
     return [InputFile(path, _size(path)) for path in found]

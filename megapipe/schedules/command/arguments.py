@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megapipe.config.command_line import tool_parser, with_hyphens
-from megapipe.schedules.build import build, order
+from megapipe.config.command_line import finite, tool_parser, with_hyphens
+from megapipe.schedules.build import MOST_FORWARDS, build, order
 from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
@@ -125,33 +125,33 @@ def _flags(command: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--max-pending", type=int, help="with --two-bp: maximum number of postponed weight halves")
     options.add_argument(
-        "--memory-limit", type=float, help="zb_auto: maximum number of micro-batches that a rank holds"
+        "--memory-limit", type=finite, help="zb_auto: maximum number of micro-batches that a rank holds"
     )
     options.add_argument(
         "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"
     )
     times = command.add_argument_group("times of one rank's share of the model, in any unit")
-    times.add_argument("--forward", type=float, default=1.0)
-    times.add_argument("--recompute-time", type=float, help="recomputation (default: as the forward)")
+    times.add_argument("--forward", type=finite, default=1.0)
+    times.add_argument("--recompute-time", type=finite, help="recomputation (default: as the forward)")
     times.add_argument(
-        "--backward", type=float, help="whole backward (default: the sum of its halves, or twice the forward)"
+        "--backward", type=finite, help="whole backward (default: the sum of its halves, or twice the forward)"
     )
-    times.add_argument("--backward-input", type=float)
-    times.add_argument("--backward-weight", type=float)
-    times.add_argument("--latency", type=float, default=0.0, help="latency of a message between ranks")
-    times.add_argument("--bandwidth", type=float, help="bytes per time unit between two ranks; needs --message")
-    times.add_argument("--message", type=float, help="bytes of a micro-batch's activations; needs --bandwidth")
+    times.add_argument("--backward-input", type=finite)
+    times.add_argument("--backward-weight", type=finite)
+    times.add_argument("--latency", type=finite, default=0.0, help="latency of a message between ranks")
+    times.add_argument("--bandwidth", type=finite, help="bytes per time unit between two ranks; needs --message")
+    times.add_argument("--message", type=finite, help="bytes of a micro-batch's activations; needs --bandwidth")
     times.add_argument(
         "--blocking-sends", action="store_true", help="a send blocks its rank until the message has arrived"
     )
-    times.add_argument("--update-time", type=float, default=0.0, help="optimizer step of a rank's share")
-    times.add_argument("--reduce-time", type=float, default=0.0, help="gradient reduction of a rank's share")
+    times.add_argument("--update-time", type=finite, default=0.0, help="optimizer step of a rank's share")
+    times.add_argument("--reduce-time", type=finite, default=0.0, help="gradient reduction of a rank's share")
     times.add_argument(
-        "--gather-time", type=float, default=0.0, help="gathering or copying in the weights of a rank's share"
+        "--gather-time", type=finite, default=0.0, help="gathering or copying in the weights of a rank's share"
     )
-    times.add_argument("--offload-time", type=float, default=0.0, help="copy of a micro-batch's activations, one way")
-    times.add_argument("--offload-state-time", type=float, default=0.0, help="copy of the optimizer state, one way")
-    times.add_argument("--scalars-time", type=float, default=0.0, help="global norm and finite flag over all ranks")
+    times.add_argument("--offload-time", type=finite, default=0.0, help="copy of a micro-batch's activations, one way")
+    times.add_argument("--offload-state-time", type=finite, default=0.0, help="copy of the optimizer state, one way")
+    times.add_argument("--scalars-time", type=finite, default=0.0, help="global norm and finite flag over all ranks")
 
 
 def order_of(flags: argparse.Namespace, name: str) -> Schedule:
@@ -254,4 +254,10 @@ def steps_of(flags: argparse.Namespace, schedule: Schedule) -> int:
     steps: int = flags.steps if flags.steps is not None else 1 if schedule.flushes else NEVER_FLUSHING_STEPS
     if steps < 1:
         raise ScheduleError(f"--steps {steps} is below 1")
+    forwards = schedule.header.num_microbatches * len(schedule.header.stages)
+    if steps * forwards > MOST_FORWARDS:
+        raise ScheduleError(
+            f"--steps {steps} of {forwards:,} forwards each are too many to simulate; the maximum is "
+            f"{max(1, MOST_FORWARDS // forwards):,} steps"
+        )
     return steps

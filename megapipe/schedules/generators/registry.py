@@ -4,6 +4,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from megapipe.schedules.errors import ScheduleError
@@ -121,6 +122,16 @@ def find_generator(name: str) -> Generator:
     """The generator of that name; raises ScheduleError with the nearest known name."""
     if name in GENERATORS:
         return GENERATORS[name]
+    if is_file_name(name):
+        raise ScheduleError(
+            f"unknown schedule {name!r}; a schedule file is given by --file in tools/schedule.py, and by "
+            "schedule.file in a run"
+        )
     nearest = difflib.get_close_matches(name, GENERATORS, n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
     raise ScheduleError(f"unknown schedule {name!r}{hint} Known: {', '.join(GENERATORS)}")
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether the name of a schedule is that of a text file: a path, or a name with a suffix."""
+    return name not in GENERATORS and (Path(name).suffix != "" or len(Path(name).parts) > 1)

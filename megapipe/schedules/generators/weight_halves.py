@@ -23,7 +23,7 @@ class Times:
 
     def __post_init__(self) -> None:
         if min(self.forward, self.backward_input, self.backward_weight) <= 0 or self.latency < 0:
-            raise ScheduleError(f"{self}: compute times must be above 0 and the latency not below")
+            raise ScheduleError(f"{self}: compute times must be above 0, and the latency must be at least 0")
 
     def of(self, kind: Kind, chunks: int) -> float:
         """Time of one stage of a rank that holds ``chunks``."""

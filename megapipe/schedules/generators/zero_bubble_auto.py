@@ -1,5 +1,6 @@
 """The automatic zero-bubble schedule: greedy orders under a memory limit, the cheapest of a few rules of thumb."""
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -31,8 +32,10 @@ def zb_auto(
     """
     times = Times() if times is None else times
     limit = float(num_ranks) if memory_limit is None else memory_limit
-    if limit < 1:
-        raise ScheduleError(f"memory_limit {limit:g} is below 1: a rank holds at least the micro-batch it works on")
+    if not 1 <= limit < math.inf:
+        raise ScheduleError(
+            f"memory_limit {limit:g} is not a finite number of at least 1; a rank holds at least one micro-batch"
+        )
     best = min(_candidates(num_ranks, num_microbatches, int(limit), times), key=lambda timed: timed.cost)
     return Sections.flushing(tuple(rows_from_steps(steps) for steps in best.programs))
 
