@@ -79,8 +79,9 @@ def residences(table: Table, written: Ints) -> Residence:
     opens = np.flatnonzero(np.append(True, (unit[1:] != unit[:-1]) | (np.diff(part) != 0)))
     first, last = rows[opens], rows[np.append(opens[1:], len(rows)) - 1]
     parts = np.searchsorted(part[opens], np.arange(table.header.num_ranks * table.num_sections + 1)).tolist()
+    units, buffers = unit[opens].tolist(), table.header.weight_buffers
     stays = [
-        first_run + np.array(stays_of(unit[opens][first_run:end].tolist(), table.header.weight_buffers), dtype=np.int64)
+        first_run + np.array(stays_of(units[first_run:end], buffers), dtype=np.int64)
         for first_run, end in pairwise(parts)
     ]
     first_use, last_use, start = np.concatenate(stays, axis=1)
@@ -135,7 +136,7 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
 
 
 class Stays(NamedTuple):
-    """One entry per gather of one rank, in order: the runs of its first and last use, and the run at which it starts."""
+    """One entry per gather of one rank, in order: runs of its first and last use, and the run at which it starts."""
 
     first_use: list[int]
     last_use: list[int]
