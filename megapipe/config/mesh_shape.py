@@ -62,6 +62,11 @@ class MeshShape:
             tuple(self.rank_of(dict(outer) | dict(inner)) for inner in self._walk(free)) for outer in self._walk(fixed)
         )
 
+    def group_of(self, rank: int, *names: str) -> tuple[int, ...]:
+        """Return the group of `partition` that a rank is in."""
+        own, free = self.coordinates(rank), [name for name in DIMENSIONS if name in names]
+        return tuple(self.rank_of(own | dict(inner)) for inner in self._walk(free))
+
     def stage_partition(self, stages: tuple[int, ...]) -> Partition:
         """Return, for each tensor coordinate, the ranks of all replicas at the pipeline coordinates `stages`, replica
         by replica."""

@@ -78,10 +78,11 @@ def rows_of(
     slot: int | Ints | Rows = -1,
 ) -> Rows:
     """Rows from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
-    columns = np.broadcast_arrays(
-        *(np.atleast_1d(np.asarray(column)) for column in (kind, stage, unit, microbatch, -1, version, slot))
-    )
-    return np.stack(columns, axis=-1).astype(np.int32)
+    columns = (kind, stage, unit, microbatch, -1, version, slot)
+    rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
+    for number, column in enumerate(columns):
+        rows[..., number] = column
+    return rows
 
 
 def empty_rows() -> Rows:

@@ -15,6 +15,7 @@ section to the next: what comes after a section depends on whether the run goes 
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -78,12 +79,12 @@ def residences(table: Table, written: Ints) -> Residence:
     opens = np.flatnonzero(np.append(True, (unit[1:] != unit[:-1]) | (np.diff(part) != 0)))
     first, last = rows[opens], rows[np.append(opens[1:], len(rows)) - 1]
     parts = np.searchsorted(part[opens], np.arange(table.header.num_ranks * table.num_sections + 1)).tolist()
-    found = [
-        (before + uses, before + ends, before + starts)
-        for before, behind in pairwise(parts)
-        for uses, ends, starts in residences_of(unit[opens][before:behind].tolist(), table.header.weight_buffers)
+    units, buffers = unit[opens].tolist(), table.header.weight_buffers
+    stays = [
+        first_run + np.array(stays_of(units[first_run:end], buffers), dtype=np.int64)
+        for first_run, end in pairwise(parts)
     ]
-    first_use, last_use, start = np.array(found, dtype=np.int64).T
+    first_use, last_use, start = np.concatenate(stays, axis=1)
     use = first[first_use]
     return Residence(use, last[last_use], np.maximum(first[start], written[table.stage[use], table.version[use]]))
 
@@ -103,11 +104,11 @@ def last_additions(table: Table) -> Ints:
     unit = places(table, rows)
     closes = np.flatnonzero(np.append((unit[1:] != unit[:-1]) | (np.diff(table.rank[rows]) != 0), True))
     last, rank = rows[closes], table.rank[rows[closes]]
-    found = []
-    for first, behind in pairwise(np.searchsorted(rank, np.arange(table.header.num_ranks + 1)).tolist()):
-        backwards = unit[closes][first:behind][::-1].tolist()
-        found += [behind - 1 - uses for uses, _, _ in residences_of(backwards, table.header.whole_gradients)]
-    return last[np.sort(np.array(found, dtype=np.int64))]
+    reduced: list[int] = []
+    for first, end in pairwise(np.searchsorted(rank, np.arange(table.header.num_ranks + 1)).tolist()):
+        backwards = unit[closes][first:end][::-1].tolist()
+        reduced += [end - 1 - use for use in stays_of(backwards, table.header.whole_gradients).first_use]
+    return last[np.sort(np.array(reduced, dtype=np.int64))]
 
 
 def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
@@ -134,18 +135,31 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
     return np.array(opening, dtype=np.int64), np.array(freeing, dtype=np.int64)
 
 
-def residences_of(units: list[int], buffers: int) -> list[tuple[int, int, int]]:
-    """For each gather of one rank, in order: the runs of first and last use, and the run ahead of which it starts."""
-    ahead: Counter[int] = Counter()
-    uses_from: dict[int, tuple[int, int]] = {}
-    held, end = [], 0
-    for run, leaving in enumerate(units):
-        while end < len(units) and (units[end] in uses_from or len(uses_from) < buffers):
-            uses_from.setdefault(units[end], (end, run))
-            ahead[units[end]] += 1
-            end += 1
-        ahead[leaving] -= 1
-        if ahead[leaving] == 0:
-            first_use, start = uses_from.pop(leaving)
-            held.append((first_use, run, start))
-    return sorted(held)
+class Stays(NamedTuple):
+    """One entry per gather of one rank, in order: runs of its first and last use, and the run at which it starts."""
+
+    first_use: list[int]
+    last_use: list[int]
+    start: list[int]
+
+
+def stays_of(units: list[int], buffers: int) -> Stays:
+    """How long each unit stays in one of ``buffers`` buffers (at least 1). units: of one rank, by run.
+
+    The first ``buffers`` different units from a run on are on the rank, so a unit is still there at its next use
+    where at most ``buffers`` different units are used from one use to the next. A cache that drops the least recently
+    used unit obeys the same rule, and the gather that fills the buffer starts right after the dropped unit's last use.
+    """
+    stays = Stays([], [], [])
+    held: dict[int, int] = {}  # unit -> its stay, the least recently used unit first
+    for run, unit in enumerate(units):
+        stay = held.pop(unit, None)
+        if stay is None:
+            stay = len(stays.start)
+            stays.start.append(stays.last_use[held.pop(next(iter(held)))] + 1 if len(held) == buffers else 0)
+            stays.first_use.append(run)
+            stays.last_use.append(run)
+        else:
+            stays.last_use[stay] = run
+        held[unit] = stay
+    return stays

@@ -10,7 +10,7 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Rows, kind_mask
-from megapipe.schedules.gathers import ADDING, USES, residences_of
+from megapipe.schedules.gathers import ADDING, USES, stays_of
 from megapipe.schedules.generators.looped import default_group_size
 from megapipe.schedules.schedule import Schedule
 
@@ -45,14 +45,18 @@ def traffic_counts(run: RunLayout) -> TrafficCounts:
     units = [tuple(run.stages.units_per_stage[stage] for stage in own[rank]) for rank in range(run.pipeline)]
     chosen = _shown_ranks(units, min(RANKS, run.pipeline))
     options = tuple(sorted(schedule_options(run.config).items()))
-    buffers = zero.weight_buffers if zero.stage >= 3 else 0
     shown = tuple((rank, units[rank]) for rank in chosen)
-    found = _counted(run.config.schedule.name, options, run.pipeline, count, shown, buffers, zero.gradient_buffers)
+    # Gathers are counted under ZeRO-2 as well, so that both stages share one count.
+    found = _counted(
+        run.config.schedule.name, options, run.pipeline, count, shown, zero.weight_buffers, zero.gradient_buffers
+    )
     gathers, sums = np.zeros(stages), np.zeros(stages)
     for rank, mine in own.items():
         like = chosen.index(rank) if rank in chosen else 1
         for chunk, stage in enumerate(mine):
             gathers[stage], sums[stage] = found[like][chunk]
+    if zero.stage < 3:
+        gathers[:] = 0.0
     crowded = np.array(run.stages.units_per_stage) > zero.gradient_buffers
     once = 1.0 / count * (1 + 1e-9)
     steady = np.where((sums > once) | ((count == 1) & crowded), sums, 0.0)
@@ -114,9 +118,7 @@ def _of_rank(
     """
     rows, every = schedule.sections.body[rank], schedule.header.num_microbatches
     found = np.zeros((len(units), 2))
-    if weight_buffers:
-        places = _places(schedule, rows, rank, units, USES)
-        found[:, 0] = _moved(places, units, weight_buffers)
+    found[:, 0] = _moved(_places(schedule, rows, rank, units, USES), units, weight_buffers)
     backwards = [_places(schedule, rows, rank, units, ADDING)]
     found[:, 1] = _moved(backwards[0][::-1], units, whole_gradients)
     if not schedule.flushes:
@@ -145,6 +147,8 @@ def _places(
 
 def _moved(places: npt.NDArray[np.int64], units: tuple[int, ...], buffers: int) -> npt.NDArray[np.int64]:
     """By chunk, how often a unit comes to lie in a buffer."""
-    numbers = places.tolist()
-    uses = [first for first, _, _ in residences_of(numbers, buffers)]
-    return np.bincount(places[uses] % len(units), minlength=len(units))
+    if buffers > 2:
+        gathers = np.array(stays_of(places.tolist(), buffers).first_use, dtype=np.int64)
+    else:  # neighbours differ, so a unit is still there if it is one of the last two, which is the rule of `stays_of`
+        gathers = np.flatnonzero(np.append(places[:buffers] >= 0, places[buffers:] != places[:-buffers]))
+    return np.bincount(places[gathers] % len(units), minlength=len(units))

@@ -33,7 +33,7 @@ def predict_rank(
     shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
     model, precision = config.model, cast(Precision, config.training.precision)
     layout = StageLayout.of(config)
-    replicas = next(part for part in shape.partition("data", "context") if rank in part)
+    replicas = shape.group_of(rank, "data", "context")
     costs = LayoutCosts(
         config,
         layout.layers,

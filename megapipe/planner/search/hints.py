@@ -29,25 +29,32 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
         except ConfigError:
             return 0.0
 
-    counts = {}
-    for count in neighbour_devices(hardware, devices):
-        samples = [base.batch.global_size, *neighbour_batches(base.batch.global_size, count)]
-        counts[count] = max(
-            gain(replace(base, batch=replace(base.batch, global_size=each)), hardware, count) for each in samples
-        )
-    count = max(counts, key=lambda each: counts[each], default=devices)
-    if counts.get(count, 0.0) >= MUCH:
-        yield f"{count:,} devices are {counts[count]:.1f} times as fast as {devices:,}, which few sizes divide"
-    sizes = {
-        size: gain(replace(base, batch=replace(base.batch, global_size=size)), hardware, devices)
-        for size in neighbour_batches(base.batch.global_size, devices)
-        if base.batch.ramp_start is None
+    own = base.batch.global_size
+
+    def gain_of_batch(size: int, count: int) -> float:
+        return gain(replace(base, batch=replace(base.batch, global_size=size)), hardware, count)
+
+    def batches(count: int) -> list[int]:
+        return neighbour_batches(own, count) if base.batch.ramp_start is None else []
+
+    counts = {
+        (count, size): gain_of_batch(size, count)
+        for count in neighbour_devices(hardware, devices)
+        for size in (own, *batches(count))
     }
+    count, size = max(counts, key=lambda each: counts[each], default=(devices, own))
+    if counts.get((count, size), 0.0) >= MUCH:
+        batch = "" if size == own else f" with --batch.global_size {size}"
+        yield (
+            f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which few sizes "
+            "divide"
+        )
+    sizes = {size: gain_of_batch(size, devices) for size in batches(devices)}
     size = max(sizes, key=lambda each: sizes[each], default=0)
     if sizes.get(size, 0.0) >= MUCH:
         yield (
-            f"--batch.global_size {size:,} trains {sizes[size]:.1f} times as many tokens per second as "
-            f"{base.batch.global_size:,}, which few sizes divide"
+            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as "
+            f"{own:,}, which few sizes divide"
         )
     for machine, count in single_groups(hardware, devices):
         alone, name = gain(base, machine, count), machine.groups[0].device.name
@@ -72,7 +79,7 @@ def neighbour_batches(samples: int, devices: int) -> list[int]:
     """Batches close to this one that more sizes divide, if neither it divides the devices nor they it."""
     if samples % devices == 0 or devices % samples == 0:
         return []
-    found = []
+    found = [near] if abs((near := round(samples / devices) * devices) - samples) <= BATCH_CHANGE * samples else []
     power = 2 ** (samples.bit_length() - 1)
     while power > 1:
         near = max(1, round(samples / power)) * power

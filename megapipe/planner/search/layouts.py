@@ -113,6 +113,7 @@ class Layouts:
         self._state_valid = cache(self._find_state_valid)
         self._replicas_valid = cache(self._find_replicas_valid)
         self._sequences = self._find_sequences()
+        self._options = cache(self._find_options)
         self._check_base()
 
     def _check_base(self) -> None:
@@ -146,18 +147,34 @@ class Layouts:
 
     def of(self, shape: Shape) -> Iterator[Layout]:
         """The valid layouts of one shape."""
-        base, space = self.base, self.space
         share = shape.data * shape.micro_size
-        for recompute in self._methods():
-            # Of all of a layout's options only this one matters to a schedule, and to one from a file alone.
-            method = recompute if base.schedule.file else base.recompute.method
-            if not self._schedule_valid(shape.schedule, shape.chunks, shape.pipeline, share, method):
-                continue
-            for zero in self._values("zero.stage", base.zero.stage, space.zero_stages):
-                if self._state_valid(zero, recompute) and self._replicas_valid(zero, shape.data * shape.context):
-                    for sequence in self._sequences:
-                        if self._sequence_valid(shape.tensor, shape.context, sequence):
-                            yield Layout(shape, sequence, zero, recompute)
+        # Of all of a layout's options only recomputation matters to a schedule, and to one from a file alone.
+        methods = tuple(
+            recompute
+            for recompute in self._methods()
+            if self._schedule_valid(
+                shape.schedule,
+                shape.chunks,
+                shape.pipeline,
+                share,
+                recompute if self.base.schedule.file else self.base.recompute.method,
+            )
+        )
+        for options in self._options(shape.tensor, shape.context, shape.data * shape.context, methods):
+            yield Layout(shape, *options)
+
+    def _find_options(
+        self, tensor: int, context: int, replicas: int, methods: tuple[Recompute, ...]
+    ) -> list[tuple[int, ZeroStage, Recompute]]:
+        """What a layout adds to a shape: sequence parallelism, ZeRO and one of these methods of recomputation."""
+        return [
+            (sequence, zero, recompute)
+            for recompute in methods
+            for zero in self._values("zero.stage", self.base.zero.stage, self.space.zero_stages)
+            if self._state_valid(zero, recompute) and self._replicas_valid(zero, replicas)
+            for sequence in self._sequences
+            if self._sequence_valid(tensor, context, sequence)
+        ]
 
     def _find_sequences(self) -> tuple[int, ...]:
         """Sequence parallelism and its chunks, as `Layout.sequence`."""

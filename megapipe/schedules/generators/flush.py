@@ -46,5 +46,6 @@ def alternate(forwards: Rows, backwards: Rows, warmup: int) -> Rows:
     index = np.arange(count)
     forward_places = np.where(index < warmup, index, 2 * index - warmup)
     backward_places = np.where(index < count - warmup, warmup + 2 * index + 1, count + index)
-    order = np.argsort(np.concatenate([forward_places, backward_places]))
-    return np.concatenate([forwards, backwards])[order]
+    rows = np.empty((2 * count, forwards.shape[1]), dtype=forwards.dtype)
+    rows[forward_places], rows[backward_places] = forwards, backwards
+    return rows

@@ -47,6 +47,10 @@ def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, 
     devices = draw(st.sampled_from([2, 4, 6, 8, 12, 16]))
     layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=(schedule,), max_context=4)))
     layouts = [each for each in layouts if each.shape.pipeline > 1] or layouts
+    # Most layouts have no sequence parallelism: without this, chunks of it would hardly ever be among the few.
+    kinds = sorted({(each.sequence, each.shape.context > 1) for each in layouts}, reverse=True)
+    chosen = draw(st.sampled_from(kinds)) if kinds else None
+    layouts = [each for each in layouts if (each.sequence, each.shape.context > 1) == chosen]
     some = draw(st.randoms(use_true_random=False)).sample(layouts, min(6, len(layouts)))
     return base, hardware, devices, some
 

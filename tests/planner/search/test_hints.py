@@ -46,8 +46,17 @@ def test_hints_name_what_is_much_faster() -> None:
     base = PretrainConfig(batch=BatchConfig(global_size=1023))
     said = list(hints(base, mixed, 16, _Speed(1.0), fastest))  # type: ignore[arg-type]
     assert len(said) == 2
-    assert "--batch.global_size 1,024 trains 1.3 times as many tokens" in said[0]
+    assert "--batch.global_size 1024 trains 1.3 times as many tokens" in said[0]
     assert "the 8 A100-SXM4-80GB alone are 1.30 times as fast as all 16 devices" in said[1]
+
+
+def test_a_hint_names_the_batch_that_it_needs() -> None:
+    def fastest(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
+        return _Speed(1.5 if (count, config.batch.global_size) == (60, 1020) else 1.0)  # type: ignore[return-value]
+
+    base = PretrainConfig(batch=BatchConfig(global_size=1024))
+    said = list(hints(base, load_hardware("a100-80"), 63, _Speed(1.0), fastest))  # type: ignore[arg-type]
+    assert said == ["60 devices with --batch.global_size 1020 are 1.5 times as fast as 63, which few sizes divide"]
 
 
 def test_presets_of_one_chip_share_its_fitted_efficiency() -> None:
