@@ -52,7 +52,7 @@ def test_a_checkpoint_of_0_1_resumes_bit_for_bit(tmp_path: Path, name: str) -> N
 
 def test_a_schedule_of_0_1_is_read() -> None:
     schedule = loads((FOLDER / "schedule.txt").read_text())
-    assert schedule.header.ranks == 2
+    assert schedule.header.num_ranks == 2
     assert loads(dumps(schedule)) == schedule
 
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import IO, Any, cast
 
 import torch
-from torch.serialization import safe_globals
+from torch.serialization import clear_safe_globals, safe_globals
 
 from megapipe.conversion.foreign.unpickler import DTYPES, Inert, Refused, inert_classes, unpickled
 
@@ -221,6 +221,7 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         _check_size(members.pickle_bytes)
         window.seek(0)
         allowed = [(known, name) for name, known in _ALLOWED.items()]
+        clear_safe_globals()  # this process is a fork: classes that its parent's program allows are not allowed here
         with safe_globals([*allowed, (_mapping, "collections.defaultdict")]):
             value = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         return {"value": Encoder(members.pickle_bytes, members).encode(value)}

@@ -268,6 +268,16 @@ def test_listed_classes_become_records(sandbox: Sandbox, tmp_path: Path) -> None
     archive.close()
 
 
+def test_classes_that_the_program_allows_stay_records(tmp_path: Path) -> None:
+    torch.save({"args": Namespace(num_layers=2)}, tmp_path / "model.pt")
+    with torch.serialization.safe_globals([Namespace]):
+        sandbox = Sandbox(True, tmp_path)
+        archive = Archive(tmp_path / "model.pt", sandbox)
+        assert isinstance(archive.value["args"], Record)
+        archive.close()
+        sandbox.close()
+
+
 def test_the_confined_process_can_neither_open_nor_write_nor_fork(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     existing = tmp_path / "existing"
