@@ -24,7 +24,7 @@ from tests.faults.jobs import (
     wait_for_the_end,
 )
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment, launch, start
+from tests.support.launch import command, environment, launch, launch_with_torchrun, start
 from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.slow, needs_proc]
@@ -110,7 +110,8 @@ def test_a_reader_that_leaves_costs_nothing(tmp_path: Path) -> None:
 
 def test_numbers_that_stay_infinite_end_the_job_with_their_own_status(tmp_path: Path) -> None:
     arguments = ["--optimizer.learning_rate=1e30", "--optimizer.warmup_steps=0", "--reliability.non_finite_patience=2"]
-    done = launch(2, f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2", *arguments, folder=tmp_path)
+    arguments += [f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2"]
+    done = launch_with_torchrun(2, *arguments, folder=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("error: 2 steps in a row, up to step ") == 1
     assert f"exitcode  : {ExitCode.NOT_FINITE:d}" in done.stderr
