@@ -50,7 +50,7 @@ def test_splits_of_a_blend(corpora: list[str]) -> None:
 
 
 def test_an_unknown_corpus_is_named_with_its_neighbours(corpora: list[str]) -> None:
-    with pytest.raises(DataError, match=r"c7\.idx does not exist.*holds c0, c1000"):
+    with pytest.raises(DataError, match=r"c7\.idx does not exist.*contains c0, c1000"):
         split_samples(make({corpora[0]: 1.0, corpora[0].replace("c0", "c7"): 1.0}), "train")
 
 
