@@ -1,31 +1,34 @@
-"""Change the product's code in small random ways and report which tier of tests notices.
+"""Change the product's code in small random ways and report which tier of tests catches each change.
 
-    python benchmarks/mutants.py --packages training checkpoint data conversion --count 16
+    python benchmarks/mutants.py --packages training checkpoint data conversion --count 16 --jobs 2
 
-The hash of the parent commit seeds the choice, so that the mutants are not picked by hand. Each mutant is one change
-in one file of a copy of the last commit, and only the tests of its package run on it: the fast ones, then the slow
-ones, then the exhaustive ones, up to the first that fails. A mutant that no test notices is either equivalent to the
-original or a gap.
+The hash of the parent commit seeds the choice, so that nobody picks the mutants by hand. Each mutant is one change in
+one file of a copy of the last commit. Only the tests of its package run on it: the fast ones, then the slow ones, then
+the exhaustive ones, until one fails. A mutant that no test catches is either equivalent to the original or a gap; one
+that only the exhaustive tier catches was lost when tests were moved there.
 """
 
 import argparse
 import ast
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = {
-    "fast": "not slow and not exhaustive and not gpu",
-    "slow": "slow and not exhaustive and not gpu",
-    "exhaustive": "exhaustive and not gpu",
+    "fast": ["-m", "not slow and not exhaustive and not gpu"],
+    "slow": ["-m", "slow and not exhaustive and not gpu"],
+    "exhaustive": ["-m", "(exhaustive or hypothesis) and not gpu", "--all-examples"],
 }
+"""The choice of tests of `make test`, `make test-slow` and `make test-exhaustive`."""
 NO_TESTS = 5
 """pytest's exit status when no test was chosen."""
 _COMPARISONS = {
@@ -117,12 +120,15 @@ def chosen(packages: list[str], count: int, seed: str) -> list[tuple[str, Mutant
     return picked
 
 
-def tier_that_notices(root: Path, package: str, tiers: list[str], seconds: float) -> str | None:
-    """Run the package's tests tier by tier; a tier that runs out of time counts as noticing, as a hang does in CI."""
+def catching_tier(root: Path, package: str, tiers: list[str], seconds: float) -> str | None:
+    """Return the first tier with a failing test of the package; one that exceeds its time fails, as in CI."""
+    environment = os.environ | {"PYTHONPATH": str(root)}  # programs that tests start import the changed copy too
     for tier in tiers:
-        command = [sys.executable, "-m", "pytest", f"tests/{package}", "-x", "-q", "-n", "0", "-m", TIERS[tier]]
+        command = [sys.executable, "-m", "pytest", f"tests/{package}", "-x", "-q", "-n", "0", *TIERS[tier]]
         try:
-            done = subprocess.run(command, cwd=root, capture_output=True, timeout=seconds, check=False)
+            done = subprocess.run(
+                command, cwd=root, env=environment, capture_output=True, timeout=seconds, check=False
+            )
         except subprocess.TimeoutExpired:
             return f"{tier} (timeout)"
         if done.returncode not in (0, NO_TESTS):
@@ -130,34 +136,38 @@ def tier_that_notices(root: Path, package: str, tiers: list[str], seconds: float
     return None
 
 
+def tested(package: str, mutant: Mutant, tiers: list[str], seconds: float) -> dict[str, object]:
+    """Apply a mutant to a copy of the last commit, run its package's tests, and return the mutant's row."""
+    with tempfile.TemporaryDirectory(prefix="megapipe-mutant-", ignore_cleanup_errors=True) as folder:
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        mutant.apply(Path(folder))
+        start = time.monotonic()
+        tier = catching_tier(Path(folder), package, tiers, seconds)
+    change = f"{mutant.path}:{mutant.line} {mutant.operator}: `{mutant.before[:60]}` -> `{mutant.after[:60]}`"
+    print(f"| {package} | {' '.join(change.split())} | {tier or 'no test'} |", flush=True)
+    return {"package": package, **asdict(mutant), "tier": tier, "seconds": time.monotonic() - start}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Report which tier of tests notices small random changes of the code."
-    )
+    parser = argparse.ArgumentParser(description="Report which tests catch small random changes of the code.")
     parser.add_argument("--packages", nargs="+", default=["training", "checkpoint", "data", "conversion"])
-    parser.add_argument("--count", type=int, default=16, help="mutants in all")
+    parser.add_argument("--count", type=int, default=16, help="number of mutants")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tested at the same time")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--seconds", type=float, default=900.0, help="time limit of one tier for one mutant")
-    parser.add_argument("--seed", help="instead of the hash of the parent commit")
-    parser.add_argument("--output", type=Path, help="JSON file for the table")
+    parser.add_argument("--seed", help="seed of the choice; default: the hash of the parent commit")
+    parser.add_argument("--output", type=Path, help="JSON file to write the rows to")
     options = parser.parse_args()
     parent = subprocess.run(["git", "rev-parse", "HEAD~1"], cwd=ROOT, capture_output=True, text=True, check=True)
     seed = options.seed or parent.stdout.strip()
-    rows = []
-    print(f"seed {seed}\n\n| package | change | noticed by |\n|---|---|---|", flush=True)
-    for package, mutant in chosen(options.packages, options.count, seed):
-        with tempfile.TemporaryDirectory(prefix="megapipe-mutant-") as folder:
-            copy = Path(folder)
-            archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
-            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-            mutant.apply(copy)
-            begin = time.monotonic()
-            noticed = tier_that_notices(copy, package, options.tiers, options.seconds)
-        rows.append({"package": package, **asdict(mutant), "noticed": noticed, "seconds": time.monotonic() - begin})
-        what = f"{mutant.path}:{mutant.line} {mutant.operator}: `{mutant.before[:60]}` -> `{mutant.after[:60]}`"
-        print(f"| {package} | {' '.join(what.split())} | {noticed or 'no test'} |", flush=True)
-    early = sum((row["noticed"] or "").startswith(("fast", "slow")) for row in rows)
-    print(f"\n{early} of {len(rows)} are noticed by the fast and slow tests")
+    mutants = chosen(options.packages, options.count, seed)
+    print(f"seed {seed}\n\n| package | change | caught by |\n|---|---|---|", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = list(pool.map(lambda row: tested(*row, options.tiers, options.seconds), mutants))
+    early = sum(str(row["tier"]).startswith(("fast", "slow")) for row in rows)
+    caught = sum(row["tier"] is not None for row in rows)
+    print(f"\nof {len(rows)} mutants, the fast and slow tests catch {early}, all tests {caught}")
     if options.output:
         options.output.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1) + "\n")
 

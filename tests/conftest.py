@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, settings
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
-# A shell starts what runs behind it with Ctrl-C ignored, which programs that tests start would inherit.
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; child programs inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No deadline: an example's first run imports and compiles, and the cores are shared with other ranks.
 # The same examples every time: a change is judged by what it changes. `pytest --hypothesis-profile=thorough` looks for
