@@ -47,6 +47,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     # Importing torch takes a second, which --help and a misspelt key need not wait for.
     from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.failures import status_of
+    from megapipe.training.listeners import any_abandoned
     from megapipe.training.planning import planned
     from megapipe.training.pretrain import pretrain
 
@@ -65,8 +66,11 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
                 print_line(told)
         status = pretrain(config, environment, start)
     except Exception as error:
-        return status_of(error, start)
+        status = status_of(error, start)
     after_training()
+    if any_abandoned():
+        # Weights & Biases' exit handler would wait for the server for another minute or more.
+        os._exit(status)
     return status
 
 

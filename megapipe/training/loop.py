@@ -177,9 +177,7 @@ class TrainingLoop:
         last = stopped or at_end
         if self._save_failed:
             self._save_failed = False
-            with suppress(CheckpointError):  # all ranks learn why, and rank 0 stops waiting for the one that failed
-                self._checkpointer.finish()
-            self._report_saves()
+            self._end_save()
         self._guards.compare(self._replica, position.step)
         if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
             self._guards.heartbeat.outside("evaluation")
@@ -193,19 +191,31 @@ class TrainingLoop:
             if not (last or stopped) and any_rank(self._mesh, signals.stop):
                 stopped = True
                 self._save(position, stopped, stopped)
+        elif at_end:
+            self._guards.heartbeat.outside("saving")
+            self._end_save()
         return stopped
+
+    def _end_save(self) -> None:
+        """Wait for the background save, if there is one, and report how it ended. All ranks learn why it failed, and
+        rank 0 stops waiting for the rank that failed."""
+        with suppress(CheckpointError):
+            self._checkpointer.finish()
+        self._report_saves()
 
     def _evaluates(self, step: int, last: bool) -> bool:
         every = self._config.evaluation.every
         return every is not None and (last or step % every == 0)
 
     def _save(self, position: Position, last: bool, stopped: bool) -> None:
-        """Save. When that fails before the end, the run continues: the next save may succeed. last: the run ends here,
-        so that a save that fails is tried again. stopped: by a signal, which leaves less time.
+        """Save. A save that fails is a warning, because the next one may succeed, except where the run has to end with
+        a checkpoint: after a signal, and after the last step with checkpoint.at_end. It is then tried again.
 
-        Raises CheckpointError, where the run ends, when no attempt in that time has succeeded.
+        last: the run ends here. stopped: by a signal, which leaves less time. Raises CheckpointError when the run has
+        to end with a checkpoint and no attempt has succeeded in time.
         """
         self._save_requested = False
+        required = last and (stopped or self._config.checkpoint.at_end)
         state = position.step, position.consumed, tuple(position.losses), position.skipped
         deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
         patience = self._config.checkpoint.retry_seconds
@@ -220,12 +230,12 @@ class TrainingLoop:
                     self._checkpointer.finish()
                 break
             except CheckpointError as error:
-                late = last and any_rank(self._mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
+                late = required and any_rank(self._mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
                 if late:
                     raise
-                again = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if last else ""
+                again = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if required else ""
                 self._warn_of_save(position.step, f"{error}{again}")
-                if not last:
+                if not required:
                     break
                 time.sleep(RETRY_PAUSE_SECONDS)
                 remaining = None if deadline is None else max(0.0, give_up - time.monotonic())
@@ -303,7 +313,7 @@ class TrainingLoop:
 
     def _judge(self, position: Position, loss: float) -> None:
         """Note a jump of the loss in the last step of `position`, where there is a checkpoint to go back to."""
-        if self._spike is None and self._config.spikes.watched and self._checkpointer.begun:
+        if self._spike is None and self._config.spikes.watched and self._checkpointer.can_rewind:
             limit = spike_limit(self._config.spikes, [each for _, each in position.losses])
             if limit < loss < math.inf:
                 self._spike = Spike(position.step, position.consumed, loss, limit)

@@ -69,6 +69,7 @@ class Checkpointer:
         self.data_change: DataChange | None = None
         self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
+        self._can_rewind = False
         self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
 
     @property
@@ -160,6 +161,7 @@ class Checkpointer:
             within=within,
         )
         self._saved_step = step
+        self._can_rewind = True
         return path
 
     def finish(self) -> None:
@@ -175,17 +177,19 @@ class Checkpointer:
             raise
 
     @property
-    def begun(self) -> bool:
-        """Whether there is a checkpoint of this run, or one in progress. The same on all ranks."""
-        return self._saved_step is not None
+    def can_rewind(self) -> bool:
+        """Whether there may be a checkpoint to go back to: one was loaded, or a save has started. `settle` finds out.
+        The same on all ranks."""
+        return self._can_rewind
 
     def settle(self) -> Path | None:
-        """Wait for the save under way, which may fail, and return what `restore` would go on from now."""
+        """Wait for the save in progress, which may fail, and return the checkpoint that `restore` would load now."""
         with suppress(CheckpointError):  # `ended` reports it
             self.finish()
         self.path = self._on_this_host(
             on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
         )
+        self._can_rewind = self.path is not None
         return self.path
 
     def ended(self) -> list[EndedSave]:
@@ -255,6 +259,7 @@ class Checkpointer:
         if replica.loss_scaler is not None:
             replica.loss_scaler.restore(run.loss_scale, run.step)
         self._saved_step = run.step
+        self._can_rewind = True
         self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
         self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
         if self._mesh.rank == 0:

@@ -174,8 +174,8 @@ def test_a_disk_that_stays_full_costs_what_came_after_the_last_save(
     assert newest.name == "step-00000004"
     output = capsys.readouterr().out
     assert [f"step {step:>2}/{STEPS} " in output for step in range(1, STEPS + 1)] == [True] * STEPS
-    assert output.count("warning: metrics.jsonl fails and is turned off") == 1
-    assert output.count("warning: log.txt fails and is turned off") == 1
+    assert output.count("warning: metrics.jsonl failed and is turned off") == 1
+    assert output.count("warning: log.txt failed and is turned off") == 1
     assert [output.count(f"warning: no checkpoint after step {step}: ") for step in (6, 8)] == [1, 1]
     assert pretrain(configuration(corpus, tmp_path), LaunchEnvironment()) == 0
     assert sorted(told_steps(tmp_path)) == list(range(1, STEPS + 1))

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -81,7 +82,7 @@ def test_a_listener_that_fails_is_off_until_the_next_save(
         received += [] if off else [step]
     assert other.steps == list(range(1, 13))
     assert [step for each in opened for step in each.steps] == received
-    warnings = [line for line in other.lines if "failing fails and is turned off until the next save" in line]
+    warnings = [line for line in other.lines if "failing failed and is turned off until the next save" in line]
     assert bool(warnings) == bool(fails & {-1, *range(1, 13)})
     recovered = [line for line in other.lines if line == "note: failing works again"]
     assert len(warnings) - len(recovered) in (0, 1), "one warning for each time that it stops working"
@@ -106,9 +107,77 @@ def test_a_listener_that_never_returns_does_not_stall(monkeypatch: pytest.Monkey
     heard.close(seconds=0.5)
     assert time.monotonic() - begun < 30
     assert other.steps == list(range(1, 101))
-    assert sum("tracker takes no more records" in line for line in other.lines) == 1
-    assert sum("tracker did not end within 0.5 s" in line for line in other.lines) == 1
+    assert sum("tracker is blocked, and the records from here on are lost" in line for line in other.lines) == 1
+    assert sum("tracker did not finish within 0.5 s" in line for line in other.lines) == 1
     released.set()
+
+
+def test_a_listener_that_never_opens_delays_the_end_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "OPEN_SECONDS", 0.2)
+    released, other = threading.Event(), Kept()
+
+    def open_stuck() -> Listener:
+        released.wait(60)
+        return Listener()
+
+    heard = Listeners()
+    heard.add("files", "other", lambda: other)
+    heard.add("tracker", "stuck", open_stuck)
+    heard.step(step_record(1))
+    started = time.monotonic()
+    heard.close()
+    assert time.monotonic() - started < listeners.CLOSE_SECONDS / 2
+    assert other.lines == ["warning: tracker had not started when the run ended; its records may be lost"]
+    assert listeners.any_abandoned()
+    released.set()
+
+
+def test_a_listener_that_opens_late_still_gets_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "OPEN_SECONDS", 0.2)
+    opening, late = threading.Event(), Kept()
+    slow_step = late.step
+
+    def step(record: StepRecord) -> None:
+        time.sleep(0.1)
+        slow_step(record)
+
+    def open_late() -> Listener:
+        opening.wait(60)
+        return late
+
+    monkeypatch.setattr(Kept, "step", lambda self, record: step(record))
+    with Listeners() as heard:
+        heard.add("tracker", "late", open_late)
+        for number in range(1, 6):
+            heard.step(step_record(number))
+        opening.set()
+    assert late.steps == [1, 2, 3, 4, 5], "0.5 s of records, after the 0.2 s for opening"
+
+
+PROGRAM = """
+import atexit, sys, threading
+atexit.register(threading.Event().wait)  # as Weights & Biases waits for its server
+from megapipe.config.run import PretrainConfig
+from megapipe.training import command, listeners, pretrain
+
+def stuck(config, environment, start):
+    listeners.OPEN_SECONDS = 0.2
+    with listeners.Listeners() as heard:
+        heard.add("tracker", "stuck", threading.Event().wait)
+        heard.step(None)
+    if sys.argv[1] == "--training.steps=2":
+        raise ValueError("no luck")
+    return 143
+
+pretrain.pretrain = stuck
+raise SystemExit(command.run_program(PretrainConfig, "", ""))
+"""
+
+
+@pytest.mark.parametrize(("steps", "status"), [(1, 143), (2, 1)])
+def test_a_program_ends_although_a_tracker_hangs(steps: int, status: int) -> None:
+    command = [sys.executable, "-c", PROGRAM, f"--training.steps={steps}"]
+    assert subprocess.run(command, timeout=60, capture_output=True).returncode == status
 
 
 def test_an_error_of_the_run_reaches_the_listeners() -> None:
