@@ -117,8 +117,8 @@ def joined(
     unused = [name for name in left if not redundant(name)]
     if unused:
         raise WeightMappingError(
-            f"the {family} weights hold {', '.join(unused[:4])}, for which this model configuration has no parameter; "
-            f"{advice}"
+            f"the {family} weights contain {', '.join(unused[:4])}, but the model configuration has no such "
+            f"parameters; {advice}"
         )
     return found
 
@@ -192,8 +192,8 @@ def _mixtral_correspondence(
 
 def _no_place(spec: ParameterSpec, family: str) -> WeightMappingError:
     return WeightMappingError(
-        f"{family} weights have no place for {spec.name} of shape {spec.shape}; "
-        "check positions, normalization, activation, qk_norm, num_experts and expert_balance_rate of the model"
+        f"{family} weights have no tensor for {spec.name} of shape {spec.shape}; check positions, normalization, "
+        "activation, qk_norm, num_experts and expert_balance_rate of the model"
     )
 
 

@@ -49,7 +49,7 @@ class LaunchEnvironment:
             return cls()
         if missing:
             raise LaunchError(
-                f"{', '.join(missing)} not set although {', '.join(found)} is: start with torchrun, which sets all of "
+                f"{', '.join(missing)} not set, but {', '.join(found)} is: start with torchrun, which sets all of "
                 f"them, or unset {', '.join(found)} to run as one process"
             )
         rank, world_size, local_rank, port = (
@@ -184,7 +184,9 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except ValueError:
-        raise LaunchError(f"{name}={environment[name]!r} is not an integer: torchrun sets it") from None
+        raise LaunchError(
+            f"{name}={environment[name]!r} is not an integer: start with torchrun, which sets it"
+        ) from None
 
 
 def choose_device(choice: DeviceChoice, local_rank: int) -> torch.device:

@@ -75,7 +75,7 @@ class Start:
             StartError: always, with the problems of all ranks and the ranks that have them.
         """
         self._exchange({"problem": problems}, lambda _: "")
-        raise AssertionError("a problem ends the start")
+        raise AssertionError("a reported problem always raises StartError")
 
     def wait_for_all(self) -> None:
         """Return once all ranks have come here. All ranks call this, or `fail`.
@@ -115,7 +115,7 @@ class Start:
                 key = f"{self._exchanges}/answer"
                 if not self._appears(key, 2 * self._timeout + GRACE_SECONDS):
                     self.is_over = True
-                    raise LaunchError(f"rank {self.rank}: rank 0 did not respond at the start; see its own error")
+                    raise LaunchError(f"rank {self.rank}: rank 0 did not respond; see the error of rank 0")
                 given = json.loads(self.store.get(key))
         self._exchanges += 1
         if "problem" in given:
@@ -146,7 +146,7 @@ class Start:
             return {"problem": _merged(problems, self.world_size)}
         silent = [rank for rank in range(self.world_size) if rank not in said]
         if silent:
-            return {"problem": f"{in_words(silent)} did not respond at the start for {_limit(self._timeout)}"}
+            return {"problem": f"{in_words(silent)} did not respond within {_limit(self._timeout)}"}
         try:
             return {"value": answer([said[rank]["value"] for rank in range(self.world_size)])}
         except StartError as error:
@@ -177,8 +177,8 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
         except OSError as error:
             raise LaunchError(
                 f"rank 0 cannot listen on MASTER_PORT={port} of {os.uname().nodename}: "
-                f"{os.strerror(error.errno or 0)}; another program or job has it: set MASTER_PORT to a free port on "
-                "every rank"
+                f"{os.strerror(error.errno or 0)}; another program or job uses it: set MASTER_PORT to a free port "
+                "on every rank"
             ) from error
         # A socket of our own, since torch writes its own warnings about one that cannot be had.
         served = dist.TCPStore(
@@ -190,7 +190,7 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
             master_listen_fd=listener.detach(),
         )
     stores: list[dist.Store] = []
-    problems = ["what listens there does not answer as a job's rank 0 does"]
+    problems = ["another program listens there, which does not answer like rank 0 of a job"]
 
     def reach() -> None:
         try:
@@ -214,8 +214,8 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
     if not stores:
         raise LaunchError(
             f"rank {rank} on {os.uname().nodename} cannot reach the store of rank 0 at {place} within "
-            f"{_limit(timeout)}: {problems[-1]}; give every rank the address of rank 0's host and a port that is free "
-            "there"
+            f"{_limit(timeout)}: {problems[-1]}; set MASTER_ADDR to the address of rank 0's host and MASTER_PORT to "
+            "a free port of that host on every rank"
         )
     return stores[0]
 
@@ -319,7 +319,9 @@ def _loss_named(rank: int) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise LaunchError(f"rank {rank}: lost the store of rank 0 at the start; see rank 0's own error") from error
+        raise LaunchError(
+            f"rank {rank}: lost the connection to the store of rank 0; see the error of rank 0"
+        ) from error
 
 
 def _listener(port: int) -> socket.socket:

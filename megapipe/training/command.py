@@ -14,8 +14,8 @@ from megapipe.training.output import print_line
 from megapipe.training.signals import after_training, before_training
 
 PLAN_HELP = (
-    "auto, or a hardware file or preset: take the fastest layout that fits, by prediction, for the ranks of this "
-    "start; fields that are given stay as they are"
+    "auto, a hardware file, or a preset: use the layout that is predicted to be the fastest of those that fit on "
+    "the ranks of this start; fields that are given do not change"
 )
 
 

@@ -42,7 +42,7 @@ def locked_folder(
                 if time.monotonic() >= deadline:
                     raise ConfigError(
                         f"training.directory {directory} is not the folder {theirs} of rank 0 on {first_host}; give "
-                        "all ranks one folder, which all hosts see"
+                        "all ranks the same folder, which all hosts must see"
                     )
                 time.sleep(0.2)
         yield lock
@@ -68,6 +68,6 @@ def make_folders(config: PretrainConfig, environment: LaunchEnvironment) -> None
             Path(value).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=value).close()
         except OSError as error:
-            problems.append(f"{name} {value} cannot be written: {error.strerror}; give a folder that takes files")
+            problems.append(f"{name} {value} cannot be written: {error.strerror}; name a folder that you can write to")
     if problems:
         raise ConfigError(problems)

@@ -87,7 +87,7 @@ def check_memory(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None])
     if config.training.memory_check == "warn":
         say(f"warning: {problem}")
         return
-    raise ConfigError(f"{problem}; --training.memory_check warn trains regardless")
+    raise ConfigError(f"{problem}; to train anyway, set --training.memory_check warn")
 
 
 def needed(config: PretrainConfig, world_size: int, rank: int, device: str) -> Need:
@@ -118,7 +118,11 @@ def memory_problem(config: PretrainConfig, ranks: Sequence[Rank]) -> str | None:
     if worst is None or worst.missing <= 0:
         return None
     changes = [f"({number}) {change}" for number, change in enumerate(suggestions(config, ranks), start=1)]
-    advice = f"to make it fit, any one of: {', '.join(changes)}" if changes else "no change that was tried fits"
+    advice = (
+        f"to make it fit, any one of: {', '.join(changes)}"
+        if changes
+        else ("none of the changes that were tried makes it fit")
+    )
     return f"training needs {worst.description}; {advice}"
 
 

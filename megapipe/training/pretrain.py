@@ -150,19 +150,20 @@ def _run(
     meter = _meter(config, mesh, say)
     if config.schedule.update == "eager":
         say(
-            "warning: schedule.update eager: each update waits for the norm over all ranks, so that steps take about "
-            f"{eager_cost(replica.schedule):.0%} longer than with lazy; lazy costs a second gradient buffer"
+            "warning: with schedule.update eager, each update waits for the gradient norm of all ranks, and steps "
+            f"take about {eager_cost(replica.schedule):.0%} longer than with lazy, which needs a second gradient "
+            "buffer"
         )
     if config.model.balances_experts:
         say(
             f"note: experts are balanced by biases (model.expert_balance_rate {config.model.expert_balance_rate}), "
-            "which no model of transformers has; set model.expert_balance_rate 0 if you want to export the model"
+            "which no transformers model supports; set model.expert_balance_rate 0 if you want to export the model"
         )
     weights = list(config.data.blend.values())
     if weights and config.data.order == "keyed" and weights_are_rounded(weights):
         say(
-            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; whole numbers that add "
-            "up to no more are kept exactly"
+            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; integer weights whose "
+            "sum is not larger than that are not rounded"
         )
     _add_files(listeners, config, mesh, samples, position, run)
     layout = dict(mesh.shape.sizes)
@@ -201,7 +202,7 @@ def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
         f"{schedule_name(config)}, {config.training.precision} on {mesh.device.type}"
     )
     peak = device_peak(mesh.device, cast(Precision, config.training.precision))
-    say(f"MFU is the share of {peak}")
+    say(f"MFU is relative to {peak}")
     return UtilisationMeter(config, layers, peak, mesh.world_size)
 
 

@@ -219,8 +219,8 @@ class Checkpointer:
             raise CheckpointError(f"cannot write {self.directory}: {explained(error, self.directory)}") from error
         if not self._config.checkpoint.resume and steps(self.directory):
             raise CheckpointError(
-                f"{self.directory} holds the checkpoints of a run that checkpoint.resume false leaves alone; choose "
-                "another training.directory, or move them away"
+                f"{self.directory} contains checkpoints, but checkpoint.resume is false; choose another "
+                "training.directory, or move the checkpoints away"
             )
 
     def _newest(self) -> Path | None:
@@ -272,12 +272,12 @@ class Checkpointer:
             self._say(f"note: {difference} in the checkpoint")
         if fit.unknown_data:
             self._say(
-                f"warning: {path} does not record which data it was trained on, so that nothing checks that "
-                "these are the same; the next checkpoint records it"
+                f"warning: {path} does not record which data it was trained on, so megapipe cannot check that the "
+                "data are the same; the next checkpoint records them"
             )
         if fit.other_data:
             self._say(
-                f"warning: from step {run.step + 1} on the run takes other samples, as checkpoint.accept_other_data "
+                f"warning: from step {run.step + 1}, the run uses other samples, which checkpoint.accept_other_data "
                 f"allows: {'; '.join(fit.other_data)}"
             )
 
@@ -328,8 +328,8 @@ def weights_folder(folder: Path) -> Path:
     found = newest_whole(folder) or newest_whole(folder / "checkpoints")
     if found is None:
         raise CheckpointError(
-            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or a run's folder with "
-            "whole checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
+            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or the folder of a run "
+            "with complete checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
             if folder.is_dir()
             else f"init_from {folder} is not a folder"
         )

@@ -91,9 +91,9 @@ def difference(kinds: Sequence[tuple[Sequence[int], Identity]]) -> str:
             differing.append(f"{name}: {', '.join(words)}")
     more = len(differing) - _NAMED_FIELDS
     return (
-        f"the ranks do not run the same job: {'; '.join(differing[:_NAMED_FIELDS])}"
-        f"{f'; and {more} more differences' if more > 0 else ''}; start all ranks with one configuration, the same "
-        "files and the same code"
+        "the ranks do not run the same job: "
+        f"{'; '.join(differing[:_NAMED_FIELDS])}{f'; and {more} more differences' if more > 0 else ''}; start all "
+        "ranks with the same configuration, files and code"
     )
 
 

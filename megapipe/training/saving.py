@@ -69,7 +69,7 @@ class Saves:
         """
         if asked and not self._config.saves:
             print_line(
-                "note: SIGUSR1 asks for a checkpoint, but this run saves none: set checkpoint.at_end true, or "
+                "note: SIGUSR1 asks for a checkpoint, but this run does not save: set checkpoint.at_end true, or "
                 "checkpoint.every"
             )
             return False
@@ -159,8 +159,8 @@ class Saves:
         if self._first and waited > REMARKABLE_WAIT_SECONDS and not self._remarked:
             self._remarked = True
             self._say(
-                f"note: training waited {waited:.1f} s for the save before this one to become durable; save less "
-                "often, or set checkpoint.every auto (this note is not repeated)"
+                f"note: training waited {waited:.1f} s until the previous save was durable; save less often, or set "
+                "checkpoint.every auto (this note is printed once)"
             )
 
 

@@ -24,7 +24,7 @@ class DevicePeak:
     source: str
 
     def __str__(self) -> str:
-        return f"{self.flops / 1e12:,.3g} TFLOP/s a rank ({self.source})"
+        return f"{self.flops / 1e12:,.3g} TFLOP/s per rank ({self.source})"
 
 
 def device_peak(device: torch.device, precision: Precision) -> DevicePeak:

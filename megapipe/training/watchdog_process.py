@@ -122,7 +122,7 @@ def end(settings: Settings, memory: bytes, silence: float) -> None:
     record_reason(line)
     print(
         line,
-        f"stacks of rank {settings.rank}, also in {file}:\n{stacks}" if stacks else "it wrote no stacks",
+        f"stacks of rank {settings.rank}, also in {file}:\n{stacks}" if stacks else "the rank wrote no stacks",
         sep="\n",
         file=sys.stderr,
         flush=True,

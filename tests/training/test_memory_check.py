@@ -200,4 +200,6 @@ def test_a_model_too_large_ends_in_one_line_before_it_is_built(tmp_path: Path) -
         "--batch.global_size", "8",
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: training needs 2\.8 TB on host .*memory_check warn trains regardless\n", done.stderr)
+    assert re.fullmatch(
+        r"error: training needs 2\.8 TB on host .*to train anyway, set --training.memory_check warn\n", done.stderr
+    )

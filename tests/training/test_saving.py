@@ -267,7 +267,9 @@ def test_a_signal_saves_after_the_step_in_which_it_was_noticed(
     monkeypatch.setattr(Saves, "step_ended", signalled)
     assert run(configuration(corpus, tmp_path, every=every, at_end=every is not None)) == status
     assert saved(tmp_path) == steps
-    assert ("note: SIGUSR1 asks for a checkpoint, but this run saves none" in capsys.readouterr().out) == (not every)
+    assert ("note: SIGUSR1 asks for a checkpoint, but this run does not save" in capsys.readouterr().out) == (
+        not every
+    )
 
 
 def signal_as_a_save_begins(monkeypatch: pytest.MonkeyPatch) -> None:
