@@ -20,9 +20,9 @@ PLAN_HELP = (
 
 
 def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
-    """Train what the command line configures; the exit status, one of `ExitCode`.
+    """Train as the command line configures, and return the exit status, one of `ExitCode`.
 
-    kind: of configuration. hint: printed where there are no arguments.
+    kind: type of the configuration. hint: printed if there are no arguments.
     """
     before_training()
     parser = build_parser(description, kind)
@@ -40,7 +40,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr)
             return ExitCode.WRONG_INPUT
-        parsed = error  # the other ranks wait for this one, to end with the same error
+        parsed = error  # the other ranks wait for this one, and end with the same error
 
     end_with_launcher()
 
@@ -61,9 +61,9 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
             raise parsed
         config = parsed.config
         if parsed.flags["plan"] is not None:
-            config, told = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
+            config, plan_line = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
             if environment.rank == 0:
-                print_line(told)
+                print_line(plan_line)
         status = pretrain(config, environment, start)
     except Exception as error:
         status = status_of(error, start)
@@ -75,7 +75,8 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
 
 
 def _start_timeout(parsed: Given[PretrainConfig] | ConfigError) -> float:
-    """Seconds to wait for other ranks; the default where the configuration, not checked yet, has no such number."""
+    """Return the seconds to wait for other ranks: the default if the configuration, which is not checked yet, has no
+    usable number."""
     default = ParallelConfig().timeout_seconds
     given = default if isinstance(parsed, ConfigError) else parsed.config.parallel.timeout_seconds
     return given if 0 < given < threading.TIMEOUT_MAX else default

@@ -38,7 +38,7 @@ class Checkpointer:
 
     path: the checkpoint that `restore` will resume from, None for a run that starts. precision: the one that it was
     trained in, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
-    samples that the last `restore` accepted, None where there was none.
+    samples that the last `restore` accepted, or None.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Checkpointer:
 
         Args:
             say: called on rank 0 with what a user should know.
-            lock: on the run's folder, held by rank 0; it is kept where a save cannot be ended.
+            lock: lock of the run's folder, which rank 0 holds. It is kept if a save is still being written at the end.
 
         Raises:
-            CheckpointError: the directory holds another run's checkpoints that this one would mix with, or damaged
-                ones alone. The same on every rank.
+            CheckpointError: the directory contains checkpoints of another run, or only damaged ones. The same on every
+                rank.
         """
         self._config = config
         self._mesh = mesh
@@ -94,7 +94,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run, or the data
-                are other ones and checkpoint.accept_other_data is false.
+                have changed and checkpoint.accept_other_data is false.
         """
         while self.path is not None:
             try:
@@ -133,7 +133,7 @@ class Checkpointer:
             within: seconds after which that `finish` gives the save up.
 
         Raises:
-            CheckpointError: it could not be written; older checkpoints are untouched, and the run may go on.
+            CheckpointError: it could not be written. Older checkpoints are untouched, and the run may continue.
         """
         if self._saved_step == step:
             self.saves.give_up_after(within)
@@ -193,7 +193,7 @@ class Checkpointer:
         return self.path
 
     def ended(self) -> list[EndedSave]:
-        """What became of saves since the last call, oldest first; rank 0 alone knows of those of all ranks."""
+        """Return the saves that ended since the last call, oldest first. Only rank 0 knows the result on all ranks."""
         ended = self.saves.ended()
         self.path = next((each.path for each in reversed(ended) if each.error is None), self.path)
         return ended
@@ -205,12 +205,12 @@ class Checkpointer:
         try:
             self.saves.close(failed=kind is not None)
         finally:
-            # A thread that still writes keeps others out for as long as this process lives.
+            # While a thread still writes, the lock must exclude other jobs until this process ends.
             if self._lock is not None and self.saves.under_way:
                 self._lock.keep()
 
     def _prepare_directory(self) -> None:
-        """Create the directory, if this run writes to it, and see that it may be used."""
+        """Create the directory if this run writes to it, and check that it may be used."""
         if not self._config.checkpoint.saves:
             return
         try:
@@ -229,7 +229,7 @@ class Checkpointer:
         return self._on_this_host(on_first_rank(self._mesh.world, self._find_newest))
 
     def _on_this_host(self, path: Path | None) -> Path | None:
-        """Rank 0's checkpoint, where this host has the folder of the run."""
+        """Return the path of rank 0's checkpoint on this host, which may have the folder at another path."""
         return None if path is None else self.directory / path.name
 
     def _find_newest(self) -> Path | None:
