@@ -65,29 +65,29 @@ class Pipeline:
         timeout: float = 600.0,
         **options: Unpack[Options],
     ) -> None:
-        """Split the layers into stages, make this rank's, and connect them. A collective call.
+        """Split the layers into stages, create those of this rank, and connect them. A collective call.
 
         Args:
             layers: the model as a sequence of modules; each takes what the one before it returns, a tensor or a tuple
                 of tensors. The modules are copied, not changed: their weights are the start, and `state_dict` has the
-                result. In the place of a module may stand a function that makes it; then a rank makes only its own.
+                result. A function that creates the module may replace it; then a rank creates only its own modules.
                 A parameter that several layers have is tied: it stays one weight.
             mesh: of pipeline and data ranks.
             loss: (the last layer's outputs, then a micro-batch's targets) -> loss summed over the micro-batch, 0-dim.
-            sample: inputs of one micro-batch; only shapes and dtypes are looked at.
+            sample: inputs of one micro-batch; only their shapes and dtypes are used.
             microbatches: micro-batches of a step on each data-parallel replica.
             schedule: a name of `megapipe.schedules.GENERATORS`, or the path of a schedule file (docs/schedules.md): a
                 name with a suffix or a folder.
-            optimizer: its settings, clipping included; AdamW's defaults without.
-            layers_per_stage: how many layers each stage runs; as even as possible by default.
-            count: targets of a micro-batch -> its share in what the loss sum is divided by; rows by default.
-            seed: for layers that are made here.
+            optimizer: its settings, including clipping; default: AdamW with its defaults.
+            layers_per_stage: number of layers of each stage; default: as even as possible.
+            count: targets of a micro-batch -> its part of the number that the loss sum is divided by; default: rows.
+            seed: for layers that are created here.
             timeout: seconds that a rank waits for another one.
-            options: the named schedule's, such as `chunks`; see `megapipe.schedules.generators.registry.Options`. A
-                file takes none.
+            options: options of a named schedule, such as `chunks`; see
+                `megapipe.schedules.generators.registry.Options`. A file takes none.
 
         Raises:
-            PipelineError: layers or settings that cannot be run.
+            PipelineError: the layers or settings cannot be used.
             ScheduleError: a schedule that does not exist, cannot run that many micro-batches, or is a file made for
                 something else.
         """

@@ -82,7 +82,7 @@ class Correspondence:
                 )
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The canonical tensor. Raises WeightMappingError for a part of another shape."""
+        """Return the canonical tensor. Raises WeightMappingError for a part of another shape."""
         self.check([part.shape for part in parts])
         return self.join(parts)
 

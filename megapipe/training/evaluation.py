@@ -88,8 +88,8 @@ def perplexity(loss: float) -> float:
 def batch_sums(result: StepResult, token_counts: Sequence[Counts]) -> torch.Tensor:
     """Return the sums over a batch's micro-batches as float64 of shape [3, loss terms], on the outputs' device.
 
-    Rows: losses, loss tokens, correct predictions. The last are NaN if the model does not count them, also after the sum
-    over ranks.
+    Rows: losses, loss tokens, correct predictions. The last are NaN if the model does not count them, also after the
+    sum over ranks.
     """
     sums = [torch.stack(each).double().sum(0) for each in zip(*result.outputs, strict=True)]
     losses = torch.atleast_1d(sums[0])

@@ -58,7 +58,7 @@ class Position:
 
 @dataclass(frozen=True)
 class _FedStep:
-    """A step that the engine has started but not finished. consumed: samples consumed after it, skipped ones included."""
+    """A step that the engine has started but not finished. consumed: samples consumed after it, including skipped."""
 
     samples: int
     consumed: int

@@ -1,4 +1,4 @@
-"""Listeners that fail in any way, or never return, cost training nothing; the others hear everything."""
+"""Listeners that fail in any way, or never return, do not affect training; the others receive everything."""
 
 import errno
 import io
@@ -24,7 +24,7 @@ ERRORS = [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), S
 
 
 class Kept(Listener):
-    """Keeps what it receives."""
+    """Stores what it receives."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -38,7 +38,7 @@ class Kept(Listener):
 
 
 class Failing(Kept):
-    """Raises at some steps, at -1 when it is opened."""
+    """Raises at some steps; step -1 means when it is opened."""
 
     def __init__(self, fails: Callable[[int], bool], error: BaseException) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_listener_that_never_returns_does_not_stall(monkeypatch: pytest.Monkey
     begun = time.monotonic()
     for step in range(1, 101):
         heard.step(step_record(step))
-        while heard._lanes["files"]._calls.qsize() > 10:  # a fast step still leaves others time to write
+        while heard._lanes["files"]._calls.qsize() > 10:  # even a fast step leaves the other listeners time to write
             time.sleep(0.001)
     heard.close(seconds=0.5)
     assert time.monotonic() - begun < 30
@@ -198,7 +198,7 @@ def test_an_error_of_the_run_reaches_the_listeners() -> None:
 
 
 class Dead(io.TextIOWrapper):
-    """A stream whose reader is gone."""
+    """A stream without a reader."""
 
     def __init__(self) -> None:
         reading, writing = os.pipe()
@@ -216,7 +216,7 @@ def test_no_line_raises_where_both_outputs_are_dead(monkeypatch: pytest.MonkeyPa
         write_line("a listener must know")
     leave_output()
     for stream in (sys.stdout, sys.stderr):
-        stream.close()  # would raise where it still had something to write
+        stream.close()  # would raise if unwritten data were left
 
 
 def test_a_line_survives_a_narrow_encoding() -> None:
@@ -230,7 +230,7 @@ def test_a_line_survives_a_narrow_encoding() -> None:
 def test_a_line_is_in_its_file_whole_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, bool]]
 ) -> None:
-    """A disk fills after half of some lines; the file began with half a line of a killed process."""
+    """A disk becomes full in the middle of some lines; the file starts with an incomplete line of a killed process."""
     path = tmp_path_factory.mktemp("lines") / "lines.txt"
     path.write_bytes(b"half")
     file, write = LineFile(path), os.write

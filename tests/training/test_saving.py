@@ -60,9 +60,7 @@ def tensors(directory: Path, step: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
-def test_what_is_saved_beside_training_is_what_is_saved_between_steps(
-    tmp_path: Path, corpus: str, schedule: str
-) -> None:
+def test_background_saves_equal_saves_between_steps(tmp_path: Path, corpus: str, schedule: str) -> None:
     for name, asynchronous in (("beside", True), ("between", False)):
         config = configuration(corpus, tmp_path / name, every=1, asynchronous=asynchronous)
         config.schedule = replace(config.schedule, name=schedule)
@@ -136,7 +134,7 @@ def on(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
     )
 
 
-def test_a_save_that_fails_beside_training_is_told_and_the_next_one_works(
+def test_a_failed_background_save_is_reported_and_the_next_one_works(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(target: Path) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: what was told can be read back, and nobody is asked anything."""
+"""TensorBoard and Weights & Biases: records can be read back, and wandb never asks the user."""
 
 import time
 from dataclasses import replace
