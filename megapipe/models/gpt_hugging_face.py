@@ -74,10 +74,10 @@ class Correspondence:
     def check(self, shapes: Sequence[Sequence[int]]) -> None:
         """Raise WeightMappingError unless `shapes`, one for each of `theirs`, make a tensor of the spec's shape."""
         parts = self.part(torch.empty(self.spec.shape, device="meta"))
-        for name, found, part in zip(self.theirs, shapes, parts, strict=True):
-            if tuple(found) != tuple(part.shape):
+        for name, shape, part in zip(self.theirs, shapes, parts, strict=True):
+            if tuple(shape) != tuple(part.shape):
                 raise WeightMappingError(
-                    f"{name} has the shape {tuple(found)}, but the model configuration needs {tuple(part.shape)} for "
+                    f"{name} has the shape {tuple(shape)}, but the model configuration needs {tuple(part.shape)} for "
                     f"{self.spec.name}"
                 )
 

@@ -93,7 +93,7 @@ def check_memory(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None])
 def needed(config: PretrainConfig, world_size: int, rank: int, device: str) -> Need:
     """Predict one rank's bytes. device: "cpu" or "cuda"; on a CPU, the device is the host.
 
-    With offload.activations auto, which decides after this check, only lasting state and messages count.
+    With offload.activations auto, which decides after this check, only persistent state and messages are counted.
     """
     return next(_needs(config, world_size, device, [rank]))
 

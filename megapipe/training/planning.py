@@ -55,12 +55,12 @@ def planned(
         auto = given.config.recompute
         named = auto.hardware if plan == AUTO or auto.hardware is not None else plan
         chosen = replace(chosen, recompute=replace(auto, hardware=named))
-    told = (
+    line = (
         f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(chosen)}; predicted "
         f"{seconds_told(best.estimate.step_seconds)} a step ({provenance(hardware)}), {findings.layouts:,} layouts "
         "considered"
     )
-    return chosen, told
+    return chosen, line
 
 
 def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware:

@@ -160,11 +160,11 @@ def _git_commit() -> str | None:
         tracked = subprocess.run([*git, "ls-files", "--error-unmatch", sources.name], capture_output=True, timeout=10)
         if tracked.returncode != 0:
             return None
-        found = subprocess.run(
+        described = subprocess.run(
             [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
             capture_output=True, text=True, timeout=10,
         )  # fmt: skip
-        return found.stdout.strip() or None
+        return described.stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
 

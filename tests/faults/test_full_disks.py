@@ -211,9 +211,9 @@ def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> l
 def test_one_full_rank_delays_no_other(tmp_path: Path, corpus: str, victim: int, asynchronous: bool) -> None:
     config = configuration(corpus, tmp_path, asynchronous=asynchronous, keep_last=None)
     config.parallel = replace(config.parallel, data=2, timeout_seconds=1000.0)
-    begun = time.monotonic()
+    start = time.monotonic()
     said, _ = run_mesh({"data": 2}, train_with_a_full_rank, config, victim, timeout=300.0)
-    assert time.monotonic() - begun < 250, "no rank waits for the 1000 s of a collective"
+    assert time.monotonic() - start < 250, "no rank waits for the 1000 s of a collective"
     assert said[-1].startswith(f"finished after step {STEPS}/{STEPS}")
     (warning,) = [line for line in said if "warning: no checkpoint after step 4" in line]
     assert "No space left on device" in warning

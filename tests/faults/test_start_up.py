@@ -87,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
-        told = lines_of(
+        lines = lines_of(
             folder,
             [
                 Launch(["--parallel.data=1", "--parallel.pipeline=2"]),
@@ -96,7 +96,7 @@ def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
                 Launch(port=port, timeout=2.0),
             ],
         )
-    (layout,), (misspelt,), (missing,), (unserved, unreached) = told
+    (layout,), (misspelt,), (missing,), (unserved, unreached) = lines
     assert layout.startswith(
         "error: the ranks do not run the same job: parallel.pipeline: rank 0 has 1, rank 1 has 2; parallel.data: "
     )
@@ -109,8 +109,8 @@ def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_whatever_differs_ends_all_ranks_with_one_line(folder: Path) -> None:
-    told = lines_of(folder, [Launch(given) for given, _ in OTHERS.values()])
-    for (line,), (name, (_, part)) in zip(told, OTHERS.items(), strict=True):
+    lines = lines_of(folder, [Launch(given) for given, _ in OTHERS.values()])
+    for (line,), (name, (_, part)) in zip(lines, OTHERS.items(), strict=True):
         assert line.startswith("error: "), name
         assert part in line, name
 

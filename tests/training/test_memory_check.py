@@ -68,12 +68,12 @@ def test_suggested_changes_fit(share: float, count: int, device: str) -> None:
     free = int(share * (total if device == "cpu" else total / count))
     problem = memory_problem(config, _ranks(config, count, free, device))
     assert problem is not None
-    found = re.findall(r"\(\d\) (--.*?)(?: on (\d+) ranks, \d+ times the hosts or devices)?(?=, \(|$)", problem)
-    assert len(found) <= 3
-    assert found or share < 0.3
+    changes = re.findall(r"\(\d\) (--.*?)(?: on (\d+) ranks, \d+ times the hosts or devices)?(?=, \(|$)", problem)
+    assert len(changes) <= 3
+    assert changes or share < 0.3
     flags = [f"--model.{name}={value}" for name, value in MODEL.items()]
     flags += ["--data.prefix=corpus", "--data.sequence_length=64", "--batch.global_size=16", "--batch.micro_size=4"]
-    for change, ranks in found:
+    for change, ranks in changes:
         world_size = int(ranks or count)
         changed = parse_as(PretrainConfig, [*flags, *shlex.split(change)])
         data = data_parallel_size(changed, world_size)

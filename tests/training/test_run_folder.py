@@ -30,8 +30,8 @@ def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConf
 
 
 def starts(directory: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((directory / "run.json").read_text())["starts"]
-    return found
+    starts: list[dict[str, Any]] = json.loads((directory / "run.json").read_text())["starts"]
+    return starts
 
 
 def test_three_starts_explain_themselves(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,16 +64,16 @@ def start_config(kind: type[PretrainConfig], folder: Path) -> PretrainConfig:
 def refusals(rank: int, port: int, folder: Path) -> dict[str, str]:
     """Return the error of this rank if rank 1 has another value in one field, for each field in turn."""
     start = Start(connect("localhost", port, rank, serve=rank == 0, timeout=60.0), rank, 2, 60.0)
-    told = {}
+    errors = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_sources", dict)  # 600 files, which would take most of the time
         for kind in (PretrainConfig, BertPretrainConfig):
             config = start_config(kind, folder)
             assert refusal(config, rank, start) == ""
             for name, another in changed(config):
-                told[f"{kind.__name__}: {name}"] = refusal(another if rank == 1 else config, rank, start)
+                errors[f"{kind.__name__}: {name}"] = refusal(another if rank == 1 else config, rank, start)
     start.leave()
-    return told
+    return errors
 
 
 def refusal(config: PretrainConfig, rank: int, start: Start) -> str:
