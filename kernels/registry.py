@@ -175,13 +175,13 @@ class Registry:
             refusal = backend.refusal(device, dtype, width)
             if refusal is None:
                 if demanded is not None:
-                    reasons = ["demanded by the configuration"]
+                    reasons = ["requested by the configuration"]
                 self._modules[op, backend.name] = self._op(op).module(backend)
                 return Choice(op, device, dtype, width, backend.name, tuple(reasons))
             reasons.append(f"{backend.name}: {refusal}")
         raise KernelError(
-            f"op {op!r} is demanded from backend {demanded!r}, which cannot take {device} {dtype} tensors with a last "
-            f"axis of {width}: {'; '.join(reasons)}. Remove the demand, or ask for {REFERENCE!r}"
+            f"op {op!r} is requested from backend {demanded!r}, which does not support {device} {dtype} tensors "
+            f"with a last axis of {width}: {'; '.join(reasons)}; remove that request, or request {REFERENCE!r}"
         )
 
     def _op(self, name: str) -> Op:

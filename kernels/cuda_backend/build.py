@@ -60,7 +60,7 @@ def reason_to_skip() -> str | None:
             raise BuildError("MEGAPIPE_CUDA=1, but there is no nvcc: put it on the PATH, set CUDA_HOME, or unset it")
         return "nvcc was not found"
     if demand != "1" and not has_gpu():
-        return "no GPU was found; MEGAPIPE_CUDA=1 builds them nevertheless"
+        return "no GPU was found; MEGAPIPE_CUDA=1 builds them anyway"
     return None
 
 

@@ -36,7 +36,8 @@ def operands(name: str, x: Tensor, beside: dict[str, Tensor | None], parameters:
         if tensor.shape != shape or tensor.dtype != x.dtype:
             raise ValueError(
                 f"{name}: {key} is {tensor.dtype} {list(tensor.shape)} beside x, {x.dtype} {list(x.shape)}; it must "
-                f"be {x.dtype} {list(shape)}. Cast it, or ask for the backend 'reference', which takes any dtype"
+                f"be {x.dtype} {list(shape)}; cast it, or request the backend 'reference', which supports all "
+                "dtypes"
             )
     return [x.contiguous(), *(tensor.contiguous() for tensor, _ in expected.values())]
 

@@ -94,8 +94,8 @@ def check_moments(coefficients: Coefficients, dtype: torch.dtype) -> None:
     """Raise ValueError where moments of this dtype could not decay (`SMALLEST_DECAY`)."""
     if dtype == torch.bfloat16 and 1 - max(coefficients.betas) < SMALLEST_DECAY:
         raise ValueError(
-            f"betas are {coefficients.betas}, and moments in bfloat16 decay only by 1/256 or more a step: a beta must "
-            "be at most 0.996. Lower it, or keep the moments in float32"
+            f"betas are {coefficients.betas}, and moments in bfloat16 decay only by 1/256 or more per step: a beta "
+            "must be at most 0.996; lower it, or keep the moments in float32"
         )
 
 

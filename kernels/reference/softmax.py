@@ -35,7 +35,7 @@ def input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
 def check(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> None:
     """Raises ValueError unless they are arguments of `forward`."""
     if scores.dim() != 4:
-        raise ValueError(f"scores are {list(scores.shape)}, not [batch, heads, queries, keys]; view them so")
+        raise ValueError(f"scores are {list(scores.shape)}, not [batch, heads, queries, keys]; reshape them")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(
             f"the mask is {mask.dtype}, not torch.bool, True where a key is seen; for one to add: mask == 0"

@@ -92,7 +92,7 @@ class Engine:
         """
         if self._under_way is not None:
             raise EngineError(
-                f"step {self._under_way.input.step} is under way; drain the engine before running another"
+                f"step {self._under_way.input.step} is in progress; drain the engine before running another"
             )
         (result,) = (*self.feed(step_input), *self.drain())
         return result
@@ -144,14 +144,14 @@ class Engine:
             )
         if self._under_way is not None and step_input.step != self._under_way.input.step + 1:
             raise EngineError(
-                f"step {step_input.step} does not follow step {self._under_way.input.step}, which is under way; "
-                "steps of a schedule that never flushes follow one another, or drain the engine between them"
+                f"step {step_input.step} does not follow step {self._under_way.input.step}, which is in progress; "
+                "run the steps of a schedule that never flushes in order, or drain the engine between them"
             )
 
     def _require_whole(self) -> None:
         if self._broken_by is not None:
             raise EngineError(
-                f"this engine's step has failed and left gradients half added up ({self._broken_by}); make a new one "
+                f"a step of this engine failed and left partial gradients ({self._broken_by}); create a new engine "
                 "from the last good weights"
             )
 
@@ -169,7 +169,7 @@ class Engine:
         if result.skipped:
             raise EngineError(
                 f"the gradients of step {result.step} were not finite, and {self._header.name} updates after every "
-                "micro-batch, before that is known; go on from the last checkpoint with a lower learning rate"
+                "micro-batch, before that is known; continue from the last checkpoint with a lower learning rate"
             )
         return result
 
@@ -193,7 +193,7 @@ class Engine:
         try:
             self._transfers.drain()
         except Exception as error:
-            place = f"pipeline rank {self._rank}, step {step}, behind the last action of {self._header.name}"
+            place = f"pipeline rank {self._rank}, step {step}, after the last action of {self._header.name}"
             self._broken_by = f"{place}: {error}"
             raise EngineError(self._broken_by) from error
 

@@ -122,7 +122,8 @@ class ModuleStages:
                 layer = layer()
         if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
             raise PipelineError(
-                f"layer {index} is on the meta device: pass what makes it instead, so that it gets values"
+                f"layer {index} is on the meta device: pass a function that creates it instead, so that its "
+                "parameters get values"
             )
         return layer
 

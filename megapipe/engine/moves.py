@@ -38,8 +38,8 @@ class Moves:
                     continue
                 if swaps is None:
                     raise EngineError(
-                        f"schedule {schedule.header.name} offloads, and this engine was made without swaps: pass it a "
-                        "Swaps"
+                        f"schedule {schedule.header.name} offloads, but this engine was created without swaps: pass "
+                        "it a Swaps"
                     )
                 if action.version < 0:
                     self._activations.add((action.stage, action.microbatch % count, action.unit))

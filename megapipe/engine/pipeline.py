@@ -65,29 +65,29 @@ class Pipeline:
         timeout: float = 600.0,
         **options: Unpack[Options],
     ) -> None:
-        """Split the layers into stages, make this rank's, and connect them. A collective call.
+        """Split the layers into stages, create those of this rank, and connect them. A collective call.
 
         Args:
             layers: the model as a sequence of modules; each takes what the one before it returns, a tensor or a tuple
                 of tensors. The modules are copied, not changed: their weights are the start, and `state_dict` has the
-                result. In the place of a module may stand a function that makes it; then a rank makes only its own.
+                result. A function that creates the module may replace it; then a rank creates only its own modules.
                 A parameter that several layers have is tied: it stays one weight.
             mesh: of pipeline and data ranks.
             loss: (the last layer's outputs, then a micro-batch's targets) -> loss summed over the micro-batch, 0-dim.
-            sample: inputs of one micro-batch; only shapes and dtypes are looked at.
+            sample: inputs of one micro-batch; only their shapes and dtypes are used.
             microbatches: micro-batches of a step on each data-parallel replica.
             schedule: a name of `megapipe.schedules.GENERATORS`, or the path of a schedule file (docs/schedules.md): a
                 name with a suffix or a folder.
-            optimizer: its settings, clipping included; AdamW's defaults without.
-            layers_per_stage: how many layers each stage runs; as even as possible by default.
-            count: targets of a micro-batch -> its share in what the loss sum is divided by; rows by default.
-            seed: for layers that are made here.
+            optimizer: its settings, including clipping; default: AdamW with its defaults.
+            layers_per_stage: number of layers of each stage; default: as even as possible.
+            count: targets of a micro-batch -> its part of the number that the loss sum is divided by; default: rows.
+            seed: for layers that are created here.
             timeout: seconds that a rank waits for another one.
-            options: the named schedule's, such as `chunks`; see `megapipe.schedules.generators.registry.Options`. A
-                file takes none.
+            options: options of a named schedule, such as `chunks`; see
+                `megapipe.schedules.generators.registry.Options`. A file takes none.
 
         Raises:
-            PipelineError: layers or settings that cannot be run.
+            PipelineError: the layers or settings cannot be used.
             ScheduleError: a schedule that does not exist, cannot run that many micro-batches, or is a file made for
                 something else.
         """
@@ -173,7 +173,7 @@ class Pipeline:
         Raises PipelineError where a step is under way.
         """
         if self._under_way:
-            raise PipelineError(f"step {self._next_step - 1} is under way; call drain before state_dict")
+            raise PipelineError(f"step {self._next_step - 1} is in progress; call drain before state_dict")
         own: dict[int, dict[str, Tensor]] = {}
         newest = max(stage.newest for stage in self.stages.values())
         for index, twins in self._modules.units().items():
@@ -203,8 +203,8 @@ class Pipeline:
         count = float(self._count(*microbatch.targets))
         if not 0.0 <= count < math.inf:
             raise PipelineError(
-                f"count gave {count} for the targets {described(microbatch.targets)}; it is a micro-batch's share in "
-                "what the loss sum is divided by, and must be finite and not below 0"
+                f"count gave {count} for the targets {described(microbatch.targets)}; it is added to the number "
+                "that the loss sum is divided by, and must be finite and at least 0"
             )
         return count
 
@@ -231,8 +231,9 @@ class Pipeline:
             rows = self._cut(as_tensors(inputs), "inputs")
             if described(rows[0]) != described(self._sample):
                 raise PipelineError(
-                    f"a micro-batch of the inputs is {described(rows[0])}, and the pipeline was built for "
-                    f"{described(self._sample)}; a batch has {self._microbatches} times the rows of the sample"
+                    f"a micro-batch of the inputs is {described(rows[0])}, but the pipeline was built for "
+                    f"{described(self._sample)}; pass a batch with {self._microbatches} times the rows of the "
+                    "sample"
                 )
             parts = [Microbatch(inputs=part) for part in rows]
         if self.is_last and targets is not None:
@@ -245,8 +246,8 @@ class Pipeline:
         for tensor in tensors:
             if tensor.dim() == 0 or tensor.shape[0] % self._microbatches:
                 raise PipelineError(
-                    f"{what} of shape {list(tensor.shape)} do not fall into {self._microbatches} micro-batches of "
-                    "equal rows; change the batch, or microbatches"
+                    f"{what} of shape {list(tensor.shape)} cannot be split into {self._microbatches} micro-batches "
+                    "with equal numbers of rows; change the batch, or microbatches"
                 )
         columns = [tensor.to(self._mesh.device).chunk(self._microbatches) for tensor in tensors]
         return [tuple(column[part] for column in columns) for part in range(self._microbatches)]
@@ -263,8 +264,8 @@ def _checked_settings(mesh: Mesh, config: OptimizerConfig, timeout: float) -> Op
     for dimension in ("tensor", "context"):
         if mesh.size(dimension) > 1:
             raise PipelineError(
-                f"the mesh has {mesh.size(dimension)} {dimension} ranks, and any module is whole on its rank; use the "
-                "mesh's pipeline and data dimensions"
+                f"the mesh has {mesh.size(dimension)} {dimension} ranks, but a rank holds its modules completely; "
+                "use only the pipeline and data dimensions of the mesh"
             )
     if config.name == "muon":
         raise PipelineError(
@@ -288,8 +289,8 @@ def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
     for rank, other in enumerate(mesh.world.all_gather_object(plan)):
         if other != plan:
             raise PipelineError(
-                f"rank {mesh.rank} was given other layers or another sample than rank {rank}; every rank passes the "
-                "same"
+                f"rank {mesh.rank} was given other layers or another sample than rank {rank}; pass the same on "
+                "every rank"
             )
     return plan
 
@@ -297,8 +298,8 @@ def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
 def _from_file(path: str, options: Options) -> Schedule:
     if options:
         raise PipelineError(
-            f"schedule {path} is a file, which takes no options, and {', '.join(options)} was given; leave it out, or "
-            "name a schedule"
+            f"schedule {path} is a file, which takes no options, but {', '.join(options)} was given; leave it out, "
+            "or name a schedule"
         )
     return read_file(Path(path))
 

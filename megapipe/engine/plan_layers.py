@@ -140,20 +140,20 @@ def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _
         with torch.device("meta"), torch.enable_grad():
             outputs = as_tuple(skeleton(*inputs))
     except Exception as error:
-        source = f"layer {index - 1} gives" if index else "the sample is"
+        source = f"the output of layer {index - 1}" if index else "the sample"
         hint = _META_HINT if "meta" in str(error) else ""
-        raise PipelineError(f"{layer} cannot take what {source}, {described(passed)}: {error}{hint}") from error
+        raise PipelineError(f"{layer} fails for {source}, {described(passed)}: {error}{hint}") from error
     for name, buffer in skeleton.named_buffers():
         if buffers.get(name) != (id(buffer), buffer._version):
             raise PipelineError(
-                f"{layer} changes its buffer {name!r} in the forward; micro-batches "
-                "run in the order of the schedule and replicas apart, so its value would depend on both: use a layer "
-                "without running statistics (LayerNorm, GroupNorm), or put it into eval mode"
+                f"{layer} changes its buffer {name!r} in the forward; micro-batches run in the order of the "
+                "schedule, on several replicas, so its value would depend on both: use a layer without running "
+                "statistics (LayerNorm, GroupNorm), or put it into eval mode"
             )
     if any(tensor._version for tensor in inputs):
         raise PipelineError(
-            f"{layer} changes an input in place; whether others see that would depend on which rank they are on: "
-            "change a clone of it"
+            f"{layer} changes an input in place; whether other layers see the change would depend on their rank: "
+            "change a clone instead"
         )
     return _Trial(skeleton, inputs, outputs)
 

@@ -125,7 +125,7 @@ class Reductions:
         return other
 
     def start_counts(self, step: StepState) -> None:
-        """Start the sum of (loss tokens of each update, flags) over all ranks."""
+        """Start to sum the loss tokens of each update, and the flags, over all ranks."""
         flags = [float(step.input.stop), float(step.input.save), float(step.input.save_failed)]
         counts = [0.0] * step.updates * self._loss_terms + flags
         if self._communicators.counts_loss:

@@ -38,7 +38,7 @@ class _Kept:
         """The tensor. Raises RuntimeError while it is in host memory."""
         memory = self.storage.on_device
         if memory is None:
-            raise RuntimeError("an offloaded activation is asked for before the schedule has reloaded it")
+            raise RuntimeError("an offloaded activation is used before the schedule has reloaded it")
         view = torch.empty(0, dtype=self.dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 

@@ -103,8 +103,8 @@ class Sender:
         """
         if [(tensor.shape, tensor.dtype) for tensor in tensors] != self._agreed:
             raise ValueError(
-                f"the stage gives {described(tensors)}, and {described(self._specs)} was agreed on when it was built; "
-                "make its forward return the same shapes and types always (under autocast: convert what it returns)"
+                f"the stage returned {described(tensors)}, but declared {described(self._specs)} when it was built; "
+                "its forward must always return the same shapes and types (under autocast: convert its result)"
             )
         for tensor in tensors:
             transfer = self._link.send(tensor)

@@ -95,7 +95,7 @@ def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) ->
             outputs, inputs = shapes[stage][1], shapes[following][0]
             if outputs != inputs:
                 raise EngineError(
-                    f"stage {stage} gives {described(outputs)} but stage {following} takes {described(inputs)}; "
+                    f"stage {stage} returns {described(outputs)} but stage {following} expects {described(inputs)}; "
                     "both ends of a boundary must declare the same tensors"
                 )
             source, destination = schedule.rank_of(stage), schedule.rank_of(following)

@@ -89,7 +89,7 @@ class VocabParallelHead(Linear, OnShards):
         if tape is not None:
             raise SplitError(
                 "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
-                "compute them; set recompute.logits false, or take a schedule with whole backwards"
+                "compute them; set recompute.logits false, or use a schedule with whole backwards"
             )
         rows = self._all_tokens(x).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

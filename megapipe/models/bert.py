@@ -112,7 +112,7 @@ class BertHead(nn.Module, OnShards):
             logits = self.output.logits(self._transformed(hidden, context), tape)
             return (logits,) if sentence is None else (logits, sentence)
         if context.positions is None or context.loss_mask is None:
-            raise ValueError("the heads' stage needs positions and loss_mask beside the labels in its context")
+            raise ValueError("the heads' stage needs positions, loss_mask and labels in its context")
         rows = hidden.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         rows = self._transformed(rows, context)
         if context.training:

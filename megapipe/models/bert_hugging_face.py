@@ -90,7 +90,7 @@ def _correspondence(spec: ParameterSpec, model: BertModelConfig) -> Corresponden
     places = _BLOCK | _NORMS[model.norm_position]
     if path not in places or (path == "mlp.up" and model.activation == "swiglu"):
         raise WeightMappingError(
-            f"transformers' BERT has no place for {spec.name} of shape {spec.shape}; check activation and qk_norm of "
-            "the model"
+            f"transformers' BERT has no parameter for {spec.name} of shape {spec.shape}; check activation and "
+            "qk_norm of the model"
         )
     return Correspondence(spec, (f"{layer}.{places[path]}.{leaf}",), only, alone)

@@ -130,7 +130,7 @@ def decoding_layer(layer: nn.Module, *, rows: int, capacity: int) -> DecodingLay
         return DecodingBlock(layer, rows, capacity)
     if isinstance(layer, Head):
         return DecodingHead(layer)
-    raise TypeError(f"{type(layer).__name__} is no layer of a GPT: Embedding, Block and Head are")
+    raise TypeError(f"{type(layer).__name__} is not a layer of a GPT; it must be an Embedding, a Block or a Head")
 
 
 def _placed(attention: Attention, x: Tensor, norm: RMSNorm | None, positions: Tensor, capacity: int) -> Tensor:

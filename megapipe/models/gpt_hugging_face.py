@@ -74,15 +74,15 @@ class Correspondence:
     def check(self, shapes: Sequence[Sequence[int]]) -> None:
         """Raise WeightMappingError unless `shapes`, one for each of `theirs`, make a tensor of the spec's shape."""
         parts = self.part(torch.empty(self.spec.shape, device="meta"))
-        for name, found, part in zip(self.theirs, shapes, parts, strict=True):
-            if tuple(found) != tuple(part.shape):
+        for name, shape, part in zip(self.theirs, shapes, parts, strict=True):
+            if tuple(shape) != tuple(part.shape):
                 raise WeightMappingError(
-                    f"{name} has the shape {tuple(found)}, but the model configuration needs {tuple(part.shape)} for "
+                    f"{name} has the shape {tuple(shape)}, but the model configuration needs {tuple(part.shape)} for "
                     f"{self.spec.name}"
                 )
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The canonical tensor. Raises WeightMappingError for a part of another shape."""
+        """Return the canonical tensor. Raises WeightMappingError for a part of another shape."""
         self.check([part.shape for part in parts])
         return self.join(parts)
 
@@ -117,8 +117,8 @@ def joined(
     unused = [name for name in left if not redundant(name)]
     if unused:
         raise WeightMappingError(
-            f"the {family} weights hold {', '.join(unused[:4])}, for which this model configuration has no parameter; "
-            f"{advice}"
+            f"the {family} weights contain {', '.join(unused[:4])}, but the model configuration has no such "
+            f"parameters; {advice}"
         )
     return found
 
@@ -192,8 +192,8 @@ def _mixtral_correspondence(
 
 def _no_place(spec: ParameterSpec, family: str) -> WeightMappingError:
     return WeightMappingError(
-        f"{family} weights have no place for {spec.name} of shape {spec.shape}; "
-        "check positions, normalization, activation, qk_norm, num_experts and expert_balance_rate of the model"
+        f"{family} weights have no tensor for {spec.name} of shape {spec.shape}; check positions, normalization, "
+        "activation, qk_norm, num_experts and expert_balance_rate of the model"
     )
 
 

@@ -46,9 +46,9 @@ class LossScaler:
         self._at_minimum = self._at_minimum + 1 if skipped and at_lowest else 0
         if self._at_minimum >= self._config.patience:
             raise LossScaleError(
-                f"the gradients of {self._at_minimum} steps in a row, up to step {step + 1}, were not finite at loss "
-                f"scale {self._scale:g}, and it does not go lower; train in bf16 or fp32 (training.precision), lower "
-                "optimizer.learning_rate, or look at the batches for what makes the loss infinite"
+                f"the gradients of {self._at_minimum} steps in a row, up to step {step + 1}, were not finite at "
+                f"loss scale {self._scale:g}, the lowest allowed; train in bf16 or fp32 (training.precision), lower "
+                "optimizer.learning_rate, or check which samples make the loss infinite"
             )
 
     def state(self) -> dict[str, float]:

@@ -25,8 +25,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 class LaunchEnvironment:
     """The variables that torchrun sets for a process. One process without a launcher is rank 0 of 1.
 
-    address, port: of the store through which ranks find each other. launcher_serves: whether torchrun runs that store,
-    and not rank 0.
+    address, port: of the store through which ranks find each other. launcher_serves: whether torchrun, and not rank 0,
+    runs that store.
     """
 
     rank: int = 0
@@ -49,7 +49,7 @@ class LaunchEnvironment:
             return cls()
         if missing:
             raise LaunchError(
-                f"{', '.join(missing)} not set although {', '.join(found)} is: start with torchrun, which sets all of "
+                f"{', '.join(missing)} not set, but {', '.join(found)} is: start with torchrun, which sets all of "
                 f"them, or unset {', '.join(found)} to run as one process"
             )
         rank, world_size, local_rank, port = (
@@ -64,7 +64,7 @@ class LaunchEnvironment:
         return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], port, launcher_serves)
 
     def meet(self, timeout: float) -> Start | None:
-        """Meet the other ranks of this start of the job; None for one process. All ranks call this.
+        """Meet the other ranks of this start of the job, and return them; None for one process. All ranks call this.
 
         timeout: seconds that a rank waits for another one.
 
@@ -90,7 +90,7 @@ def initialize(
         sizes: ranks along each dimension of `mesh.DIMENSIONS`; one that is left out has size 1.
         device: "auto" takes GPUs where there are any.
         timeout: seconds that a collective waits for its peers.
-        start: the ranks of this start, where they have met already.
+        start: the ranks of this start, if they have already met.
 
     Raises:
         LaunchError: the environment is incomplete or wrong, the layout does not fit the world, there is no such
@@ -184,11 +184,13 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except ValueError:
-        raise LaunchError(f"{name}={environment[name]!r} is not an integer: torchrun sets it") from None
+        raise LaunchError(
+            f"{name}={environment[name]!r} is not an integer: start with torchrun, which sets it"
+        ) from None
 
 
 def choose_device(choice: DeviceChoice, local_rank: int) -> torch.device:
-    """Return the device of this rank, and make a GPU the current one. Raises LaunchError where there is none."""
+    """Return the device of this rank, and make a GPU the current one. Raises LaunchError if it does not exist."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -118,7 +118,10 @@ class Mesh:
         """The group of those replicas of this rank that are in the same part of all."""
         replicas = self.group("data", "context")
         if size < 1 or replicas.size % size:
-            raise ValueError(f"{size} ranks a copy must be 1 or more and divide the {replicas.size} replicas")
+            raise ValueError(
+                f"{size} ranks per copy are given; the number must be at least 1 and divide the {replicas.size} "
+                "replicas"
+            )
         if all(part_of(place) == part_of(replicas.rank) for place in range(replicas.size)):
             return replicas
         if (name, size) not in self._part_groups:

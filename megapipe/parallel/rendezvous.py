@@ -1,9 +1,9 @@
-"""How the ranks of one start of a job find each other, and agree, before any process group exists.
+"""Rendezvous: the ranks of one start of a job find each other and agree, before any process group exists.
 
-Everything goes through one TCP store: torchrun's, or one that rank 0 serves. torchrun shares its store between all
-starts of a job, so that a rank could read what a dead one left there and connect to it (pytorch#135712,
-pytorch#167288; torch 2.13). Its count of restarts does not tell the starts apart, since each host has a count of its
-own. So the ranks first agree on a name for their start, and keep everything else under that name.
+All messages go through one TCP store: torchrun's, or one that rank 0 serves. torchrun uses the same store for all
+starts of a job, so a rank could read the values of a dead rank and connect to it (pytorch#135712, pytorch#167288;
+torch 2.13). Its restart count cannot identify a start, because each host counts separately. Therefore the ranks first
+agree on a name for their start, and use it as a prefix of all other keys.
 """
 
 import json
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megapipe.parallel.errors import LaunchError
 
 GRACE_SECONDS = 5.0
-"""How long rank 0 waits for further problems after the first one, and for the other ranks to read why a start
+"""Time that rank 0 waits for further problems after the first one, and for the other ranks to read why the start
 failed."""
 _LONGEST_PAUSE_SECONDS = 0.25
 _LISTED_PROBLEMS = 8
@@ -37,16 +37,16 @@ class StartError(LaunchError):
 
 
 class Start:
-    """The ranks of one start of a job, which agree in a series of exchanges that rank 0 answers.
+    """The ranks of one start of a job. They agree in a series of exchanges that rank 0 answers.
 
     Attributes:
         rank, world_size: of this process, and of the job.
-        store: holds nothing of an earlier start; process groups use it too.
-        is_over: whether training has started, or an exchange failed; later errors are a rank's own.
+        store: contains no values of an earlier start; process groups use it too.
+        is_over: whether training has started or an exchange has failed. Each rank reports later errors by itself.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-        """Meet the other ranks. All ranks call this; where one did not, the first exchange fails.
+        """Meet the other ranks. All ranks call this; if one does not, the first exchange fails.
 
         timeout: seconds that a rank waits for the others, here and in every exchange.
 
@@ -56,7 +56,7 @@ class Start:
         self.rank, self.world_size, self.is_over = rank, world_size, False
         self._timeout = timeout
         self._exchanges = 0
-        with _loss_named(rank):
+        with _lost_store_as_launch_error(rank):
             name, self._missing = _common_name(store, rank, world_size, timeout)
             self.store: dist.Store = dist.PrefixStore(name, store)
 
@@ -64,58 +64,58 @@ class Start:
         """Return rank 0's answer to the values of all ranks, in rank order. All ranks call this, or `fail`.
 
         Raises:
-            StartError: `answer` raised it, a rank failed, or did not come in time; the same on all ranks.
+            StartError: `answer` raised it, or a rank failed or did not respond in time. The same on all ranks.
         """
         return self._exchange({"value": mine}, answer)
 
     def fail(self, problems: str) -> NoReturn:
-        """Take part in the next exchange with problems, one a line, that end the start of all ranks.
+        """Take part in the next exchange with problems, one per line, which end the start of all ranks.
 
         Raises:
             StartError: always, with the problems of all ranks and the ranks that have them.
         """
         self._exchange({"problem": problems}, lambda _: "")
-        raise AssertionError("a problem ends the start")
+        raise AssertionError("a reported problem always raises StartError")
 
     def wait_for_all(self) -> None:
-        """Return once all ranks have come here. All ranks call this, or `fail`.
+        """Wait until all ranks have called this. All ranks call this, or `fail`.
 
         Raises:
             StartError: as `exchange`.
         """
         self.exchange("", lambda _: "")
 
-    def speaks_first(self) -> bool:
-        """Whether no rank has said before why the job ends."""
-        return bool(self.store.add("speakers", 1) == 1)
+    def reports_first(self) -> bool:
+        """Return whether this rank is the first to report why the job ends. Call this once per rank."""
+        return bool(self.store.add("reporters", 1) == 1)
 
-    def has_spoken(self, words: str) -> None:
-        """Let the other ranks know what the first speaker said."""
-        self.store.set("spoken", words)
+    def publish_report(self, report: str) -> None:
+        """Send the report of the first rank to the other ranks."""
+        self.store.set("report", report)
 
-    def spoken(self, patience: float) -> str | None:
-        """Return what the first speaker said, None when it says nothing within `patience` seconds."""
-        return self.store.get("spoken").decode() if self._appears("spoken", patience) else None
+    def first_report(self, patience: float) -> str | None:
+        """Return the report of the first rank, or None if it publishes none within `patience` seconds."""
+        return self.store.get("report").decode() if self._appears("report", patience) else None
 
     def leave(self) -> None:
-        """Return when this process may end: on rank 0, which may serve the store, after the others."""
+        """Return when this process may end: rank 0, which may serve the store, waits for the other ranks."""
         self.store.set(f"left {self.rank}", "")
         if self.rank == 0:
             others = [f"left {rank}" for rank in range(1, self.world_size) if rank not in self._missing]
             _until(lambda: self.store.check(others), GRACE_SECONDS)
 
     def _exchange(self, mine: dict[str, str], answer: Callable[[list[str]], str]) -> str:
-        with _loss_named(self.rank):
+        with _lost_store_as_launch_error(self.rank):
             self.store.set(f"{self._exchanges}/{self.rank}", json.dumps(mine))
             if self.rank == 0:
-                given = self._judged(answer)
+                given = self._answer_of_all(answer)
                 self.store.set(f"{self._exchanges}/answer", json.dumps(given))
             else:
-                # Rank 0 may have come late, and then waits for others as long as it may.
+                # Rank 0 may itself arrive late, and then waits for the others for the whole timeout.
                 key = f"{self._exchanges}/answer"
                 if not self._appears(key, 2 * self._timeout + GRACE_SECONDS):
                     self.is_over = True
-                    raise LaunchError(f"rank {self.rank}: rank 0 did not respond at the start; see its own error")
+                    raise LaunchError(f"rank {self.rank}: rank 0 did not respond; see the error of rank 0")
                 given = json.loads(self.store.get(key))
         self._exchanges += 1
         if "problem" in given:
@@ -123,32 +123,32 @@ class Start:
             raise StartError(given["problem"])
         return str(given["value"])
 
-    def _judged(self, answer: Callable[[list[str]], str]) -> dict[str, str]:
-        """Rank 0's answer, once all ranks have said something, or one of them a problem a while ago."""
+    def _answer_of_all(self, answer: Callable[[list[str]], str]) -> dict[str, str]:
+        """Return rank 0's answer when all ranks have sent a value, or GRACE_SECONDS after one has sent a problem."""
         if self._missing:
             return {"problem": f"{in_words(self._missing)} did not start within {_limit(self._timeout)}"}
-        said: dict[int, dict[str, str]] = {}
+        values: dict[int, dict[str, str]] = {}
         deadline = time.monotonic() + self._timeout
         failed = False
 
         def is_over() -> bool:
             nonlocal failed, deadline
             for rank in range(self.world_size):
-                if rank not in said and self.store.check([f"{self._exchanges}/{rank}"]):
-                    said[rank] = json.loads(self.store.get(f"{self._exchanges}/{rank}"))
-            if not failed and any("problem" in each for each in said.values()):
+                if rank not in values and self.store.check([f"{self._exchanges}/{rank}"]):
+                    values[rank] = json.loads(self.store.get(f"{self._exchanges}/{rank}"))
+            if not failed and any("problem" in each for each in values.values()):
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
-            return len(said) == self.world_size or time.monotonic() >= deadline
+            return len(values) == self.world_size or time.monotonic() >= deadline
 
         _until(is_over, math.inf)
-        problems = {rank: each["problem"] for rank, each in said.items() if "problem" in each}
+        problems = {rank: each["problem"] for rank, each in values.items() if "problem" in each}
         if problems:
             return {"problem": _merged(problems, self.world_size)}
-        silent = [rank for rank in range(self.world_size) if rank not in said]
+        silent = [rank for rank in range(self.world_size) if rank not in values]
         if silent:
-            return {"problem": f"{in_words(silent)} did not respond at the start for {_limit(self._timeout)}"}
+            return {"problem": f"{in_words(silent)} did not respond within {_limit(self._timeout)}"}
         try:
-            return {"value": answer([said[rank]["value"] for rank in range(self.world_size)])}
+            return {"value": answer([values[rank]["value"] for rank in range(self.world_size)])}
         except StartError as error:
             return {"problem": str(error)}
 
@@ -165,7 +165,7 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
         timeout: seconds.
 
     Raises:
-        LaunchError: the port is in use, or no store answers within `timeout`.
+        LaunchError: the port is in use, or no store responds within `timeout`.
     """
     deadline = time.monotonic() + timeout
     limit = timedelta(seconds=timeout)
@@ -177,10 +177,10 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
         except OSError as error:
             raise LaunchError(
                 f"rank 0 cannot listen on MASTER_PORT={port} of {os.uname().nodename}: "
-                f"{os.strerror(error.errno or 0)}; another program or job has it: set MASTER_PORT to a free port on "
-                "every rank"
+                f"{os.strerror(error.errno or 0)}; another program or job uses it: set MASTER_PORT to a free port "
+                "on every rank"
             ) from error
-        # A socket of our own, since torch writes its own warnings about one that cannot be had.
+        # Pass a socket to torch, because torch prints warnings of its own when it cannot open one.
         served = dist.TCPStore(
             "localhost",
             port,
@@ -190,7 +190,7 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
             master_listen_fd=listener.detach(),
         )
     stores: list[dist.Store] = []
-    problems = ["what listens there does not answer as a job's rank 0 does"]
+    problems = ["another program listens there, which does not answer like rank 0 of a job"]
 
     def reach() -> None:
         try:
@@ -203,10 +203,10 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
                 store.set_timeout(limit)
                 stores.append(store)
         except dist.DistError:
-            pass  # it listens, and is something else
+            pass  # another program listens there
 
-    # In a thread, since torch waits without limit for something that listens and does not answer; where it answers
-    # wrongly torch tries until its time is up, and that must not be while the interpreter shuts down.
+    # In a thread, because torch waits without limit for a program that listens and does not answer. If the program
+    # sends a wrong answer, torch retries until its timeout, which must not be during the interpreter's shutdown.
     thread = threading.Thread(target=reach, daemon=True)
     with _torch_silenced():
         thread.start()
@@ -214,8 +214,8 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
     if not stores:
         raise LaunchError(
             f"rank {rank} on {os.uname().nodename} cannot reach the store of rank 0 at {place} within "
-            f"{_limit(timeout)}: {problems[-1]}; give every rank the address of rank 0's host and a port that is free "
-            "there"
+            f"{_limit(timeout)}: {problems[-1]}; set MASTER_ADDR to the address of rank 0's host and MASTER_PORT to "
+            "a free port of that host on every rank"
         )
     return stores[0]
 
@@ -236,7 +236,7 @@ def in_words(ranks: Iterable[int]) -> str:
 
 
 def _merged(problems: dict[int, str], world_size: int) -> str:
-    """One line for every problem, with the ranks that have it unless all do."""
+    """Return one line per problem, with the ranks that have it unless all ranks do."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in sorted(problems.items()):
         for line in problem.splitlines():
@@ -247,16 +247,16 @@ def _merged(problems: dict[int, str], world_size: int) -> str:
 
 
 def _common_name(store: dist.Store, rank: int, world_size: int, timeout: float) -> tuple[str, Sequence[int]]:
-    """A name that the ranks of this start share, whatever those of earlier ones left, and on rank 0 who is missing.
+    """Return a name that the ranks of this start share, and on rank 0 the missing ranks.
 
-    Rank 0 makes it up. Every other rank asks under a word of its own, which no process has answered before; what rank
-    0 answers to those who are dead by now does no harm.
+    Rank 0 creates the name. Every other rank asks for it with a random token, which no process has answered before, so
+    values of earlier starts do not matter. An answer to a rank that has died does no harm.
     """
     if rank == 0:
         return _name_others(store, world_size, timeout)
-    word = uuid.uuid4().hex
-    store.set(f"start/asks {rank}", word)
-    answer = f"start/answer {word}"
+    token = uuid.uuid4().hex
+    store.set(f"start/asks {rank}", token)
+    answer = f"start/answer {token}"
     if not _until(lambda: store.check([answer]), timeout):
         raise LaunchError(f"rank {rank}: rank 0 did not start within {_limit(timeout)}")
     name = store.get(answer).decode()
@@ -280,9 +280,10 @@ def _name_others(store: dist.Store, world_size: int, timeout: float) -> tuple[st
 
 
 def _until(true: Callable[[], bool], seconds: float) -> bool:
-    """Whether a condition comes true in time. Asks often at first, later less: thousands of ranks ask one store.
+    """Poll a condition, and return whether it became true in time. The pauses grow, because thousands of ranks poll
+    one store.
 
-    Not the store's own `wait`, which writes warnings when it times out.
+    The store's own `wait` is not used, because it prints warnings when it times out.
     """
     deadline = time.monotonic() + seconds
     pause = 0.002
@@ -297,7 +298,7 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 @contextmanager
 def _torch_silenced() -> Iterator[None]:
-    """Drop what is written to this process's stderr, where torch prints its C++ stack for each failed attempt."""
+    """Discard what this process writes to stderr: torch prints its C++ stack there for each failed attempt."""
     if sys.stderr is None:  # the process was started without one, and descriptor 2 may be another file
         yield
         return
@@ -314,12 +315,14 @@ def _torch_silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _loss_named(rank: int) -> Iterator[None]:
-    """Turn the loss of the store into a LaunchError."""
+def _lost_store_as_launch_error(rank: int) -> Iterator[None]:
+    """Raise a LaunchError when the connection to the store is lost."""
     try:
         yield
     except dist.DistError as error:
-        raise LaunchError(f"rank {rank}: lost the store of rank 0 at the start; see rank 0's own error") from error
+        raise LaunchError(
+            f"rank {rank}: lost the connection to the store of rank 0; see the error of rank 0"
+        ) from error
 
 
 def _listener(port: int) -> socket.socket:
@@ -329,7 +332,7 @@ def _listener(port: int) -> socket.socket:
 
 
 def _reaches(address: str, port: int, timeout: float, problems: list[str]) -> bool:
-    """Whether something listens at an address in time; what prevented that is added to `problems`."""
+    """Return whether a program listens at an address in time. Adds the last error to `problems`."""
 
     def listens() -> bool:
         try:
@@ -339,10 +342,10 @@ def _reaches(address: str, port: int, timeout: float, problems: list[str]) -> bo
             return False
         return True
 
-    found = _until(listens, timeout)
-    if found:
+    reached = _until(listens, timeout)
+    if reached:
         del problems[1:]
-    return found
+    return reached
 
 
 def _limit(timeout: float) -> str:

@@ -43,7 +43,7 @@ def by_rank(x: Tensor, size: int) -> Tensor:
     batch, tokens, *channels = x.shape
     if tokens % size:
         raise ValueError(
-            f"{tokens} tokens of a tensor of shape {tuple(x.shape)} do not divide over {size} tensor ranks"
+            f"{tokens} tokens of a tensor of shape {tuple(x.shape)} are not divisible by {size} tensor ranks"
         )
     return x.view(batch, size, tokens // size, *channels).transpose(0, 1)
 

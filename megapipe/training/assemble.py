@@ -131,17 +131,17 @@ class Assembly:
 def building_progress(
     say: Callable[[str], None] | None, layout: StageLayout, stages: Iterable[int]
 ) -> Callable[[], None]:
-    """Return a function to call after each built unit: it prints how far building is, after two seconds and then
-    whenever the time has doubled. stages: of this rank. say: None prints nothing."""
+    """Return a function to call after each built unit. It prints the progress after two seconds, and then whenever the
+    time has doubled. stages: of this rank. say: None prints nothing."""
     if say is None:
         return lambda: None
     total = sum(len(layout.ranges[stage]) for stage in stages)
-    began, done, next_line = time.monotonic(), 0, BUILDING_SECONDS
+    start, done, next_line = time.monotonic(), 0, BUILDING_SECONDS
 
     def built() -> None:
         nonlocal done, next_line
         done += 1
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         if done < total and seconds >= next_line:
             next_line = 2 * seconds
             left = seconds / done * (total - done)

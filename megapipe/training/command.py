@@ -14,15 +14,15 @@ from megapipe.training.output import print_line
 from megapipe.training.signals import after_training, before_training
 
 PLAN_HELP = (
-    "auto, or a hardware file or preset: take the fastest layout that fits, by prediction, for the ranks of this "
-    "start; fields that are given stay as they are"
+    "auto, a hardware file, or a preset: use the layout that is predicted to be the fastest of those that fit on "
+    "the ranks of this start; fields that are given do not change"
 )
 
 
 def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
-    """Train what the command line configures; the exit status, one of `ExitCode`.
+    """Train as the command line configures, and return the exit status, one of `ExitCode`.
 
-    kind: of configuration. hint: printed where there are no arguments.
+    kind: type of the configuration. hint: printed if there are no arguments.
     """
     before_training()
     parser = build_parser(description, kind)
@@ -40,13 +40,14 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr)
             return ExitCode.WRONG_INPUT
-        parsed = error  # the other ranks wait for this one, to end with the same error
+        parsed = error  # the other ranks wait for this one, and end with the same error
 
     end_with_launcher()
 
     # Importing torch takes a second, which --help and a misspelt key need not wait for.
     from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.failures import status_of
+    from megapipe.training.listeners import any_abandoned
     from megapipe.training.planning import planned
     from megapipe.training.pretrain import pretrain
 
@@ -60,18 +61,22 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
             raise parsed
         config = parsed.config
         if parsed.flags["plan"] is not None:
-            config, told = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
+            config, plan_line = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
             if environment.rank == 0:
-                print_line(told)
+                print_line(plan_line)
         status = pretrain(config, environment, start)
     except Exception as error:
-        return status_of(error, start)
+        status = status_of(error, start)
     after_training()
+    if any_abandoned():
+        # Weights & Biases' exit handler would wait for the server for another minute or more.
+        os._exit(status)
     return status
 
 
 def _start_timeout(parsed: Given[PretrainConfig] | ConfigError) -> float:
-    """Seconds to wait for other ranks; the default where the configuration, not checked yet, has no such number."""
+    """Return the seconds to wait for other ranks: the default if the configuration, which is not checked yet, has no
+    usable number."""
     default = ParallelConfig().timeout_seconds
     given = default if isinstance(parsed, ConfigError) else parsed.config.parallel.timeout_seconds
     return given if 0 < given < threading.TIMEOUT_MAX else default

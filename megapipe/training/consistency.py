@@ -47,9 +47,9 @@ def check_replicas(states: Sequence[UnitState], world: Group, step: int) -> None
     told = sorted(set().union(*world.all_gather_object(mine)))
     more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
     raise ReplicasDifferError(
-        f"after step {step} ranks differ in what has to be equal: {'; '.join(told[:_TOLD])}{more}. A device computes "
-        "wrongly, or a gradient was not reduced: go on from a checkpoint before this step, without the host of the "
-        "rank that stands alone"
+        f"after step {step} ranks differ in state that must be equal: {'; '.join(told[:_TOLD])}{more}; a device "
+        "computes wrongly, or a gradient was not reduced: continue from an earlier checkpoint, without the host of "
+        "the rank that differs from the others"
     )
 
 

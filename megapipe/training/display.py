@@ -17,16 +17,16 @@ from megapipe.training.records import EvaluationRecord, Listener, StepRecord
 from megapipe.training.throughput import Window
 
 LOG = "log.txt"
-"""File in the run's folder with every line that was said."""
+"""File in the run's folder that contains every printed line."""
 
 BAR_WINDOW = 20
 """Number of steps over which the bar's rates are averaged."""
 
 BAR_DRAWING_SECONDS = 0.25
-"""Least time between two drawings of the bar."""
+"""Minimum time between two drawings of the bar."""
 
 BAR_LINE_SECONDS = 5.0
-"""Least time of steps between two lines that the bar leaves in the scrollback."""
+"""Minimum time of steps between two lines that the bar leaves in the scrollback."""
 
 
 def open_display(steps: int, log_every: int) -> Listener:
@@ -43,8 +43,8 @@ class PlainLines(Listener):
     """Writes a line every `log_every` steps, with rates over the steps since the last one, and a line for the first
     and the last step.
 
-    least_seconds: time of steps between two lines, where that is longer than `log_every` steps. The time left is known
-    from event `start` on, whose `total_samples` is the samples of the whole run.
+    least_seconds: minimum time of steps between two lines, if that is longer than `log_every` steps. Event `start`
+    gives the number of samples of the whole run (`total_samples`), from which the remaining time is computed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PlainLines(Listener):
 
 
 class LogFile(PlainLines):
-    """Appends every line that is said, with the time (UTC), to `log.txt` in the run's folder.
+    """Appends every printed line, with the time (UTC), to `log.txt` in the run's folder.
 
     separator: the line that marks this start, written before the first one.
     """
@@ -99,7 +99,7 @@ class LogFile(PlainLines):
 
     def event(self, name: str, **fields: Any) -> None:
         super().event(name, **fields)
-        if name == "failed" and self._separator is None:  # a start that said nothing may not own the folder
+        if name == "failed" and self._separator is None:  # a start that has printed nothing may not own the folder
             self._write(f"failed: {fields['error']}")
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class ProgressBar(Listener):
         self._bar = Progress(*columns, expand=True)
         self._task = self._bar.add_task("step 0", total=steps, rates="")
         self._signs = Text(no_wrap=True, overflow="ellipsis")
-        # Drawn by this thread only: an error of a dead terminal must come up where it is caught.
+        # Drawn only by this thread, because an error of a dead terminal must be raised where it is caught.
         self._next_drawing = 0.0
         self._live = Live(Group(self._bar, self._signs), console=console, auto_refresh=False)
 

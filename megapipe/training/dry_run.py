@@ -208,11 +208,11 @@ def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], layout: Sta
         else:
             wanted = described(stage.outputs)
         if described(outputs) != wanted:
-            raise ShapeError(f"stage {number} hands on {described(outputs)}, where {wanted} is waited for")
+            raise ShapeError(f"stage {number} returns {described(outputs)}, but {wanted} is expected")
         torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
         for each in inputs:
             if each.grad is None or each.grad.shape != each.shape:
-                raise ShapeError(f"stage {number} gives no gradient of shape {list(each.shape)} back")
+                raise ShapeError(f"stage {number} returns no gradient of shape {list(each.shape)}")
 
 
 def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
@@ -255,10 +255,14 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
     for name in ("weights", "master", "gradients"):
         total = sum(each[name] for each in built)
         if total != getattr(said, name):
-            raise ShapeError(f"rank {mesh.rank} was built with {total} bytes of {name}, the formulas say {said}")
+            raise ShapeError(
+                f"rank {mesh.rank} was built with {total} bytes of {name}, but the formulas predict {said}"
+            )
     messages = _message_bytes(predicted.schedule.header, stages)
     if messages != predicted.messages:
-        raise ShapeError(f"rank {mesh.rank} has {messages} bytes of slots, the formulas say {predicted.messages}")
+        raise ShapeError(
+            f"rank {mesh.rank} has {messages} bytes of message slots, but the formulas predict {predicted.messages}"
+        )
     return Coordinate(
         pipeline=predicted.pipeline_rank,
         ranks=mesh.world_size // mesh.size("pipeline"),

@@ -1,4 +1,4 @@
-"""Loss, perplexity and, for models that count them, right predictions on the validation split."""
+"""Loss, perplexity and, for models that report it, accuracy on the validation split."""
 
 import itertools
 import math
@@ -88,8 +88,8 @@ def perplexity(loss: float) -> float:
 def batch_sums(result: StepResult, token_counts: Sequence[Counts]) -> torch.Tensor:
     """Return the sums over a batch's micro-batches as float64 of shape [3, loss terms], on the outputs' device.
 
-    Rows: losses, loss tokens, right predictions. Where the model does not count the last, they are NaN, which the sum
-    over ranks keeps.
+    Rows: losses, loss tokens, correct predictions. The last are NaN if the model does not count them, also after the
+    sum over ranks.
     """
     sums = [torch.stack(each).double().sum(0) for each in zip(*result.outputs, strict=True)]
     losses = torch.atleast_1d(sums[0])

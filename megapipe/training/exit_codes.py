@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
     REPLICAS_DIFFER = 12
     """Ranks hold different bits of what has to be equal."""
     PEER_LOST = 13
-    """Another rank died or stopped responding; the end of that rank says why."""
+    """Another rank died or stopped responding; the output of that rank gives the reason."""
     STALLED = _END_SIGNAL
     """The watchdog saw no progress. The number is that of the signal whose handler ends the process, see
     `watchdog.Watchdog`."""

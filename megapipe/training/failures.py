@@ -35,22 +35,22 @@ _STATUSES: dict[type[Exception], ExitCode] = {
 """Errors whose message says all that a user needs."""
 
 PATIENCE_SECONDS = 10.0
-"""How long a rank waits for the words of the rank that speaks first."""
+"""Time that a rank waits for the report of the first rank that failed."""
 
 
 def status_of(error: Exception, start: Start | None = None) -> ExitCode:
     """Report an error on stderr and to torchrun, and return the exit status.
 
-    All ranks give their reason to torchrun, and one of them prints it: the first to fail. Another one prints its own
-    if it has another, unless it only lost a rank that failed before.
+    All ranks give their reason to torchrun, and the first rank that fails prints it. Another rank prints its own
+    reason if it is a different one, unless this rank only lost a peer that failed before.
 
-    start: the ranks of this start, None for one process or where they have not met.
+    start: the ranks of this start; None for one process, or if the ranks have not met.
     """
-    # torchrun ends all ranks as soon as one is gone: they end by themselves, with their own status.
+    # torchrun sends SIGTERM to all ranks as soon as one ends; ignore it, so that each ends with its own status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     starting = start is not None and not start.is_over
     if start is not None and starting:
-        error = _shared(error, start)
+        error = _end_start_of_all(error, start)
     status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), None)
     lost = status is None and _lost_a_peer(error)
     words = str(error) if status is not None or lost else "".join(traceback.format_exception(error)).rstrip()
@@ -65,14 +65,14 @@ def status_of(error: Exception, start: Start | None = None) -> ExitCode:
     if start is None:
         say()
     else:
-        _say_once(start, words, lost, say, alike=starting or status not in (None, ExitCode.FAILED))
+        _report_once(start, words, lost, say, alike=starting or status not in (None, ExitCode.FAILED))
     if status is None:
         return ExitCode.PEER_LOST if lost else ExitCode.FAILED
     return status
 
 
-def _shared(error: Exception, start: Start) -> Exception:
-    """End the start of all ranks for an error on this one, and return it as all ranks know it."""
+def _end_start_of_all(error: Exception, start: Start) -> Exception:
+    """End the start of all ranks because of an error on this one, and return the error that all ranks report."""
     known = isinstance(error, tuple(_STATUSES))
     try:
         start.fail(str(error) if known else f"{type(error).__name__}: {error}")
@@ -80,22 +80,22 @@ def _shared(error: Exception, start: Start) -> Exception:
         return shared if known else error
 
 
-def _say_once(start: Start, words: str, lost: bool, say: Callable[[], None], *, alike: bool) -> None:
-    """Print on the first rank that comes here, and let every rank end once that one has printed.
+def _report_once(start: Start, words: str, lost: bool, say: Callable[[], None], *, alike: bool) -> None:
+    """Print on the first rank that calls this; the other ranks wait until it has printed.
 
-    alike: all ranks come here for the same reason.
+    alike: all ranks fail for the same reason.
     """
     try:
-        if start.speaks_first():
+        if start.reports_first():
             say()
-            start.has_spoken(words)
+            start.publish_report(words)
         else:
-            spoken = start.spoken(PATIENCE_SECONDS)
-            if spoken is None or (spoken != words and not lost):
+            report = start.first_report(PATIENCE_SECONDS)
+            if report is None or (report != words and not lost):
                 say()
         if alike:
             start.leave()
-    except dist.DistError:  # the process that served the store is gone, and so is what it may have said
+    except dist.DistError:  # the process that served the store has ended, and the report may be lost
         say()
 
 

@@ -1,4 +1,4 @@
-"""The folders that a run writes to: created, locked and tried before it starts."""
+"""Create, lock and test the folders that a run writes to, before it starts."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.rendezvous import Start
 
 PATIENCE_SECONDS = 30.0
-"""How long another host may take to see a file that rank 0 has written; a network file system caches names."""
+"""Time that another host may need to see a file that rank 0 has written, because network file systems cache names."""
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def locked_folder(
 ) -> Iterator[DirectoryLock | None]:
     """Hold training.directory for this run, before any file in it is touched. All ranks call this.
 
-    Rank 0 locks the folder, and every other rank looks for its lock there. Yields the lock on rank 0, else None.
+    Rank 0 locks the folder, and every other rank checks that it finds this lock. Yields the lock on rank 0, else None.
 
     Raises:
         CheckpointError: another job uses the folder, or it cannot be written.
@@ -42,7 +42,7 @@ def locked_folder(
                 if time.monotonic() >= deadline:
                     raise ConfigError(
                         f"training.directory {directory} is not the folder {theirs} of rank 0 on {first_host}; give "
-                        "all ranks one folder, which all hosts see"
+                        "all ranks the same folder, which all hosts must see"
                     )
                 time.sleep(0.2)
         yield lock
@@ -52,10 +52,11 @@ def locked_folder(
 
 
 def make_folders(config: PretrainConfig, environment: LaunchEnvironment) -> None:
-    """Create profile.trace on every host, and try to write to it and, on rank 0, to training.directory.
+    """Create the folders that this rank writes to, and test that they can be written: profile.trace on the first rank
+    of every host, training.directory on rank 0.
 
     Raises:
-        ConfigError: one of them cannot be created, or takes no file.
+        ConfigError: one of them cannot be created or written to.
     """
     wanted = {}
     if environment.rank == 0:
@@ -68,6 +69,6 @@ def make_folders(config: PretrainConfig, environment: LaunchEnvironment) -> None
             Path(value).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=value).close()
         except OSError as error:
-            problems.append(f"{name} {value} cannot be written: {error.strerror}; give a folder that takes files")
+            problems.append(f"{name} {value} cannot be written: {error.strerror}; name a folder that you can write to")
     if problems:
         raise ConfigError(problems)

@@ -99,8 +99,8 @@ def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[st
         )
     if recipe == "rowwise" and config.training.precision != "bf16":
         found.append(
-            f"training.fp8 rowwise gives its results in bf16, and training.precision is {config.training.precision}; "
-            "set that to bf16, or training.fp8 tensorwise"
+            "training.fp8 rowwise returns its results in bf16, but training.precision is "
+            f"{config.training.precision}; set training.precision bf16, or training.fp8 tensorwise"
         )
     extents = {
         "model.hidden_size": model.hidden_size,
@@ -146,7 +146,7 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
     ):
         return None
     how = "in a ring" if runs_ring(config) else "fused"
-    return f"recompute.parts attention: attention runs {how} here and keeps no weights that could be made again"
+    return f"recompute.parts attention: attention runs {how} here and saves no weights to recompute"
 
 
 def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:

@@ -1,13 +1,14 @@
 """Delivery of a run's records to its listeners, so that no listener can fail or stall training.
 
-Listeners are called in threads, those of one lane in one thread and in order. A listener that raises is closed and
-turned off with one warning; `retry`, which the loop calls at each save, opens it again. A lane that takes no more
-calls, such as a terminal that is stopped or a server that does not answer, loses its newest calls and not the run.
+Listeners are called in threads: those of one lane in one thread, in order. A listener that raises an error is closed
+and turned off with one warning; `retry`, which the loop calls at each save, opens it again. A lane that blocks, such
+as a stopped terminal or a server that does not answer, loses its newest calls, but does not block training.
 """
 
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -19,11 +20,16 @@ TERMINAL = "terminal"
 """The lane whose listener shows lines to people."""
 
 LONGEST_QUEUE = 10_000
-"""Calls that wait in a lane at most."""
+"""Maximum number of calls that wait in a lane."""
 
 CLOSE_SECONDS = 30.0
 CLOSE_SECONDS_AFTER_ERROR = 5.0
-"""Time that a lane has for the calls that wait in it when the run ends."""
+"""Time that a lane has at the end of the run to deliver the calls that wait in it."""
+
+OPEN_SECONDS = 5.0
+"""Time that a listener has to open at the end of the run. A server that has not answered by then may never do so."""
+
+_THREAD_NAME = "reports: "
 
 _Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 """Method of the lane's listeners and its arguments."""
@@ -65,19 +71,23 @@ class Listeners(Listener):
         self._send("retry")
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Deliver the calls that wait and close all listeners; a lane that takes longer is left behind."""
+        """Deliver the calls that wait and close all listeners. A lane that takes longer is abandoned."""
         for lane in reversed(list(self._lanes.values())):
-            if not lane.close(seconds):
-                line = f"warning: {lane.name} did not end within {seconds:g} s; its last records may be lost"
-                self._warn(lane.name, line)
+            if lane.close(seconds):
+                continue
+            if lane.opens:
+                line = f"warning: {lane.name} had not started when the run ended; its records may be lost"
+            else:
+                line = f"warning: {lane.name} did not finish within {seconds:g} s; its last records may be lost"
+            self._warn(lane.name, line)
 
     def _send(self, method: str, *arguments: Any, **fields: Any) -> None:
         for lane in self._lanes.values():
             lane.put((method, arguments, fields))
 
     def _warn(self, lane: str, line: str) -> None:
-        """Report a problem of a lane in the others, and on standard error where the terminal's own lane has it."""
-        for other in list(self._lanes.values()):  # another thread may add a lane meanwhile
+        """Report a lane's problem in the other lanes, and on standard error if it is the terminal's lane."""
+        for other in list(self._lanes.values()):  # a copy, because another thread may add a lane
             if other.name != lane or lane != TERMINAL:
                 other.put(("say", (line,), {}))
         if lane == TERMINAL:
@@ -94,6 +104,11 @@ class Listeners(Listener):
         self.close(CLOSE_SECONDS if error is None else CLOSE_SECONDS_AFTER_ERROR)
 
 
+def any_abandoned() -> bool:
+    """Return whether a lane still runs, after all lanes were closed."""
+    return any(thread.name.startswith(_THREAD_NAME) for thread in threading.enumerate())
+
+
 class _Lane:
     """Listeners that one thread calls, in order. warn: called with the lane's name and a line."""
 
@@ -103,7 +118,7 @@ class _Lane:
         self._guards: list[_Guard] = []
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._stalled = False
-        self._thread = threading.Thread(target=self._run, name=f"reports: {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{_THREAD_NAME}{name}", daemon=True)
         self._thread.start()
 
     def add(self, guard: "_Guard") -> None:
@@ -115,13 +130,22 @@ class _Lane:
         elif not self._stalled:
             self._stalled = True
             self._warn(
-                self.name, f"warning: {self.name} takes no more records and loses those to come; training continues"
+                self.name,
+                f"warning: {self.name} is blocked, and the records from here on are lost; training continues",
             )
 
+    @property
+    def opens(self) -> bool:
+        """Whether the lane's thread is opening a listener."""
+        return any(guard.opens for guard in self._guards)
+
     def close(self, seconds: float) -> bool:
-        """Whether everything was delivered in time."""
+        """Close the lane, and return whether everything was delivered in time."""
+        deadline = time.monotonic() + seconds
         self._calls.put(None)
-        self._thread.join(seconds)
+        self._thread.join(min(seconds, OPEN_SECONDS))
+        if not self.opens:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -146,7 +170,11 @@ class _Lane:
 
 
 class _Guard:
-    """One listener: open, or turned off because it failed. Methods return a line for people, or None."""
+    """One listener: open, or turned off because it failed.
+
+    Attributes:
+        opens: whether the listener is being opened.
+    """
 
     def __init__(self, name: str, open_listener: Callable[[], Listener]) -> None:
         self._name = name
@@ -154,17 +182,23 @@ class _Guard:
         self._listener: Listener | None = None
         self._off = False
         self._warned = False
+        self.opens = False
 
     def retry(self) -> None:
         self._off = False
 
     def call(self, method: str, arguments: tuple[Any, ...], fields: dict[str, Any]) -> str | None:
+        """Call a method of the listener, and return a warning or a note for the other lanes, or None."""
         if self._off or (method == "close" and self._listener is None):
             return None
         try:
             if self._listener is None:
-                self._listener = self._open()
-                if self._warned:  # a listener of lines shows whether it works; others do so with their next record
+                self.opens = True
+                try:
+                    self._listener = self._open()
+                finally:
+                    self.opens = False
+                if self._warned:  # shows at once whether a listener of lines works again
                     self._listener.say("(lines are missing here)")
             if getattr(type(self._listener), method) is getattr(Listener, method):
                 return None
@@ -178,7 +212,7 @@ class _Guard:
                 return None
             self._warned = True
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return f"warning: {self._name} fails and is turned off until the next save: {reason}; training continues"
+            return f"warning: {self._name} failed and is turned off until the next save: {reason}; training continues"
         if self._warned:
             self._warned = False
             return f"note: {self._name} works again"

@@ -40,8 +40,8 @@ RETRY_PAUSE_SECONDS = 5.0
 
 @dataclass
 class Position:
-    """How far a run is: steps done, samples they took, their last losses as (step, loss), samples skipped because of
-    the loss."""
+    """The progress of a run: completed steps, consumed samples, the last losses as (step, loss), and the samples that
+    were skipped because of a loss spike."""
 
     step: int = 0
     consumed: int = 0
@@ -58,7 +58,7 @@ class Position:
 
 @dataclass(frozen=True)
 class _FedStep:
-    """A step that the engine has started and not ended. consumed: samples consumed after it, with skipped ones."""
+    """A step that the engine has started but not finished. consumed: samples consumed after it, including skipped."""
 
     samples: int
     consumed: int
@@ -103,9 +103,9 @@ class TrainingLoop:
         self._unsaved: set[int] = set()
 
     def run(self, position: Position) -> int:
-        """Advance `position` to the last step, or to where a signal stops the run; return the exit status.
+        """Train until the last step or until a signal stops the run, advance `position`, and return the exit status.
 
-        A schedule that never flushes always has a step under way; it is drained where something has to happen between
+        A schedule that never flushes always has a step in progress; it is drained when something has to happen between
         two steps.
         """
         self._checkpointer.saves.plan(self._replica.states())
@@ -135,15 +135,15 @@ class TrainingLoop:
         return 0
 
     def _rewind(self, position: Position, spike: Spike) -> None:
-        """Go back to the last checkpoint, to skip the samples at which the loss jumped up."""
+        """Go back to the last checkpoint, and skip the samples at which the loss jumped up."""
         self._spike, self._save_requested, self._save_failed = None, False, False
         self._guards.heartbeat.outside("going back to a checkpoint")
         path = self._checkpointer.settle()
         self._report_saves()
         if path is None:
             self._listeners.say(
-                f"warning: the loss jumped up to {spike.loss:.4f} at step {spike.step}, and no save of this run has "
-                "succeeded yet: nothing to go back to"
+                f"warning: the loss jumped up to {spike.loss:.4f} at step {spike.step}, but no save of this run has "
+                "succeeded yet, so the run cannot go back"
             )
             return
         before = Position.of(self._checkpointer.restore(self._replica))
@@ -160,7 +160,7 @@ class TrainingLoop:
         )
 
     def _pauses_after(self, position: Position) -> bool:
-        """Whether something happens between the step that was fed last and the next one."""
+        """Return whether something has to happen between the step that was fed last and the next one."""
         step, consumed = position.step + len(self._fed), self._consumed(position)
         last = step == self._config.training.last_step
         resized = self._plan.size(consumed) != self._engine_samples
@@ -168,18 +168,16 @@ class TrainingLoop:
         return last or resized or pauses
 
     def _consumed(self, position: Position) -> int:
-        """Samples consumed after the step that was fed last."""
+        """Return the samples consumed after the step that was fed last."""
         return self._fed[-1].consumed if self._fed else position.consumed
 
     def _pause(self, position: Position, stopped: bool, signals: SignalRequests) -> bool:
-        """Do what is due between two steps; return whether some rank wants to stop by now."""
+        """Do what is due between two steps, and return whether any rank asked to stop."""
         at_end = position.step == self._config.training.last_step
         last = stopped or at_end
         if self._save_failed:
             self._save_failed = False
-            with suppress(CheckpointError):  # all ranks learn why, and rank 0 stops waiting for the one that failed
-                self._checkpointer.finish()
-            self._report_saves()
+            self._end_save()
         self._guards.compare(self._replica, position.step)
         if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
             self._guards.heartbeat.outside("evaluation")
@@ -189,23 +187,35 @@ class TrainingLoop:
                 self._listeners.evaluation(evaluated)
         if self._save_requested or self._checkpointer.is_due(position.step, at_end, stopped):
             self._save(position, last or stopped, stopped)
-            # A signal that came meanwhile does not wait for another step and another save.
+            # A signal that arrived during the save must not wait for another step and another save.
             if not (last or stopped) and any_rank(self._mesh, signals.stop):
                 stopped = True
                 self._save(position, stopped, stopped)
+        elif at_end:
+            self._guards.heartbeat.outside("saving")
+            self._end_save()
         return stopped
+
+    def _end_save(self) -> None:
+        """Wait for the background save, if there is one, and report how it ended. All ranks learn why it failed, and
+        rank 0 stops waiting for the rank that failed."""
+        with suppress(CheckpointError):
+            self._checkpointer.finish()
+        self._report_saves()
 
     def _evaluates(self, step: int, last: bool) -> bool:
         every = self._config.evaluation.every
         return every is not None and (last or step % every == 0)
 
     def _save(self, position: Position, last: bool, stopped: bool) -> None:
-        """Save. When that fails before the end, the run continues: the next save may succeed. last: the run ends here,
-        so that a save that fails is tried again. stopped: by a signal, which leaves less time.
+        """Save. A save that fails is a warning, because the next one may succeed, except where the run has to end with
+        a checkpoint: after a signal, and after the last step with checkpoint.at_end. It is then tried again.
 
-        Raises CheckpointError, where the run ends, when no attempt in that time has succeeded.
+        last: the run ends here. stopped: by a signal, which leaves less time. Raises CheckpointError when the run has
+        to end with a checkpoint and no attempt has succeeded in time.
         """
         self._save_requested = False
+        required = last and (stopped or self._config.checkpoint.at_end)
         state = position.step, position.consumed, tuple(position.losses), position.skipped
         deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
         patience = self._config.checkpoint.retry_seconds
@@ -220,19 +230,19 @@ class TrainingLoop:
                     self._checkpointer.finish()
                 break
             except CheckpointError as error:
-                late = last and any_rank(self._mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
+                late = required and any_rank(self._mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
                 if late:
                     raise
-                again = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if last else ""
+                again = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if required else ""
                 self._warn_of_save(position.step, f"{error}{again}")
-                if not last:
+                if not required:
                     break
                 time.sleep(RETRY_PAUSE_SECONDS)
                 remaining = None if deadline is None else max(0.0, give_up - time.monotonic())
         self._report_saves()
 
     def _report_saves(self) -> None:
-        """Report saves that have ended; those in the background may do so at any time."""
+        """Report saves that have ended. Background saves may end at any time."""
         for save in self._checkpointer.ended():
             if save.error is None:
                 self._listeners.event("checkpoint", step=save.step, path=str(save.path))
@@ -243,13 +253,13 @@ class TrainingLoop:
                 self._warn_of_save(save.step, str(save.error))
 
     def _warn_of_save(self, step: int, reason: str) -> None:
-        """Warn that there is no checkpoint, once for each step."""
+        """Warn once per step that there is no checkpoint."""
         if step not in self._unsaved:
             self._unsaved.add(step)
             self._listeners.say(f"warning: no checkpoint after step {step}: {reason}")
 
     def _feed(self, position: Position, batches: Iterator[StepBatch], signals: SignalRequests) -> bool:
-        """Give the engine its next step and report the steps that ended; return whether some rank wants to stop."""
+        """Give the engine its next step, report the steps that ended, and return whether any rank asked to stop."""
         if not self._fed:
             self._clock = time.perf_counter()
         step = position.step + len(self._fed)
@@ -275,7 +285,7 @@ class TrainingLoop:
         return self._report(position, self._engine.feed(given))
 
     def _next_consumed(self, position: Position, step: int) -> int:
-        """Return the samples consumed after the next step, number `step` from 0; report those that it skips."""
+        """Return the samples consumed after the next step (number `step`, from 0), and report those that it skips."""
         consumed = self._consumed(position)
         begin = self._plan.begin(consumed)
         if begin > consumed:
@@ -283,12 +293,12 @@ class TrainingLoop:
         return self._plan.end(consumed)
 
     def _report(self, position: Position, results: Sequence[StepResult]) -> bool:
-        """Advance `position` over steps that ended; return whether some rank asked to stop in one of them."""
+        """Advance `position` over steps that ended, and return whether any rank asked to stop in one of them."""
         for result in results:
             fed = self._fed.popleft()
             position.step += 1
             position.consumed = fed.consumed
-            self._judge(position, result.loss)
+            self._check_for_spike(position, result.loss)
             position.losses.append((position.step, result.loss))
             now = time.perf_counter()
             self._listeners.step(self._record(position, result, fed, now - self._clock))
@@ -301,9 +311,9 @@ class TrainingLoop:
         self._save_failed |= any(result.save_failed for result in results)
         return any(result.stop for result in results)
 
-    def _judge(self, position: Position, loss: float) -> None:
-        """Note a jump of the loss in the last step of `position`, where there is a checkpoint to go back to."""
-        if self._spike is None and self._config.spikes.watched and self._checkpointer.begun:
+    def _check_for_spike(self, position: Position, loss: float) -> None:
+        """Record a spike of the loss in the last step of `position`, if there may be a checkpoint to go back to."""
+        if self._spike is None and self._config.spikes.watched and self._checkpointer.can_rewind:
             limit = spike_limit(self._config.spikes, [each for _, each in position.losses])
             if limit < loss < math.inf:
                 self._spike = Spike(position.step, position.consumed, loss, limit)
@@ -317,7 +327,7 @@ class TrainingLoop:
         self._engine_samples = num_samples
 
     def _record(self, position: Position, result: StepResult, fed: _FedStep, seconds: float) -> StepRecord:
-        """Return the record of a step. seconds: since the step before it ended, or it was fed to an idle engine."""
+        """Return the record of a step. seconds: since the previous step ended, or since an idle engine was fed."""
         tokens = fed.samples * self._config.data.sequence_length
         return StepRecord(
             step=position.step,

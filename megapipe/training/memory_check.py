@@ -1,7 +1,7 @@
-"""Compare the memory that a run needs with the memory that is free, before any parameter is allocated.
+"""Compare the memory that a run needs with the free memory, before any parameter is allocated.
 
-The need is the exact prediction that dry runs print (`planner.rank`): lasting state, message slots, and the fullest
-moment of a step. It excludes what the framework takes besides (CUDA, NCCL, fragments of the allocator).
+The need is the exact prediction that dry runs print (`planner.rank`): persistent state, message buffers, and the peak
+within a step. It excludes the overhead of the framework (CUDA, NCCL, allocator fragmentation).
 """
 
 import os
@@ -32,11 +32,11 @@ SUGGESTIONS = 3
 MOST_RANKS = 4096
 """Largest number of ranks that a suggestion asks for."""
 UNLIMITED = 2**60
-"""A cgroup limit of this many bytes or more is none: version 1 writes a number near 2^63."""
+"""A cgroup limit of this many bytes or more means that there is no limit: version 1 reports a number near 2^63."""
 
 
 class Free(NamedTuple):
-    """Free bytes of a device or a host, and what limits them."""
+    """Free bytes of a device or a host, and the limit that they follow from, in words."""
 
     num_bytes: int
     limit: str
@@ -51,10 +51,10 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """Need of one rank, on its device and its host. free: None where it cannot be read.
+    """Need of one rank, on its device and its host. free_on_device, free_on_host: None if unknown.
 
-    device_id, host_id: tell apart devices and hosts that have one name: GPUs, each of which is the only one that its
-    process sees, containers with limits of their own, and hosts without names of their own.
+    device_id, host_id: distinguish devices and hosts with the same name: GPUs that are each the only visible one of a
+    process, containers with separate limits, and hosts that share a name.
     """
 
     host: str
@@ -67,9 +67,9 @@ class Rank:
 
 
 def check_memory(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
-    """Refuse a run that does not fit, or warn, as training.memory_check says. A collective call.
+    """Refuse a run that does not fit, or warn, depending on training.memory_check. A collective call.
 
-    Call it before the model is built: free memory must not contain the run's own tensors.
+    Call it before the model is built, because the run's own tensors must not reduce the free memory.
 
     Raises ConfigError, the same on every rank.
     """
@@ -87,13 +87,13 @@ def check_memory(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None])
     if config.training.memory_check == "warn":
         say(f"warning: {problem}")
         return
-    raise ConfigError(f"{problem}; --training.memory_check warn trains regardless")
+    raise ConfigError(f"{problem}; to train anyway, set --training.memory_check warn")
 
 
 def needed(config: PretrainConfig, world_size: int, rank: int, device: str) -> Need:
     """Predict one rank's bytes. device: "cpu" or "cuda"; on a CPU, the device is the host.
 
-    With offload.activations auto, which decides after this check, only lasting state and messages count.
+    With offload.activations auto, which decides after this check, only persistent state and messages are counted.
     """
     return next(_needs(config, world_size, device, [rank]))
 
@@ -113,24 +113,29 @@ def _needs(config: PretrainConfig, world_size: int, device: str, ranks: Sequence
 
 
 def memory_problem(config: PretrainConfig, ranks: Sequence[Rank]) -> str | None:
-    """Describe in one line the device or host that lacks most, and up to three changes that fit; None if all fit."""
+    """Return one line about the device or host that lacks the most memory, with up to three changes that make the run
+    fit; None if every rank fits."""
     worst = max(_places(ranks), key=lambda place: place.missing, default=None)
     if worst is None or worst.missing <= 0:
         return None
     changes = [f"({number}) {change}" for number, change in enumerate(suggestions(config, ranks), start=1)]
-    advice = f"to make it fit, any one of: {', '.join(changes)}" if changes else "no change that was tried fits"
+    advice = (
+        f"to make it fit, any one of: {', '.join(changes)}"
+        if changes
+        else ("none of the changes that were tried makes it fit")
+    )
     return f"training needs {worst.description}; {advice}"
 
 
 class _Place(NamedTuple):
-    """A device or a host that ranks share. missing: bytes over what is free, negative where it fits."""
+    """A device or a host that ranks share. missing: needed minus free bytes, negative if it fits."""
 
     description: str
     missing: int
 
 
 def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Iterator[_Place]:
-    """Every device and host whose free memory is known. needs: of the ranks, by default their own."""
+    """Yield every device and host whose free memory is known. needs: one per rank; by default those in `ranks`."""
     wanted: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     free: dict[tuple[str, str, str], Free] = {}
     for rank, need in zip(ranks, needs or [each.need for each in ranks], strict=True):
@@ -154,20 +159,20 @@ def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Itera
 
 
 def suggestions(config: PretrainConfig, ranks: Sequence[Rank]) -> list[str]:
-    """Up to three changes, each of another kind, after which every rank fits by the same prediction."""
-    found = []
+    """Return up to three changes, each of another kind, with which every rank is predicted to fit."""
+    changes = []
     for kind in _kinds(config, len(ranks)):
         fitting = next((each for each in kind if fits(each, ranks)), None)
         if fitting is not None:
-            found.append(fitting.flags(config, len(ranks)))
-        if len(found) == SUGGESTIONS:
+            changes.append(fitting.flags(config, len(ranks)))
+        if len(changes) == SUGGESTIONS:
             break
-    return found
+    return changes
 
 
 @dataclass(frozen=True)
 class Change:
-    """A changed configuration. times: ranks and hosts or devices in multiples of those of the run."""
+    """A changed configuration. times: factor by which the number of ranks, and of hosts or devices, grows."""
 
     config: PretrainConfig
     times: int = 1
@@ -181,7 +186,7 @@ class Change:
 
 
 def fits(change: Change, ranks: Sequence[Rank]) -> bool:
-    """Whether a change is valid and every rank fits. With more ranks, every added host is like the fullest one."""
+    """Return whether a change is valid and every rank fits. Added hosts are assumed to be like the fullest one."""
     world_size = len(ranks) * change.times
     try:
         validate(change.config, world_size)
@@ -196,7 +201,7 @@ def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> boo
         {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
         | {"data": data_parallel_size(config, world_size)}
     )
-    # Ranks of one pipeline coordinate are alike, except for Muon's shards of whole matrices.
+    # Ranks with the same pipeline coordinate need the same memory, except for Muon's shards of whole matrices.
     if config.optimizer.name == "muon" and config.zero.stage > 0:
         first = list(range(world_size))
     else:
@@ -220,7 +225,7 @@ def _free_of(rank: Rank) -> Iterator[Free]:
 
 
 def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]]:
-    """Kinds of changes, those that cost the least speed first; of each kind the smallest change first."""
+    """Yield kinds of changes, those that cost the least speed first; within a kind, the smallest change first."""
 
     def one(group: str, *values: dict[str, Any]) -> Iterator[Change]:
         return (Change(_with(config, {group: each})) for each in values)
@@ -270,10 +275,10 @@ def _with(config: PretrainConfig, groups: Mapping[str, Mapping[str, Any]]) -> Pr
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for group, fields in values.items():
-        found |= {f"{group}.{name}": each for name, each in fields.items()} if isinstance(fields, dict) else {}
-    return found
+        flat |= {f"{group}.{name}": each for name, each in fields.items()} if isinstance(fields, dict) else {}
+    return flat
 
 
 def _flag(value: Any) -> str:
@@ -281,31 +286,31 @@ def _flag(value: Any) -> str:
 
 
 def free_on_host(root: Path = Path("/")) -> Free | None:
-    """The memory that this process can still allocate on its host: the least of what the kernel says is available
-    and what each cgroup that contains it (version 1 or 2) leaves. None where the system reports nothing.
+    """Return the memory that this process can still allocate on its host: the minimum of what the kernel reports as
+    available and what each of its cgroups (version 1 or 2) leaves. None if the system reports nothing.
 
-    root: of the file system, for proc and sys.
+    root: root of the file system with proc and sys.
     """
-    found = []
+    limits = []
     for line in _lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            found.append(Free(int(value.split()[0]) * 1024, ""))
+            limits.append(Free(int(value.split()[0]) * 1024, ""))
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += _cgroup(
+            limits += _cgroup(
                 root / "sys/fs/cgroup", path, ("memory.max", "memory.current", ("active_file", "inactive_file"))
             )
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-            found += _cgroup(root / "sys/fs/cgroup/memory", path, names)
-    return min(found, default=None)
+            limits += _cgroup(root / "sys/fs/cgroup/memory", path, names)
+    return min(limits, default=None)
 
 
 def _cgroup(mount: Path, path: str, names: tuple[str, str, tuple[str, ...]]) -> Iterator[Free]:
-    """Yield the free bytes of the cgroup and of every one above it. names: files of the limit and of the usage, and
-    the keys in memory.stat of file pages, which the kernel gives back on demand."""
+    """Yield the free bytes of a cgroup and of all its parents. names: files with the limit and the usage, and the keys
+    in memory.stat of file pages, which the kernel reclaims on demand."""
     limit_name, usage_name, reclaimed_names = names
     own = mount / path.strip("/")
     for folder in (own, *own.parents):

@@ -23,9 +23,9 @@ CPU_ALLOCATOR = "can't allocate memory"
 
 ADVICE = (
     "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method auto or full, more ranks in "
-    "parallel.pipeline, parallel.context or parallel.tensor, parallel.sequence beside the latter, zero.stage 1 to 3 "
-    "where there are replicas, a schedule that keeps fewer micro-batches (1f1b), training.precision bf16, "
-    "offload.activations, offload.optimizer or offload.weights; on the last stage recompute.logits"
+    "parallel.pipeline, parallel.context or parallel.tensor, parallel.sequence together with parallel.tensor, "
+    "zero.stage 1 to 3 if there are replicas, a schedule that keeps fewer micro-batches (1f1b), training.precision "
+    "bf16, offload.activations, offload.optimizer or offload.weights; on the last stage recompute.logits"
 )
 
 Row = tuple[str, tuple[int, ...]]
@@ -66,7 +66,7 @@ def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str
         [
             f"out of memory in {_failed_unit(error, stages)}: {error}",
             *_table("alive by unit", ("weights", "master", "gradients", "moments"), [_state_row(s) for s in states]),
-            *_table("alive for backwards to come", ("saved",), _activation_rows(error.states, states)),
+            *_table("saved for later backwards", ("saved",), _activation_rows(error.states, states)),
             *_device_lines(states[0].weights[0].device),
             ADVICE,
         ]
@@ -182,7 +182,7 @@ def _activation_rows(steps: Sequence[StepState], states: list[UnitState]) -> lis
             )
         messages += [*step.activations.values(), *step.gradients.values()]
     storages = _storages(tensor for tensors in messages for tensor in tensors)
-    rows.append(("on the way between stages", (_new_bytes(storages, counted),)))
+    rows.append(("in transit between stages", (_new_bytes(storages, counted),)))
     return rows
 
 

@@ -25,9 +25,9 @@ class MetricsFile(Listener):
 
     A step's line has the fields of StepRecord; other lines have `event`: start (with `run`, the id of this start, and
     `step`, the step that it continues from), evaluation (with the fields of EvaluationRecord), checkpoint, rewind
-    (with `step`, the step that a spike made the run return to), skipped_samples, other_data (with `step`, the last one
-    on the samples before), end, failed. Numbers that are not finite become null, since JSON cannot hold them. All
-    lines after a start, up to the next one, belong to it.
+    (with `step`, the step that a spike made the run return to), skipped_samples, other_data (with `step`, the last
+    step on the previous data), end, failed. Numbers that are not finite become null, because JSON has no such values.
+    All lines between one start and the next belong to the first one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,9 +59,9 @@ def _finite(value: Any) -> Any:
 
 @dataclass
 class LossHistory:
-    """Losses by step, where they were finite. training[s]: of step s. evaluation[s]: after s steps.
+    """Finite losses by step. training[s]: loss of step s. evaluation[s]: loss after s steps.
 
-    dropped: training losses by step that did not lead to the newest weights, since the run went back, oldest first.
+    dropped: training losses by step that did not lead to the newest weights, because the run went back; oldest first.
     """
 
     training: dict[int, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class LossHistory:
     dropped: list[dict[int, float]] = field(default_factory=list)
 
     def drop_after(self, step: int) -> None:
-        """Move what came after `step` to `dropped`: the run continues from there."""
+        """Move the losses after `step` to `dropped`, because the run continues from `step`."""
         rewound = {s: loss for s, loss in self.training.items() if s > step}
         if rewound:
             self.dropped.append(rewound)
@@ -80,7 +80,7 @@ class LossHistory:
 def read_losses(path: Path) -> LossHistory:
     """Return the losses that led to the newest weights, over all starts in a metrics file.
 
-    Lines that hold no record, such as the last one of a killed process, are skipped. Raises OSError.
+    Lines without a complete record, such as the last line of a killed process, are skipped. Raises OSError.
     """
     history, latest = LossHistory(), 0
     for record in _records(path):
@@ -93,7 +93,7 @@ def read_losses(path: Path) -> LossHistory:
         elif event == "evaluation" and isinstance(loss, float):
             history.evaluation[step] = loss
         elif event is None:
-            if step <= latest:  # the line of the start before it is lost
+            if step <= latest:  # the line of the `start` event before it is lost
                 history.drop_after(step - 1)
             latest = step
             if isinstance(loss, float):

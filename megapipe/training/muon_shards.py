@@ -16,7 +16,7 @@ def muon_shards(states: Sequence[UnitState]) -> str | None:
     buffers = sum(state.table.num_elements for state in shared)
     cut = sum(len(state.table.cut) for state in shared)
     gathered = sum(state.table.num_elements * state.accumulate_dtype.itemsize for state in shared if state.table.cut)
-    told = f"muon over {count} shards: {buffers / held - 1:.1%} of padding beside the parameters"
+    told = f"muon over {count} shards: {buffers / held - 1:.1%} of padding in addition to the parameters"
     if not cut:
         return f"{told}; every matrix is whole on one rank"
     return f"{told}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"

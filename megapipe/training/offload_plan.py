@@ -88,7 +88,7 @@ def _decided(config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Sch
             told.append(_told(chosen[stage], costs[stage], stage, held[stage], bandwidth))
     remark = (
         f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} GB/s each way, "
-        f"{offload.memory:g} GiB of activations a rank, prefetch {prefetch}"
+        f"{offload.memory:g} GiB of activations per rank, prefetch {prefetch}"
     )
     return ActivationPlan(again, Offload(tuple(units), prefetch, offload.optimizer, buffers), (remark, *told))
 

@@ -1,5 +1,5 @@
-"""Lines on standard output, on standard error and in files, any of which may be gone: a closed terminal, a pipe
-without a reader, a full disk."""
+"""Write lines to standard output, standard error and files, any of which may fail: a closed terminal, a pipe without a
+reader, a full disk."""
 
 import contextlib
 import os
@@ -9,7 +9,8 @@ from typing import TextIO
 
 
 def write_line(line: str, stream: TextIO | None = None) -> None:
-    """Write a line to `stream`, by default standard output, at once. Raises OSError or ValueError where it is gone."""
+    """Write a line to `stream`, by default standard output, and flush it. Raises OSError or ValueError if it is
+    closed."""
     stream = sys.stdout if stream is None else stream
     if stream is None:  # the process was started without one
         return
@@ -31,9 +32,9 @@ def print_error(line: str) -> None:
 
 
 def leave_output() -> None:
-    """Before the process exits: drop what a dead standard output or error no longer takes.
+    """Discard what a dead standard output or standard error does not accept. Call this before the process exits.
 
-    The interpreter would fail to flush it, print a traceback and replace the exit status by 120.
+    Otherwise the interpreter fails to flush it, prints a traceback and changes the exit status to 120.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -46,8 +47,8 @@ def leave_output() -> None:
 
 
 class LineFile:
-    """Appends lines to a file, which is opened by the first one. A line is there whole or not at all: what a full disk
-    took of it is cut off again, and half a line that a killed process left is ended first."""
+    """Appends lines to a file, which the first line opens. A line is written completely or not at all: a line that a
+    full disk cut short is removed again, and an incomplete line of a killed process is ended first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -104,13 +104,13 @@ def run_links(request: Request) -> int:
     try:
         hardware, num_bytes = request.hardware(), int(flags["megabytes"] * 1e6)
         if num_bytes < 1:
-            raise ConfigError(f"--megabytes is {flags['megabytes']:g}; a message has 1 byte or more")
+            raise ConfigError(f"--megabytes is {flags['megabytes']:g}; it must be at least 1 byte")
         check_output(flags["output"])
         world_size = LaunchEnvironment.read(os.environ).world_size
         if world_size == 1:
             raise ConfigError(
-                "links are measured between nodes: start this on two or more by torchrun --nnodes N --nproc_per_node "
-                "DEVICES tools/plan.py links, as a training is started"
+                "links are measured between nodes: start this command on two or more nodes with torchrun --nnodes N "
+                "--nproc_per_node DEVICES tools/plan.py links, as for a training run"
             )
         mesh = initialize({"data": world_size}, request.config.parallel.device)
         found = measure_node_links(mesh, Place.of_this_process(), num_bytes)
@@ -156,7 +156,9 @@ def _without_auto(
     ]
     if hardware is None:
         if asked:
-            raise ConfigError([f"{name} auto is chosen by a machine; give --hardware, or name one" for name in asked])
+            raise ConfigError(
+                [f"{name} auto depends on the machine; give --hardware, or set a value" for name in asked]
+            )
         return config
     if asked:
         validate(config, devices)

@@ -34,7 +34,10 @@ def planned(
     """
     config = given.config
     if config.training.precision == "auto":
-        raise ConfigError("training.precision auto is timed after the layout is known; name one beside --plan")
+        raise ConfigError(
+            "training.precision auto cannot be combined with --plan, because it is measured after the layout is "
+            "known; set a precision"
+        )
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
     pinned = given.fields
@@ -52,12 +55,12 @@ def planned(
         auto = given.config.recompute
         named = auto.hardware if plan == AUTO or auto.hardware is not None else plan
         chosen = replace(chosen, recompute=replace(auto, hardware=named))
-    told = (
+    line = (
         f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(chosen)}; predicted "
         f"{seconds_told(best.estimate.step_seconds)} a step ({provenance(hardware)}), {findings.layouts:,} layouts "
-        "looked at"
+        "considered"
     )
-    return chosen, told
+    return chosen, line
 
 
 def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware:
@@ -87,9 +90,9 @@ def preset_of(name: str, memory_bytes: float, option: str = "--plan") -> str:
     nearest = min(misses, key=lambda preset: misses[preset], default=None)
     if nearest is None or misses[nearest] > SIZE_TOLERANCE:
         raise ConfigError(
-            f"no preset is of {name!r} with {memory_bytes / 1e9:.0f} GB (presets: {', '.join(PRESETS)}); measure it "
-            f"by tools/plan.py profile --output machine.yaml, or describe it (docs/hardware.md), and give {option} "
-            "machine.yaml"
+            f"no preset matches {name!r} with {memory_bytes / 1e9:.0f} GB (presets: {', '.join(PRESETS)}); measure "
+            "it with tools/plan.py profile --output machine.yaml, or describe it (docs/hardware.md), and give "
+            f"{option} machine.yaml"
         )
     return nearest
 

@@ -1,4 +1,4 @@
-"""Pretraining from a configuration: check it, build this rank's part of the model, run the loop, sum up."""
+"""Pretraining from a configuration: check it, build this rank's part of the model, run the loop, print a summary."""
 
 import signal
 from collections.abc import Callable
@@ -126,10 +126,10 @@ def _train(
         evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
         for line in told(choices, config.kernels.backends):
             say(line)
-        remarks = [remark(config, mesh.device) for remark in (document_attention, attention_kept, fp8_products)]
-        for told_of in (*remarks, *replica.plan.remarks, muon_shards(replica.states())):
-            if told_of is not None:
-                say(told_of)
+        remarks = [find(config, mesh.device) for find in (document_attention, attention_kept, fp8_products)]
+        for remark in (*remarks, *replica.plan.remarks, muon_shards(replica.states())):
+            if remark is not None:
+                say(remark)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, listeners, run, heartbeat)
 
 
@@ -150,19 +150,20 @@ def _run(
     meter = _meter(config, mesh, say)
     if config.schedule.update == "eager":
         say(
-            "warning: schedule.update eager: each update waits for the norm over all ranks, so that steps take about "
-            f"{eager_cost(replica.schedule):.0%} longer than with lazy; lazy costs a second gradient buffer"
+            "warning: with schedule.update eager, each update waits for the gradient norm of all ranks, and steps "
+            f"take about {eager_cost(replica.schedule):.0%} longer than with lazy, which needs a second gradient "
+            "buffer"
         )
     if config.model.balances_experts:
         say(
             f"note: experts are balanced by biases (model.expert_balance_rate {config.model.expert_balance_rate}), "
-            "which no model of transformers has; set model.expert_balance_rate 0 if you want to export the model"
+            "which no transformers model supports; set model.expert_balance_rate 0 if you want to export the model"
         )
     weights = list(config.data.blend.values())
     if weights and config.data.order == "keyed" and weights_are_rounded(weights):
         say(
-            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; whole numbers that add "
-            "up to no more are kept exactly"
+            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; integer weights whose "
+            "sum is not larger than that are not rounded"
         )
     _add_files(listeners, config, mesh, samples, position, run)
     layout = dict(mesh.shape.sizes)
@@ -201,7 +202,7 @@ def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
         f"{schedule_name(config)}, {config.training.precision} on {mesh.device.type}"
     )
     peak = device_peak(mesh.device, cast(Precision, config.training.precision))
-    say(f"MFU is the share of {peak}")
+    say(f"MFU is relative to {peak}")
     return UtilisationMeter(config, layers, peak, mesh.world_size)
 
 
@@ -220,14 +221,14 @@ def _listeners(config: PretrainConfig, mesh: Mesh, run: str) -> Listeners:
 def _add_files(
     listeners: Listeners, config: PretrainConfig, mesh: Mesh, samples: Samples, position: Position, run: str
 ) -> None:
-    """Add what describes the run in its folder, and the trackers, on rank 0. A collective call."""
-    found = places(mesh)
+    """Add the listeners that write files in the run's folder, and the trackers, on rank 0. A collective call."""
+    hosts_and_devices = places(mesh)
     if mesh.rank != 0:
         return
     references = reference_losses(samples, config.model.vocabulary_size)
     listeners.say(f"losses to beat: {references}")
     folder, step = Path(config.training.directory), position.step
-    listeners.add("files", RUN, lambda: RunFolder(folder, run, config, step, found))
+    listeners.add("files", RUN, lambda: RunFolder(folder, run, config, step, hosts_and_devices))
     listeners.add("files", metrics.FILE_NAME, lambda: MetricsFile(folder))
     listeners.add("files", skipping.FILE_NAME, lambda: SkippedSamplesFile(folder))
     listeners.add("files", loss_curve.FILE_NAME, lambda: LossCurve(folder, references))
@@ -235,7 +236,7 @@ def _add_files(
 
 
 def _sum_up(config: PretrainConfig, position: Position, checkpoint: Path | None, status: int, say: Say) -> None:
-    """Say how the run ended and where its files are."""
+    """Print how the run ended and where its files are."""
     directory = Path(config.training.directory)
     end = f"stopped by {signal.Signals(status - 128).name}" if status else "finished"
     loss = f"loss {position.losses[-1][1]:.4f} | " if position.losses else ""

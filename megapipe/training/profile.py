@@ -70,7 +70,7 @@ class Profiler:
             return
         directory, self._directory = self._directory, None
         if self._recording is None:
-            self._say(f"profile.trace: the run ended before step {self._first + 1}, the first to be traced")
+            self._say(f"profile.trace: the run ended before step {self._first + 1}, the first step to trace")
             return
         engine, recorder = self._recording
         engine.record(None)
@@ -80,7 +80,7 @@ class Profiler:
                 write_whole(directory / SCHEDULE_FILE, dumps(engine.schedule))
             write_rank(directory, trace)
         except OSError as error:
-            print_error(f"warning: rank {self._mesh.rank} wrote no trace into {directory}: {error}")
+            print_error(f"warning: rank {self._mesh.rank} could not write its trace to {directory}: {error}")
             return
         first, last = trace.about["steps"]
         self._say(f"traced steps {first} to {last}: python tools/schedule.py overlay {directory}")

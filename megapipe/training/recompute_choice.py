@@ -59,8 +59,8 @@ def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
     hardware = load_hardware(named)
     if hardware_device_type(hardware) != device:
         raise ConfigError(
-            f"recompute.hardware {named} is of {hardware_device_type(hardware)} devices, and this run computes on "
-            f"{device}; name a file or preset of such a machine, or leave it out"
+            f"recompute.hardware {named} describes {hardware_device_type(hardware)} devices, but this run uses "
+            f"{device}; name a file or preset for that type of device, or leave it out"
         )
     return hardware
 

@@ -1,4 +1,4 @@
-"""The records of a run, and the interface of what receives them."""
+"""The records of a run, and the interface of the listeners that receive them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,4 +74,4 @@ class Listener:
         """Receive a finished evaluation."""
 
     def close(self) -> None:
-        """End: the run is over or has failed, or this listener has."""
+        """Close the listener, because the run has ended or failed, or because the listener has failed."""

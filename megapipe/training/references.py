@@ -8,7 +8,7 @@ import numpy as np
 from megapipe.training.sources import AnyBertSamples, Samples
 
 MAXIMUM_TOKENS = 2**20
-"""Most tokens that are counted: about a second of reading."""
+"""Maximum number of tokens to count, which takes about a second."""
 
 BLOCK = 256
 """Samples read at a time."""

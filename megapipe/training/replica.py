@@ -57,7 +57,7 @@ class Replica:
     ) -> None:
         """swaps: what moves tensors to host memory and back; by default of this rank's device.
 
-        heartbeat: notified of every action. say: prints how far building is, where it takes more than two seconds.
+        heartbeat: notified of every action. say: prints the progress of building if that takes more than two seconds.
         """
         self._heartbeat = heartbeat
         self._config = config

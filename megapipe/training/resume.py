@@ -38,7 +38,7 @@ class Checkpointer:
 
     path: the checkpoint that `restore` will resume from, None for a run that starts. precision: the one that it was
     trained in, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
-    samples that the last `restore` accepted, None where there was none.
+    samples that the last `restore` accepted, or None.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Checkpointer:
 
         Args:
             say: called on rank 0 with what a user should know.
-            lock: on the run's folder, held by rank 0; it is kept where a save cannot be ended.
+            lock: lock of the run's folder, which rank 0 holds. It is kept if a save is still being written at the end.
 
         Raises:
-            CheckpointError: the directory holds another run's checkpoints that this one would mix with, or damaged
-                ones alone. The same on every rank.
+            CheckpointError: the directory contains checkpoints of another run, or only damaged ones. The same on every
+                rank.
         """
         self._config = config
         self._mesh = mesh
@@ -69,6 +69,7 @@ class Checkpointer:
         self.data_change: DataChange | None = None
         self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
+        self._can_rewind = False
         self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
 
     @property
@@ -93,7 +94,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run, or the data
-                are other ones and checkpoint.accept_other_data is false.
+                have changed and checkpoint.accept_other_data is false.
         """
         while self.path is not None:
             try:
@@ -132,7 +133,7 @@ class Checkpointer:
             within: seconds after which that `finish` gives the save up.
 
         Raises:
-            CheckpointError: it could not be written; older checkpoints are untouched, and the run may go on.
+            CheckpointError: it could not be written. Older checkpoints are untouched, and the run may continue.
         """
         if self._saved_step == step:
             self.saves.give_up_after(within)
@@ -160,6 +161,7 @@ class Checkpointer:
             within=within,
         )
         self._saved_step = step
+        self._can_rewind = True
         return path
 
     def finish(self) -> None:
@@ -175,21 +177,23 @@ class Checkpointer:
             raise
 
     @property
-    def begun(self) -> bool:
-        """Whether there is a checkpoint of this run, or one in progress. The same on all ranks."""
-        return self._saved_step is not None
+    def can_rewind(self) -> bool:
+        """Whether there may be a checkpoint to go back to: one was loaded, or a save has started. `settle` finds out.
+        The same on all ranks."""
+        return self._can_rewind
 
     def settle(self) -> Path | None:
-        """Wait for the save under way, which may fail, and return what `restore` would go on from now."""
+        """Wait for the save in progress, which may fail, and return the checkpoint that `restore` would load now."""
         with suppress(CheckpointError):  # `ended` reports it
             self.finish()
         self.path = self._on_this_host(
             on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
         )
+        self._can_rewind = self.path is not None
         return self.path
 
     def ended(self) -> list[EndedSave]:
-        """What became of saves since the last call, oldest first; rank 0 alone knows of those of all ranks."""
+        """Return the saves that ended since the last call, oldest first. Only rank 0 knows the result on all ranks."""
         ended = self.saves.ended()
         self.path = next((each.path for each in reversed(ended) if each.error is None), self.path)
         return ended
@@ -201,12 +205,12 @@ class Checkpointer:
         try:
             self.saves.close(failed=kind is not None)
         finally:
-            # A thread that still writes keeps others out for as long as this process lives.
+            # While a thread still writes, the lock must exclude other jobs until this process ends.
             if self._lock is not None and self.saves.under_way:
                 self._lock.keep()
 
     def _prepare_directory(self) -> None:
-        """Create the directory, if this run writes to it, and see that it may be used."""
+        """Create the directory if this run writes to it, and check that it may be used."""
         if not self._config.checkpoint.saves:
             return
         try:
@@ -215,8 +219,8 @@ class Checkpointer:
             raise CheckpointError(f"cannot write {self.directory}: {explained(error, self.directory)}") from error
         if not self._config.checkpoint.resume and steps(self.directory):
             raise CheckpointError(
-                f"{self.directory} holds the checkpoints of a run that checkpoint.resume false leaves alone; choose "
-                "another training.directory, or move them away"
+                f"{self.directory} contains checkpoints, but checkpoint.resume is false; choose another "
+                "training.directory, or move the checkpoints away"
             )
 
     def _newest(self) -> Path | None:
@@ -225,7 +229,7 @@ class Checkpointer:
         return self._on_this_host(on_first_rank(self._mesh.world, self._find_newest))
 
     def _on_this_host(self, path: Path | None) -> Path | None:
-        """Rank 0's checkpoint, where this host has the folder of the run."""
+        """Return the path of rank 0's checkpoint on this host, which may have the folder at another path."""
         return None if path is None else self.directory / path.name
 
     def _find_newest(self) -> Path | None:
@@ -255,6 +259,7 @@ class Checkpointer:
         if replica.loss_scaler is not None:
             replica.loss_scaler.restore(run.loss_scale, run.step)
         self._saved_step = run.step
+        self._can_rewind = True
         self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
         self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
         if self._mesh.rank == 0:
@@ -267,12 +272,12 @@ class Checkpointer:
             self._say(f"note: {difference} in the checkpoint")
         if fit.unknown_data:
             self._say(
-                f"warning: {path} does not record which data it was trained on, so that nothing checks that "
-                "these are the same; the next checkpoint records it"
+                f"warning: {path} does not record which data it was trained on, so megapipe cannot check that the "
+                "data are the same; the next checkpoint records them"
             )
         if fit.other_data:
             self._say(
-                f"warning: from step {run.step + 1} on the run takes other samples, as checkpoint.accept_other_data "
+                f"warning: from step {run.step + 1}, the run uses other samples, which checkpoint.accept_other_data "
                 f"allows: {'; '.join(fit.other_data)}"
             )
 
@@ -323,8 +328,8 @@ def weights_folder(folder: Path) -> Path:
     found = newest_whole(folder) or newest_whole(folder / "checkpoints")
     if found is None:
         raise CheckpointError(
-            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or a run's folder with "
-            "whole checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
+            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or the folder of a run "
+            "with complete checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
             if folder.is_dir()
             else f"init_from {folder} is not a folder"
         )

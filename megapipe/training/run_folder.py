@@ -1,8 +1,8 @@
-"""config.yaml and run.json: a run's folder says how each of its starts was configured, launched and ended.
+"""config.yaml and run.json, which record how each start of a run was configured, launched and ended.
 
-config.yaml is the complete configuration of the first start, with `auto` replaced by what was chosen; `--config` takes
-it. A later start with another configuration writes config-RUN.yaml, where RUN is its id. run.json lists all starts.
-Nothing that an earlier start wrote is lost.
+config.yaml is the complete configuration of the first start, with `auto` replaced by the choice; `--config` takes it.
+A later start with another configuration writes config-RUN.yaml, where RUN is its id. run.json lists all starts. No
+start overwrites what an earlier one wrote.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ CONFIG = "config.yaml"
 RUN = "run.json"
 
 PACKAGES = ("numpy", "triton", "apex", "flash-attn", "transformer-engine", "nvidia-nccl-cu12", "nvidia-cudnn-cu12")
-"""Packages that can change numbers, where they are installed."""
+"""Packages whose version can change results."""
 
 RUNNING = "running, or killed"
 
@@ -60,12 +60,14 @@ def places(mesh: Mesh) -> dict[str, Any]:
 
 
 class RunFolder(Listener):
-    """Writes config.yaml and run.json when it is made, and how the run ended with event `end` or `failed`."""
+    """Writes config.yaml and run.json when it is created, and the end of the run at event `end` or `failed`."""
 
-    def __init__(self, directory: Path, run: str, config: PretrainConfig, step: int, found: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, run: str, config: PretrainConfig, step: int, hosts_and_devices: Mapping[str, Any]
+    ) -> None:
         """Write both files.
 
-        run: id of this start. step: the step that it continues from. found: of `places`. Raises OSError.
+        run: id of this start. step: the step that it continues from. hosts_and_devices: from `places`. Raises OSError.
         """
         self._path = directory / RUN
         self._run = run
@@ -77,7 +79,7 @@ class RunFolder(Listener):
             "config": name,
             "git": _git_commit(),
             "versions": _versions(),
-            **found,
+            **hosts_and_devices,
             "first_step": step + 1,
             "end": None,
             "last_step": None,
@@ -100,7 +102,7 @@ class RunFolder(Listener):
         self._entry["status"] = status
 
     def _starts(self) -> list[dict[str, Any]]:
-        """The starts in run.json; none where it is missing. A file that is not run.json is moved aside."""
+        """Return the starts in run.json, an empty list if it is missing. A file with other content is renamed."""
         try:
             starts = json.loads(self._path.read_bytes())["starts"]
             if all(isinstance(each["id"], str) for each in starts):
@@ -129,7 +131,7 @@ def _write_config(directory: Path, run: str, config: PretrainConfig) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file aside, flush it and give it its name, so that a full disk leaves the older one whole."""
+    """Write and flush another file, then rename it, so that a full disk leaves the older file intact."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -151,18 +153,18 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of megapipe's own checkout, with `-dirty` where tracked files differ; None outside of one."""
+    """Return the commit of megapipe's checkout, with `-dirty` if tracked files have changed; None outside of one."""
     sources = Path(megapipe.__file__)
     git = ["git", "-C", str(sources.parent)]
     try:
         tracked = subprocess.run([*git, "ls-files", "--error-unmatch", sources.name], capture_output=True, timeout=10)
         if tracked.returncode != 0:
             return None
-        found = subprocess.run(
+        described = subprocess.run(
             [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
             capture_output=True, text=True, timeout=10,
         )  # fmt: skip
-        return found.stdout.strip() or None
+        return described.stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
 

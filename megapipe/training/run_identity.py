@@ -1,7 +1,7 @@
-"""Whether all ranks run the same job: configuration, code, version of torch, and the content of every file it names.
+"""Check that all ranks run the same job: configuration, code, version of torch, and the content of all input files.
 
-Paths may differ from host to host: what they lead to is compared. Nothing else may differ. The ranks exchange one
-digest; only where two differ do some of them send the values as well, so that thousands of ranks agree in
+Paths may differ between hosts, because the files' contents are compared. Nothing else may differ. The ranks exchange
+one digest each. Only if digests differ, some ranks send the values as well, so thousands of ranks agree within
 milliseconds.
 """
 
@@ -35,21 +35,21 @@ ABSENT = "nothing"
 
 
 class Fact(NamedTuple):
-    """One thing that all ranks share. compared: equal on all of them. shown: to a user, where it is not."""
+    """A value that must be equal on all ranks. compared: the compared form. shown: the form for error messages."""
 
     compared: str
     shown: str
 
 
 Identity = Mapping[str, Fact]
-"""By name, such as `optimizer.learning_rate`."""
+"""Facts by name, such as `optimizer.learning_rate`."""
 
 
 def agree_on_run(start: Start, identity: Identity) -> None:
-    """Return where all ranks run the same job. All ranks call this.
+    """Check that all ranks run the same job. All ranks call this.
 
     Raises:
-        StartError: they do not. One line names fields, values and ranks.
+        StartError: they do not. The message is one line with fields, values and ranks.
     """
     compared = json.dumps({name: fact.compared for name, fact in identity.items()})
     digest = xxhash.xxh3_128_hexdigest(compared.encode())
@@ -75,7 +75,7 @@ def agree_on_run(start: Start, identity: Identity) -> None:
 
 
 def difference(kinds: Sequence[tuple[Sequence[int], Identity]]) -> str:
-    """Describe in one line how groups of ranks with an identity each differ."""
+    """Return one line that describes how groups of ranks, each with one identity, differ."""
     names = dict.fromkeys(name for _, identity in kinds for name in identity)
     differing = []
     for name in names:
@@ -91,16 +91,16 @@ def difference(kinds: Sequence[tuple[Sequence[int], Identity]]) -> str:
             differing.append(f"{name}: {', '.join(words)}")
     more = len(differing) - _NAMED_FIELDS
     return (
-        f"the ranks do not run the same job: {'; '.join(differing[:_NAMED_FIELDS])}"
-        f"{f'; and {more} more differences' if more > 0 else ''}; start all ranks with one configuration, the same "
-        "files and the same code"
+        "the ranks do not run the same job: "
+        f"{'; '.join(differing[:_NAMED_FIELDS])}{f'; and {more} more differences' if more > 0 else ''}; start all "
+        "ranks with the same configuration, files and code"
     )
 
 
 def run_identity(config: PretrainConfig, world_size: int, device: torch.device) -> dict[str, Fact]:
-    """Return what has to be equal on all ranks.
+    """Return the values that must be equal on all ranks.
 
-    training.directory is left out: that all ranks reach one folder is seen from the lock in it.
+    training.directory is not included: the lock in it shows whether all ranks use the same folder.
 
     Args:
         device: of this rank; its kind is compared.
@@ -111,9 +111,9 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
     facts = {name: _fact(value) for name, value in _flat(values)}
     shards = _shards(config)
     if not config.data.blend:
-        facts["data.prefix"] = _leads_to(config.data.prefix, shards[config.data.prefix])
+        facts["data.prefix"] = _path_fact(config.data.prefix, shards[config.data.prefix])
     for number, (prefix, weight) in enumerate(config.data.blend.items(), 1):
-        facts[f"data.blend, shard {number}"] = _leads_to(f"{prefix}: {weight!r}", f"{weight!r} of {shards[prefix]}")
+        facts[f"data.blend, shard {number}"] = _path_fact(f"{prefix}: {weight!r}", f"{weight!r} of {shards[prefix]}")
     tokenizer = getattr(config.data, "tokenizer", "")
     named = {"data.tokenizer": tokenizer, "schedule.file": config.schedule.file}
     if config.recompute.hardware is not None and config.recompute.hardware not in PRESETS:
@@ -121,8 +121,8 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
     for name, path in named.items():
         if path:
             kind, _, file = path.rpartition(":") if name == "data.tokenizer" else ("", "", path)
-            facts[name] = _leads_to(path, " ".join(filter(None, (kind, content(Path(file))))))
-    facts["init_from"] = _leads_to(config.init_from, _weights(config.init_from)) if config.init_from else _fact("")
+            facts[name] = _path_fact(path, " ".join(filter(None, (kind, content(Path(file))))))
+    facts["init_from"] = _path_fact(config.init_from, _weights(config.init_from)) if config.init_from else _fact("")
     facts["the kind of device"] = _fact(device.type)
     facts["WORLD_SIZE"] = _fact(world_size)
     facts["the version of torch"] = _fact(torch.__version__)
@@ -130,7 +130,7 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
 
 
 def content(path: Path) -> str:
-    """Describe what a file or a folder holds, whatever it is called."""
+    """Describe the content of a file or folder, independent of its path."""
     if path.is_file():
         return f"{path.stat().st_size:,} bytes, checksum {sampled_checksum(path)}"
     if path.is_dir():
@@ -143,7 +143,7 @@ def content(path: Path) -> str:
 
 
 def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field of a configuration, those of groups within groups by their dotted names."""
+    """Yield every field of a configuration; fields of nested groups have dotted names."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{above}{name}.")
@@ -156,8 +156,8 @@ def _fact(value: Any) -> Fact:
     return Fact(words, words)
 
 
-def _leads_to(path: str, found: str) -> Fact:
-    return Fact(found, f"{path} ({found})")
+def _path_fact(path: str, described: str) -> Fact:
+    return Fact(described, f"{path} ({described})")
 
 
 def _shards(config: PretrainConfig) -> dict[str, str]:
@@ -174,7 +174,7 @@ def _shard(prefix: str) -> str:
 
 
 def _weights(path: str) -> str:
-    """Describe the content of initial weights; a checkpoint's manifest holds the checksums of its files."""
+    """Describe the content of initial weights. For a checkpoint, its manifest contains the checksums of its files."""
     try:
         folder = weights_folder(Path(path))
     except CheckpointError:
@@ -184,15 +184,15 @@ def _weights(path: str) -> str:
 
 @cache
 def _sources() -> dict[str, str]:
-    """Checksums of the sources of megapipe, and of kernels within it, by path."""
+    """Return the checksums of the source files of megapipe, including its kernels, by path."""
     package = Path(megapipe.__file__).parent
-    found = {}
+    checksums = {}
     for folder, _, names in sorted(os.walk(package, followlinks=True)):
         for name in sorted(names):
             if name.endswith(_SOURCES):
                 path = Path(folder, name)
-                found[f"source {path.relative_to(package.parent)}"] = xxhash.xxh3_64_hexdigest(path.read_bytes())
-    return found
+                checksums[f"source {path.relative_to(package.parent)}"] = xxhash.xxh3_64_hexdigest(path.read_bytes())
+    return checksums
 
 
 def _shortened(words: str) -> str:

@@ -1,4 +1,4 @@
-"""When a run saves, whether between two steps or in the background, and what became of each save."""
+"""Decide when a run saves, save between two steps or in the background, and collect the result of each save."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +14,14 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.training.output import print_line
 
 PATIENCE_AFTER_ERROR = 2.0
-"""Seconds that a failing run gives the save under way: the ranks that it waits for may be gone."""
+"""Seconds that a failing run waits for the save in progress, because the ranks that it waits for may be gone."""
 
 PATIENCE_SHARE = 0.5
-"""Part of the time that collectives wait, after which rank 0 gives up a save that nobody writes for: a rank must never
-look lost to its peers while it waits for a disk."""
+"""Fraction of the timeout of collectives after which rank 0 gives up a save to which no rank writes: a rank that waits
+for a disk must never look lost to its peers."""
 
-REMARKABLE_WAIT_SECONDS = 1.0
-"""A save that waits longer than this for the one before it causes a remark."""
+NOTED_WAIT_SECONDS = 1.0
+"""A save that waits longer than this for the previous one prints a note."""
 
 
 class Saves:
@@ -40,15 +40,15 @@ class Saves:
         self._say = say
         patience = PATIENCE_SHARE * timeout
         self._background = BackgroundSaver(directory, mesh, patience=patience, after=self.delete_older)
-        # Rank 0 decides for all; the others learn its decision with a step's sums.
+        # Rank 0 decides for all ranks, and its decision is reduced together with the step's sums.
         self._timer = save_timer(config) if self._first else None
         self._ended: list[EndedSave] = []
-        self._remarked = False
+        self._noted_wait = False
         self._deadline: float | None = None
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank still writes."""
+        """Whether this rank is still writing."""
         return self._background.under_way
 
     @property
@@ -57,19 +57,19 @@ class Saves:
         return self._background.failed
 
     def is_due(self, step: int, last: bool, stopped: bool = False) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`, on all ranks. last: this is the last step.
-        stopped: a signal ends the run here."""
+        """Return whether the configuration asks for a checkpoint after `step`, on all ranks. last: this is the last
+        step. stopped: a signal ends the run here."""
         every, config = self._config.every, self._config
         return (last and config.at_end) or (stopped and config.saves) or (isinstance(every, int) and step % every == 0)
 
     def requests(self, asked: bool) -> bool:
-        """Whether this rank asks all ranks to save after the next step. No collective.
+        """Return whether this rank asks all ranks to save after the next step. Not a collective call.
 
-        asked: whether a signal asked this rank for a save, which a run that saves nothing does not make.
+        asked: a signal asked this rank for a save, which a run without checkpoints ignores.
         """
         if asked and not self._config.saves:
             print_line(
-                "note: SIGUSR1 asks for a checkpoint, but this run saves none: set checkpoint.at_end true, or "
+                "note: SIGUSR1 asks for a checkpoint, but this run does not save: set checkpoint.at_end true, or "
                 "checkpoint.every"
             )
             return False
@@ -81,7 +81,7 @@ class Saves:
             self._background.plan(states)
 
     def step_ended(self, seconds: float) -> None:
-        """Take note of a step's duration. No collective."""
+        """Record the duration of a step. Not a collective call."""
         self._background.prepare()
         if self._timer is not None:
             self._timer.step(seconds)
@@ -98,41 +98,41 @@ class Saves:
     ) -> Path:
         """Save as configured, and return the checkpoint's folder. A collective call.
 
-        between_steps: saves durably, for runs that are not asynchronous. last: `finish` comes next, and states do not
-        change before, so that nothing is copied. within: seconds from now after which that `finish` gives up.
+        between_steps: saves durably, for runs that are not asynchronous. last: `finish` is the next call and states do
+        not change before it, so nothing is copied. within: seconds from now after which that `finish` gives up.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self.give_up_after(within)
         started = False
         try:
             if within is not None or self._config.asynchronous:
                 path = self._background.start(states, applied, run, copied=not last, within=within)
-                self._remark_on(self._background.waited)
+                self._note_wait(self._background.waited)
             else:
                 path = between_steps()
                 if self._first:
                     self.delete_older()
-                self._ended.append(EndedSave(run.step, path, time.perf_counter() - begun))
+                self._ended.append(EndedSave(run.step, path, time.perf_counter() - start))
             started = True
         finally:
             if self._timer is not None:
-                self._timer.begun(time.perf_counter() - begun)
+                self._timer.begun(time.perf_counter() - start)
                 if not started:  # the next attempt is due after another interval, not after the next step
                     self._timer.ended(None)
         return path
 
     def give_up_after(self, seconds: float | None) -> None:
-        """Have `finish` give up the save under way after so many seconds; None: never. No collective."""
+        """Set the seconds after which `finish` gives up the save in progress, None for never. Not collective."""
         self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def finish(self) -> None:
-        """Return once the save under way is durable; see `BackgroundSaver.finish`. A collective call."""
+        """Wait until the save in progress is durable; see `BackgroundSaver.finish`. A collective call."""
         deadline = self._deadline
         self._background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
 
     def ended(self) -> list[EndedSave]:
-        """Return the saves that ended since the last call, oldest first. No collective: rank 0 knows all of them,
-        other ranks their own part."""
+        """Return the saves that ended since the last call, oldest first. Not collective: rank 0 knows the result
+        on all ranks, the others only their own."""
         ended = [*self._ended, *self._background.poll()]
         self._ended.clear()
         if self._timer is not None and ended and not self._background.under_way:
@@ -140,14 +140,14 @@ class Saves:
         return ended
 
     def close(self, failed: bool) -> None:
-        """End with the run. A collective call, unless it failed. Raises CheckpointError as `finish` does."""
+        """End the last save. A collective call unless the run failed. Raises CheckpointError as `finish` does."""
         if failed:
             self._background.abandon(PATIENCE_AFTER_ERROR)
         else:
             self._background.finish()
 
     def delete_older(self) -> None:
-        """Delete checkpoints that are not to be kept. A deletion that fails costs only space, so the run continues."""
+        """Delete old checkpoints. If a deletion fails, the run continues, because that costs only space."""
         if self._config.keep_last is None:
             return
         try:
@@ -155,12 +155,12 @@ class Saves:
         except OSError as error:
             self._say(f"warning: an old checkpoint in {self._directory} could not be deleted: {error}")
 
-    def _remark_on(self, waited: float) -> None:
-        if self._first and waited > REMARKABLE_WAIT_SECONDS and not self._remarked:
-            self._remarked = True
+    def _note_wait(self, waited: float) -> None:
+        if self._first and waited > NOTED_WAIT_SECONDS and not self._noted_wait:
+            self._noted_wait = True
             self._say(
-                f"note: training waited {waited:.1f} s for the save before this one to become durable; save less "
-                "often, or set checkpoint.every auto (this note is not repeated)"
+                f"note: training waited {waited:.1f} s until the previous save was durable; save less often, or set "
+                "checkpoint.every auto (this note is printed once)"
             )
 
 

@@ -19,10 +19,10 @@ ECHO_SECONDS = 1.0
 
 
 def before_training() -> None:
-    """Set what signals do until training starts: SIGTERM, Ctrl-C and SIGHUP end the process at once, since there is
-    nothing to save; SIGUSR1 and SIGPIPE are ignored, the latter for good.
+    """Set the effect of signals until training starts: SIGTERM, Ctrl-C and SIGHUP end the process at once, because
+    there is nothing to save; SIGUSR1 is ignored, and so is SIGPIPE, also during training.
 
-    These are the system's own handlers, not Python's: a process that waits for others to start runs no Python.
+    These are handlers of the system, because Python's would not run while the process waits for others to start.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -31,9 +31,9 @@ def before_training() -> None:
 
 
 def after_training() -> None:
-    """Have the process exit with its own status, whatever a launcher sends and whether or not its output is dead.
+    """Make the process exit with its own status, even if a launcher sends signals or its output is dead.
 
-    Python would let SIGTERM end it while the interpreter shuts down.
+    Otherwise SIGTERM could end the process while the interpreter shuts down.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -41,12 +41,12 @@ def after_training() -> None:
 
 
 class SignalRequests:
-    """Context manager that notes signals: the first of STOPS, and SAVES. Later ones of STOPS go to the handlers that
-    were set before, but for SIGHUP, since shells and launchers send several copies of it.
+    """Context manager that records signals: the first of STOPS, and SAVES. Later signals of STOPS go to the previous
+    handlers, except SIGHUP, because shells and launchers send several copies of it.
 
-    SIGHUP stays ignored where it was ignored before, as under nohup. A launcher sends SIGTERM also to the ranks that
-    outlive another. They continue until they need the one that is gone, and report it: after an error, or an agreed
-    stop, SIGTERM and SIGHUP keep this handler, so that the process ends by itself.
+    SIGHUP stays ignored if it was ignored before, as under nohup. When a rank dies, a launcher sends SIGTERM to the
+    others. They continue until they need the rank that died, and then report it. Therefore SIGTERM and SIGHUP keep
+    this handler after an error or an agreed stop, so that the process ends by itself.
 
     Attributes:
         number: of the signal that asked to stop, None before.
@@ -65,13 +65,13 @@ class SignalRequests:
         return self.number is not None
 
     def take_save(self) -> bool:
-        """Whether a signal asked for a checkpoint since the last call."""
+        """Return whether a signal asked for a checkpoint since the last call."""
         asked, self._save = self._save, False
         return asked
 
     def end(self) -> int:
-        """Return the exit status of a run that was stopped, as shells define it, when all ranks stop; a signal to
-        another rank counts as Ctrl-C."""
+        """Return the exit status of a stopped run, as shells define it. Call this when all ranks stop; if only another
+        rank received a signal, the status is that of Ctrl-C."""
         self._ends = True
         return 128 + (self.number or signal.SIGINT)
 
@@ -83,9 +83,9 @@ class SignalRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A launcher's signal must not cut off a rank that is about to report how it ended.
+        # A launcher's signal must not end a rank that is about to report its result.
         kept = self._ends or error is not None
-        self.number = None  # that signal is then the first one, which only sets a flag
+        self.number = None  # a later signal is then the first one again, which only sets a flag
         self._restore(kept=(signal.SIGTERM, signal.SIGHUP) if kept else ())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

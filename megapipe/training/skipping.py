@@ -43,7 +43,7 @@ class SkippingPlan:
         return self._plan.size(self.begin(consumed))
 
     def cursors(self, consumed: int) -> Iterator[int]:
-        """Yield the first sample of every step, without end, starting with that step."""
+        """Yield the first sample of that step and of all later ones, without an end."""
         while True:
             begin = self.begin(consumed)
             yield begin

@@ -32,7 +32,7 @@ def open_loader(
 ) -> Loader:
     """Return the loader of this rank's part of every step.
 
-    plan: by default the configuration's. training: dropout is active.
+    plan: default: that of the configuration. training: whether dropout is active.
     """
     if isinstance(config, BertPretrainConfig) and isinstance(samples, AnyBertSamples):
         return BertLoader(config, mesh, consumer, samples, plan, training=training)

@@ -63,6 +63,6 @@ class Rewinds:
         if self._count > self._patience:
             raise SpikeError(
                 f"the loss jumped up again, to {loss:.4g} at step {spiked}, after {self._patience} returns to the "
-                f"checkpoint after step {step}; lower optimizer.learning_rate, raise spikes.skip_batches, or go on "
-                "from an earlier checkpoint"
+                f"checkpoint after step {step}; lower optimizer.learning_rate, raise spikes.skip_batches, or "
+                "continue from an earlier checkpoint"
             )

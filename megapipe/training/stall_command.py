@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HELP = "measure whether a training run waits for its data, and what would help"
 DESCRIPTION = """\
 Measure whether a training run waits for its data, with three runs over the same steps: on a batch in memory, with the
-shards in memory, and with the shards on storage (they are removed from the page cache, which needs no root). The
+shards in memory, and with the shards on storage (they are removed from the page cache, which does not need root). The
 second run minus the first is the time for preparation, the third minus the second the time for fetching (Mohan et al.,
 arXiv 2007.06775). The command takes the files and fields of pretrain_gpt.py and pretrain_bert.py, and saves nothing.
 With --ingestion-tokens-per-second no model runs; a pause replaces it, so that the data loading of a run on GPUs, or of

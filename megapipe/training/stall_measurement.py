@@ -86,8 +86,9 @@ class ColdShards:
         if self.resident <= COLD:
             return True
         self.why_not = (
-            f"{self.resident:.0%} of the shards stay in memory although they were dropped: they lie in memory "
-            "(tmpfs), another process has them mapped, or another user owns them; copy them to a disk of your own"
+            f"{self.resident:.0%} of the shards remain in memory after they were removed from the page cache: they "
+            "are on a file system in memory (tmpfs), another process has mapped them, or another user owns them; "
+            "copy them to files of your own on a disk"
         )
         return False
 

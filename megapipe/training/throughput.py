@@ -24,7 +24,7 @@ class DevicePeak:
     source: str
 
     def __str__(self) -> str:
-        return f"{self.flops / 1e12:,.3g} TFLOP/s a rank ({self.source})"
+        return f"{self.flops / 1e12:,.3g} TFLOP/s per rank ({self.source})"
 
 
 def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
@@ -54,7 +54,7 @@ class UtilisationMeter:
 
 
 class Window:
-    """The last steps, for rates that are smooth and up to date."""
+    """The last steps, over which rates are averaged."""
 
     def __init__(self, num_steps: int) -> None:
         self._records: deque[StepRecord] = deque(maxlen=num_steps)
@@ -78,7 +78,7 @@ class Window:
         return sum(record.mfu * record.seconds for record in self._records) / self._seconds
 
     def seconds_for(self, samples: int) -> float:
-        """Return the seconds that so many samples take at the window's rate."""
+        """Return the seconds that this number of samples takes at the window's rate."""
         return samples * self._seconds / sum(record.samples for record in self._records)
 
     @property

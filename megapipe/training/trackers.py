@@ -1,6 +1,6 @@
 """Metrics for TensorBoard and Weights & Biases, each imported only when the configuration asks for it.
 
-Both start in threads of their own, so that a server that cannot be reached costs no training time.
+Both start in the background, so a server that cannot be reached does not delay training.
 """
 
 import netrc
@@ -88,8 +88,8 @@ class TensorBoard(Listener):
 class WeightsAndBiases(Listener):
     """Logs to a wandb run in the run's folder.
 
-    WANDB_MODE decides where it is set. Otherwise the run is online if an API key is set up and offline if not, because
-    wandb would ask for one. A resumed run continues the curves of the wandb run that the folder names.
+    WANDB_MODE is used if it is set. Otherwise the run is online if an API key is configured, else offline, because
+    wandb would ask for a key. A resumed run continues the wandb run whose id is in the folder.
     """
 
     def __init__(self, config: PretrainConfig, resumed: bool, say: Callable[[str], None]) -> None:
@@ -123,7 +123,7 @@ class WeightsAndBiases(Listener):
 
 
 def wandb_mode() -> str:
-    """Return WANDB_MODE where it is set, else `online` exactly if wandb would find an API key without asking."""
+    """Return WANDB_MODE if it is set; otherwise `online` if wandb finds an API key without asking, else `offline`."""
     if "WANDB_MODE" in os.environ:
         return os.environ["WANDB_MODE"]
     if os.environ.get("WANDB_API_KEY"):

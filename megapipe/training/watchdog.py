@@ -87,7 +87,7 @@ class Watchdog:
         self.heartbeat = Heartbeat()
         self._config = config
         self._rank = rank
-        # The process is in the name: two starts, or hosts with one rank's number each, never write to one file.
+        # The name contains the process id, so that two starts, or equal ranks on two hosts, never share a file.
         self._file = directory / STACKS / f"rank-{rank}-pid-{os.getpid()}.txt"
         self._stacks: IO[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None

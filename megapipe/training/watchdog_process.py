@@ -122,7 +122,7 @@ def end(settings: Settings, memory: bytes, silence: float) -> None:
     record_reason(line)
     print(
         line,
-        f"stacks of rank {settings.rank}, also in {file}:\n{stacks}" if stacks else "it wrote no stacks",
+        f"stacks of rank {settings.rank}, also in {file}:\n{stacks}" if stacks else "the rank wrote no stacks",
         sep="\n",
         file=sys.stderr,
         flush=True,
@@ -137,9 +137,9 @@ def end(settings: Settings, memory: bytes, silence: float) -> None:
 
 
 def record_reason(words: str) -> None:
-    """Give torchrun, where it started this rank, the reason that its summary prints (`Root Cause`).
+    """Write the reason that torchrun prints in its summary (`Root Cause`), if torchrun started this rank.
 
-    In the format of torch.distributed.elastic's ErrorHandler (torch 2.13), whose file it is.
+    The file has the format of ErrorHandler in torch.distributed.elastic (torch 2.13).
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -151,7 +151,7 @@ def test_changes_that_a_resume_allows_are_reported(config: PretrainConfig) -> No
 
 def test_a_fresh_run_does_not_mix_with_what_is_there(config: PretrainConfig) -> None:
     config.checkpoint = replace(config.checkpoint, resume=False)
-    with pytest.raises(CheckpointError, match=r"checkpoint\.resume false.*another training.directory"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume is false.*another training.directory"):
         restored(alone(), config)
     config.checkpoint = replace(config.checkpoint, every=None, at_end=False)
     assert restored(alone(), config) == 0

@@ -143,7 +143,7 @@ def test_what_a_gpu_cannot_is_told(corpus: str) -> None:
     config = make_config(corpus, LLAMA_SHAPE, training={"fp8": "rowwise"}, parallel={"tensor": 8})
     told = "\n".join(fp8_problems(config, (8, 0)))
     assert "compute capability 8.9 (Ada, Hopper) or later, and this one has 8.0" in told
-    assert "results in bf16, and training.precision is fp32" in told
+    assert "results in bf16, but training.precision is fp32" in told
     assert "columns of the attention's output matrix on a rank 4 must be a multiple of 16" in told
     config = make_config(corpus, LLAMA_SHAPE, training={"fp8": "tensorwise"})
     assert fp8_problems(config, (9, 0)) == []

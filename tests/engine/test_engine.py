@@ -151,7 +151,7 @@ def unanswered_send(mesh: Mesh) -> str:
 
 def test_a_send_that_nobody_takes_is_named_at_the_end_of_the_step() -> None:
     told = run_threads({"pipeline": 2}, unanswered_send)[0]
-    assert told.startswith("pipeline rank 0, step 3, behind the last action of 1f1b: rank 0 waited for rank 1 to take")
+    assert told.startswith("pipeline rank 0, step 3, after the last action of 1f1b: rank 0 waited for rank 1 to take")
 
 
 def test_stages_of_another_rank_are_refused() -> None:

@@ -17,7 +17,7 @@ PATIENCE = timedelta(seconds=20)
 
 
 def train_over_connecting_links(mesh: Mesh, layers: list[nn.Module]) -> Any:
-    """Train over gloo whose sends and receives connect like NCCL's; the first ones must be the start-up's."""
+    """Train over gloo links whose first use blocks like NCCL's; the first use must be during start-up."""
     store, used = dist.distributed_c10d._get_default_store(), []
     send, receive = dist.isend, dist.irecv
 
@@ -34,11 +34,11 @@ def train_over_connecting_links(mesh: Mesh, layers: list[nn.Module]) -> Any:
         return first_use_waits
 
     dist.isend, dist.irecv = connecting(send, True), connecting(receive, False)
-    make.host_identity = lambda: ("", "")  # as of ranks on several hosts: no shared memory
+    make.host_identity = lambda: ("", "")  # as on several hosts, without shared memory
     return train(mesh, layers, "interleaved_1f1b", 4, {"chunks": 2}), used
 
 
-def test_first_step_gets_through_where_first_uses_block() -> None:
+def test_the_first_step_does_not_hang_if_first_uses_block() -> None:
     layers = adoptable()
     outcomes, used = zip(*run_mesh({"pipeline": 2}, train_over_connecting_links, layers), strict=True)
     assert_same_bits(merged(list(outcomes)), plain(layers, 4))

@@ -58,9 +58,9 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "shapes": (
         [nn.Linear(8, 4), nn.Linear(8, 4)],
         {},
-        r"layer 1 \(Linear\) cannot take what layer 0 gives, \[2, 4\] f",
+        r"layer 1 \(Linear\) fails for the output of layer 0, \[2, 4\] f",
     ),
-    "sample": ([nn.Linear(4, 4)], {}, r"layer 0 \(Linear\) cannot take what the sample is, \[2, 8\] float32"),
+    "sample": ([nn.Linear(4, 4)], {}, r"layer 0 \(Linear\) fails for the sample, \[2, 8\] float32"),
     "statistics": (
         [nn.Linear(8, 8), nn.BatchNorm1d(8)],
         {},
@@ -73,9 +73,9 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     ),
     "unused": ([nn.Linear(8, 8), Unused(8, 8)], {}, r"parameter 1.bias gets no gradient: nothing that layer 1"),
     "in place": ([nn.Linear(8, 8), nn.ReLU(inplace=True)], {}, r"layer 1 \(ReLU\) .* in-place operation"),
-    "values": ([Data(8, 8)], {}, r"layer 0 \(Data\) cannot take"),
-    "sample in place": ([InPlace(8, 8)], {}, r"layer 0 \(InPlace\) changes an input in place; .* a clone of it"),
-    "plain tensor": ([Plain()], {}, "cannot take what the sample is.*meta.*register what a layer keeps as a buffer"),
+    "values": ([Data(8, 8)], {}, r"layer 0 \(Data\) fails for"),
+    "sample in place": ([InPlace(8, 8)], {}, r"layer 0 \(InPlace\) changes an input in place; .* a clone instead"),
+    "plain tensor": ([Plain()], {}, "fails for the sample.*meta.*register what a layer keeps as a buffer"),
     "no parameters": ([nn.Tanh(), nn.ReLU()], {}, "none of the 2 layers has a parameter"),
     "cut off": (
         [nn.Linear(8, 8), Detaching(), nn.Linear(8, 8)],
@@ -84,7 +84,11 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     ),
     "no tensor": ([nn.LSTM(8, 8)], {}, "a layer returned tuple; it must return a tensor or a tuple of tensors"),
     "maker": ([lambda: 3], {}, "made a int; it must make a torch.nn.Module"),
-    "meta": ([nn.Linear(8, 8, device="meta")], {}, "layer 0 is on the meta device: pass what makes it instead"),
+    "meta": (
+        [nn.Linear(8, 8, device="meta")],
+        {},
+        "layer 0 is on the meta device: pass a function that creates it instead",
+    ),
     "too few": ([nn.Linear(8, 8)] * 3, {"chunks": 4}, r"3 layers cannot fill 4 stages \(1 pipeline ranks, 4 each\)"),
     "by hand": ([nn.Linear(8, 8)] * 3, {"layers_per_stage": [1, 1, 2, 1]}, "must be 1 numbers .* add up to 3"),
     "dtypes": (
@@ -105,7 +109,7 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "file and options": (
         [nn.Linear(8, 8)],
         {"schedule": "mine.txt", "two_bp": True},
-        "schedule mine.txt is a file, which takes no options, and two_bp was given",
+        "schedule mine.txt is a file, which takes no options, but two_bp was given",
     ),
     "clipping": ([nn.Linear(8, 8)], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
 }
@@ -133,14 +137,14 @@ def test_tensor_ranks_are_refused() -> None:
     def build(mesh: Mesh) -> None:
         Pipeline(adoptable(1), mesh, loss=loss, sample=SAMPLE, microbatches=2)
 
-    with pytest.raises(PipelineError, match="the mesh has 2 tensor ranks, and any module is whole on its rank"):
+    with pytest.raises(PipelineError, match="the mesh has 2 tensor ranks, but a rank holds its modules completely"):
         run_threads({"tensor": 2}, build)
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
     pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, optimizer=SGD)
     tokens = torch.zeros(4, 5, dtype=torch.int64)
-    with pytest.raises(PipelineError, match=r"inputs of shape \[3, 5\] do not fall into 2 micro-batches"):
+    with pytest.raises(PipelineError, match=r"inputs of shape \[3, 5\] cannot be split into 2 micro-batches"):
         pipeline.step(tokens[:3], tokens)
     with pytest.raises(
         PipelineError, match=r"a micro-batch of the inputs is \[1, 5\] int64, .* built for \[2, 5\] int64"
@@ -206,7 +210,7 @@ def test_outputs_of_another_type_than_meta_tensors_gave_are_named() -> None:
 
     LAYERS = [Autocast(8, 8), nn.Linear(8, 8)]
     with pytest.raises(
-        EngineError, match=r"SEND_ACTIVATION .* gives \[2, 8\] bfloat16, and \[2, 8\] float32 was agreed"
+        EngineError, match=r"SEND_ACTIVATION .* returned \[2, 8\] bfloat16, but declared \[2, 8\] float32"
     ):
         run_threads({"pipeline": 2}, step)
 
@@ -214,7 +218,7 @@ def test_outputs_of_another_type_than_meta_tensors_gave_are_named() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("failure", [ValueError("bad batch"), KeyboardInterrupt()])
 def test_a_pipeline_whose_step_failed_runs_no_other(schedule: str, failure: BaseException) -> None:
-    """Its gradients are half added up: the next step would take them along."""
+    """Its gradients are partial: the next step would add to them."""
 
     def failing(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(len(calls))
@@ -226,9 +230,9 @@ def test_a_pipeline_whose_step_failed_runs_no_other(schedule: str, failure: Base
     pipeline = Pipeline(adoptable(1), solo(), loss=failing, sample=SAMPLE, microbatches=2, schedule=schedule)
     with pytest.raises((EngineError, KeyboardInterrupt)):
         pipeline.step(*batch(0, 2))
-    with pytest.raises(EngineError, match=r"failed and left gradients half added up \(.*step 0"):
+    with pytest.raises(EngineError, match=r"failed and left partial gradients \(.*step 0"):
         pipeline.step(*batch(0, 2))
-    with pytest.raises(EngineError, match="half added up"):
+    with pytest.raises(EngineError, match="partial gradients"):
         pipeline.drain()
 
 
@@ -283,7 +287,7 @@ def test_weights_are_not_read_while_a_step_is_under_way() -> None:
     pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, schedule="2bw")
     tokens = torch.zeros(4, 5, dtype=torch.int64)
     assert pipeline.step(tokens, tokens) == ()
-    with pytest.raises(PipelineError, match="step 0 is under way; call drain before state_dict"):
+    with pytest.raises(PipelineError, match="step 0 is in progress; call drain before state_dict"):
         pipeline.state_dict()
     assert [result.step for result in pipeline.drain()] == [0]
     pipeline.state_dict()

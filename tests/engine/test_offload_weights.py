@@ -247,5 +247,5 @@ def test_an_engine_without_swaps_refuses_weights_in_host_memory(config: Pretrain
         schedule = replica.forward_engine().schedule
         Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
 
-    with pytest.raises(EngineError, match="gpipe offloads, and this engine was made without swaps"):
+    with pytest.raises(EngineError, match="gpipe offloads, but this engine was created without swaps"):
         run_threads({}, bare)

@@ -43,7 +43,7 @@ def test_replicas_that_differ_end_with_their_own_status(tmp_path: Path, corpus: 
     arguments += ["--reliability.compare_every=2"]
     output = told_by(tmp_path, Fault("weights", step=4), *arguments)
     assert ExitCode.REPLICAS_DIFFER in statuses(output), output
-    assert output.count("error: after step 4 ranks differ in what has to be equal: weights of ") == 1, output
+    assert output.count("error: after step 4 ranks differ in state that must be equal: weights of ") == 1, output
     assert "on rank 1 against rank 0" in output
     assert saved_steps(tmp_path / RUN) == [2], "what differs is not saved"
 

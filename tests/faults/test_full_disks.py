@@ -1,6 +1,6 @@
-"""Disks that take nothing more, for a while or for good: no run ends, no rank waits, no checkpoint is lost.
+"""Disks that are full for a while or permanently: no run ends, no rank waits, no checkpoint is lost.
 
-Real file systems in memory where this user may mount them; injected failures of every write elsewhere.
+The tests use real file systems in memory if this user may mount them, and injected failures of every write otherwise.
 """
 
 import errno
@@ -53,7 +53,7 @@ def configuration(corpus: str, directory: Path, **checkpoint: Any) -> PretrainCo
 
 
 class FillingDisk(StorageWriter):
-    """Fails with an error of the system after `room` bytes, until `free` is called."""
+    """A disk that fails with a system error after `room` bytes, until `free` is called."""
 
     def __init__(self, room: int, error: int = errno.ENOSPC) -> None:
         self.room = room
@@ -64,7 +64,7 @@ class FillingDisk(StorageWriter):
         self.room, self.full = 1 << 60, False
 
     def take(self, size: int) -> None:
-        """Take the room of `size` bytes, or raise as the system does."""
+        """Use `size` bytes, or raise like the system."""
         self.full |= size > self.room
         self.room -= size
         if self.full:
@@ -85,7 +85,7 @@ class FillingDisk(StorageWriter):
 
 @contextmanager
 def on_disk(disk: FillingDisk, at_step: Callable[[int], None]) -> Iterator[None]:
-    """Have saves, and all files of lines, go to a disk. at_step: called after each step with its number."""
+    """Redirect saves and all files of lines to a disk. at_step: called after each step with its number."""
     with pytest.MonkeyPatch.context() as patched:
         write, report = output.LineFile.write, TrainingLoop._report
 
@@ -109,7 +109,7 @@ def on_disk(disk: FillingDisk, at_step: Callable[[int], None]) -> Iterator[None]
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on a disk with enough room, and the bytes that it takes."""
+    """Return the folder of a run on a disk with enough room, and the bytes that it uses."""
     directory = tmp_path_factory.mktemp("undisturbed") / "run"
     disk = FillingDisk(1 << 40)
     with on_disk(disk, lambda step: None):
@@ -133,7 +133,7 @@ def files(directory: Path) -> list[bytes]:
 def test_a_disk_that_fills_at_any_moment_ends_no_run(
     tmp_path: Path, corpus: str, undisturbed: Path, seed: int
 ) -> None:
-    """It has room again some steps later; what is saved then is the undisturbed run."""
+    """The disk has room again some steps later; the run then saves the same bytes as an undisturbed run."""
     chosen = random.Random(seed)
     error = chosen.choice([errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
     disk = FillingDisk(chosen.randrange(int((undisturbed / "taken").read_text())), error)
@@ -149,7 +149,9 @@ def test_a_disk_that_fills_at_any_moment_ends_no_run(
     config = configuration(corpus, tmp_path / "run", asynchronous=asynchronous, retry_seconds=60.0)
     with pytest.MonkeyPatch.context() as patched, on_disk(disk, at_step):
         patched.setattr("megapipe.training.loop.RETRY_PAUSE_SECONDS", 0.01)
-        freed = threading.Timer(2.0, disk.free)  # a disk that fills in the save at the end, which is tried again
+        freed = threading.Timer(
+            2.0, disk.free
+        )  # a disk that becomes full in the save at the end, which is tried again
         freed.start()
         try:
             assert pretrain(config, LaunchEnvironment()) == 0
@@ -174,16 +176,16 @@ def test_a_disk_that_stays_full_costs_what_came_after_the_last_save(
     assert newest.name == "step-00000004"
     output = capsys.readouterr().out
     assert [f"step {step:>2}/{STEPS} " in output for step in range(1, STEPS + 1)] == [True] * STEPS
-    assert output.count("warning: metrics.jsonl fails and is turned off") == 1
-    assert output.count("warning: log.txt fails and is turned off") == 1
+    assert output.count("warning: metrics.jsonl failed and is turned off") == 1
+    assert output.count("warning: log.txt failed and is turned off") == 1
     assert [output.count(f"warning: no checkpoint after step {step}: ") for step in (6, 8)] == [1, 1]
     assert pretrain(configuration(corpus, tmp_path), LaunchEnvironment()) == 0
     assert sorted(told_steps(tmp_path)) == list(range(1, STEPS + 1))
 
 
 def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> list[str]:
-    """One rank of a whole run, and what it says; in steps 3 to 5, the disk of `victim` takes nothing, not even a
-    name."""
+    """Run one rank of a whole run, and return its lines. In steps 3 to 5, the disk of `victim` takes nothing, not even
+    a file name."""
     disk, said = FillingDisk(1 << 40), list[str]()
     program.open_display = lambda steps, log_every: PlainLines(steps, log_every, said.append)
 
@@ -209,9 +211,9 @@ def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> l
 def test_one_full_rank_delays_no_other(tmp_path: Path, corpus: str, victim: int, asynchronous: bool) -> None:
     config = configuration(corpus, tmp_path, asynchronous=asynchronous, keep_last=None)
     config.parallel = replace(config.parallel, data=2, timeout_seconds=1000.0)
-    begun = time.monotonic()
+    start = time.monotonic()
     said, _ = run_mesh({"data": 2}, train_with_a_full_rank, config, victim, timeout=300.0)
-    assert time.monotonic() - begun < 250, "no rank waits for the 1000 s of a collective"
+    assert time.monotonic() - start < 250, "no rank waits for the 1000 s of a collective"
     assert said[-1].startswith(f"finished after step {STEPS}/{STEPS}")
     (warning,) = [line for line in said if "warning: no checkpoint after step 4" in line]
     assert "No space left on device" in warning
@@ -220,7 +222,7 @@ def test_one_full_rank_delays_no_other(tmp_path: Path, corpus: str, victim: int,
 
 @contextmanager
 def memory_disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system in memory at `folder`; the test is skipped where this user may mount none."""
+    """Mount a file system in memory at `folder`; skip the test if this user may not."""
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
     if done.returncode != 0:
@@ -243,7 +245,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]
         "no more files fit there",
     ),
 }
-"""What makes a disk take nothing, what ends that, and the words of the warning."""
+"""What fills a disk, what frees it, and the words of the warning."""
 
 
 @pytest.mark.slow

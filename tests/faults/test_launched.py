@@ -96,7 +96,7 @@ def test_a_signal_saves_and_ends_all(tmp_path: Path, whom: str) -> None:
 
 
 def test_a_reader_that_leaves_costs_nothing(tmp_path: Path) -> None:
-    """`| head -5` closes both outputs of two ranks, which train to their end."""
+    """`| head -5` closes both outputs of two ranks, which still train to the end."""
     arguments = [f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2", "--training.log_every=1"]
     line = shlex.join(command(2, *arguments, "--training.steps=12")) + " 2>&1 | head -5"
     done = subprocess.run(

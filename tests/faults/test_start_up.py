@@ -1,4 +1,4 @@
-"""A start that cannot go well ends on all ranks, with one line and status 2, and changes nothing on disk."""
+"""A start that cannot succeed ends on all ranks, with one line and status 2, and changes nothing on disk."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ COMMON = [*TINY, "--data.prefix=corpus", "--training.steps=20", "--parallel.data
 
 @dataclass(frozen=True)
 class Launch:
-    """A start of ranks 0 and 1 of `world_size`, as a launcher other than torchrun would start them."""
+    """A start of ranks 0 and 1 of `world_size` by a launcher other than torchrun."""
 
     on_rank_1: Sequence[str] = ()
     port: int = field(default_factory=free_port)
@@ -53,7 +53,7 @@ class Launch:
 
 
 def programs(rank: int, folder: Path, launches: list[Launch]) -> list[tuple[int, list[str]]]:
-    """Status and error lines of the program, started in one process after the other."""
+    """Run the program several times in this process, and return the status and error lines of each run."""
     dist.destroy_process_group()
     os.chdir(folder)
     ended = []
@@ -69,7 +69,7 @@ def programs(rank: int, folder: Path, launches: list[Launch]) -> list[tuple[int,
 
 
 def lines_of(folder: Path, launches: list[Launch]) -> list[list[str]]:
-    """What both ranks print of each launch, all of which end them with status 2 and none of which trains."""
+    """Return the lines that both ranks print for each launch. Every launch must end with status 2 without training."""
     ended = run_ranks(2, programs, folder, launches, timeout=LIMIT_SECONDS)
     assert {status for rank in ended for status, _ in rank} == {2}, ended
     assert not list(folder.rglob("metrics.jsonl"))
@@ -87,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
-        told = lines_of(
+        lines = lines_of(
             folder,
             [
                 Launch(["--parallel.data=1", "--parallel.pipeline=2"]),
@@ -96,7 +96,7 @@ def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
                 Launch(port=port, timeout=2.0),
             ],
         )
-    (layout,), (misspelt,), (missing,), (unserved, unreached) = told
+    (layout,), (misspelt,), (missing,), (unserved, unreached) = lines
     assert layout.startswith(
         "error: the ranks do not run the same job: parallel.pipeline: rank 0 has 1, rank 1 has 2; parallel.data: "
     )
@@ -109,15 +109,15 @@ def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_whatever_differs_ends_all_ranks_with_one_line(folder: Path) -> None:
-    told = lines_of(folder, [Launch(given) for given, _ in OTHERS.values()])
-    for (line,), (name, (_, part)) in zip(told, OTHERS.items(), strict=True):
+    lines = lines_of(folder, [Launch(given) for given, _ in OTHERS.values()])
+    for (line,), (name, (_, part)) in zip(lines, OTHERS.items(), strict=True):
         assert line.startswith("error: "), name
         assert part in line, name
 
 
 @pytest.mark.slow
 def test_ranks_that_differ_are_refused_on_a_resume(folder: Path) -> None:
-    """Also where the rank that differs is the one that fits the checkpoint."""
+    """This must hold even if the rank that differs is the one that fits the checkpoint."""
     both = run_ranks(
         2,
         programs,
@@ -143,7 +143,7 @@ def test_ranks_that_differ_are_refused_on_a_resume(folder: Path) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Times and contents of all files and folders."""
+    """Return times and contents of all files and folders."""
     return {
         str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in (folder, *folder.rglob("*"))
@@ -177,7 +177,7 @@ def test_the_same_command_a_second_time_leaves_the_first_alone(folder: Path) -> 
     first = start(1, *arguments, folder=folder)
     assert first.stdout is not None
     next(line for line in first.stdout if line.startswith("step "))
-    os.kill(first.pid, signal.SIGSTOP)  # so that the files are at rest
+    os.kill(first.pid, signal.SIGSTOP)  # so that the files do not change any more
     before = snapshot(folder / RUN)
     second = subprocess.run(
         command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS

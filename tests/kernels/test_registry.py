@@ -55,8 +55,8 @@ def test_a_demanded_backend_runs_or_fails() -> None:
     assert registry(gelu="reference").pick("gelu", torch.zeros(4)).apply(0) == 0
     ops = registry(gelu="triton")
     assert ops.pick("gelu", torch.zeros(4)).apply(0) == 1
-    assert "demanded by the configuration" in ops.report()
-    with pytest.raises(KernelError, match=r"triton.*5 is odd.*ask for 'reference'"):
+    assert "requested by the configuration" in ops.report()
+    with pytest.raises(KernelError, match=r"triton.*5 is odd.*request 'reference'"):
         ops.pick("gelu", torch.zeros(5))
 
 
@@ -78,8 +78,8 @@ def test_an_op_needs_a_reference_and_every_function() -> None:
 
 def test_demands_leave_the_shared_table_alone() -> None:
     demanding = OPS.with_overrides({"gelu": "reference"})
-    assert demanding.choice("gelu", "cpu", torch.float32, 8).reasons == ("demanded by the configuration",)
-    assert OPS.choice("gelu", "cpu", torch.float32, 8).reasons != ("demanded by the configuration",)
+    assert demanding.choice("gelu", "cpu", torch.float32, 8).reasons == ("requested by the configuration",)
+    assert OPS.choice("gelu", "cpu", torch.float32, 8).reasons != ("requested by the configuration",)
 
 
 def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, **rules: object) -> Registry:
@@ -117,7 +117,7 @@ def test_a_module_that_cannot_be_imported_is_passed_over_and_told(
     ops = lazy(tmp_path, monkeypatch, "import no_such_library")
     assert ops.pick("gelu", torch.zeros(4)).apply(0) == 0
     assert "(triton: cannot be imported: No module named 'no_such_library')" in ops.report()
-    with pytest.raises(KernelError, match=r"demanded from backend 'triton'.*no_such_library"):
+    with pytest.raises(KernelError, match=r"requested from backend 'triton'.*no_such_library"):
         ops.with_overrides({"gelu": "triton"}).pick("gelu", torch.zeros(4))
 
 

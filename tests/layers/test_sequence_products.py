@@ -261,5 +261,5 @@ def test_own_tokens_are_a_view_of_this_ranks_part() -> None:
 
 
 def test_tokens_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"13 tokens of a tensor of shape \(2, 13, 4\) do not divide over 2"):
+    with pytest.raises(ValueError, match=r"13 tokens of a tensor of shape \(2, 13, 4\) are not divisible by 2"):
         by_rank(torch.zeros(2, 13, 4), 2)

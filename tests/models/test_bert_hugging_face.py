@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_named() -> None:
     state = dict(case.theirs.state_dict())
     with pytest.raises(WeightMappingError, match=r"seq_relationship.*sentence_head"):
         from_hugging_face(state, replace(case.model, sentence_head=False))
-    with pytest.raises(WeightMappingError, match=r"no place for blocks\.0\.mlp\.up\.weight.*activation"):
+    with pytest.raises(WeightMappingError, match=r"no parameter for blocks\.0\.mlp\.up\.weight.*activation"):
         to_hugging_face({}, replace(case.model, activation="swiglu"))
     del state["bert.encoder.layer.1.attention.self.key.bias"]
     with pytest.raises(WeightMappingError, match=r"blocks\.1\.attention\.qkv\.bias needs"):

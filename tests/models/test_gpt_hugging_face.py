@@ -111,9 +111,9 @@ def test_a_wrong_shape_is_named() -> None:
 
 def test_a_shape_that_the_family_cannot_hold_is_refused() -> None:
     case = gpt2()
-    with pytest.raises(WeightMappingError, match=r"llama weights have no place for embedding\.position\.weight"):
+    with pytest.raises(WeightMappingError, match=r"llama weights have no tensor for embedding\.position\.weight"):
         to_hugging_face({}, case.model, "llama")
-    with pytest.raises(WeightMappingError, match=r"gpt2 weights have no place for blocks\.0\.mlp\.up\.weight"):
+    with pytest.raises(WeightMappingError, match=r"gpt2 weights have no tensor for blocks\.0\.mlp\.up\.weight"):
         to_hugging_face({}, replace(case.model, activation="swiglu"), "gpt2")
 
 

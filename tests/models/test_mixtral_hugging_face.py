@@ -81,7 +81,7 @@ def test_weights_come_back_as_they_went() -> None:
 )
 def test_what_a_family_has_no_place_for_is_named(fields: dict, family: str, what: str) -> None:
     model = replace(mixtral().model, **fields)
-    with pytest.raises(WeightMappingError, match=f"{family} weights have no place for blocks.0.{what}"):
+    with pytest.raises(WeightMappingError, match=f"{family} weights have no tensor for blocks.0.{what}"):
         to_hugging_face({}, model, family)  # type: ignore[arg-type]
 
 

@@ -199,8 +199,8 @@ def test_the_start_of_a_run_tells_of_padding_and_gathers() -> None:
     assert muon_shards([UnitState("unit", SPECS)]) is None
     told = [muon_shards([UnitState("unit", SPECS, sharding=Sharding(1, 0, count, True))]) for count in (3, 4)]
     assert told == [
-        "muon over 3 shards: 29.1% of padding beside the parameters; every matrix is whole on one rank",
-        "muon over 4 shards: 14.8% of padding beside the parameters; "
+        "muon over 3 shards: 29.1% of padding in addition to the parameters; every matrix is whole on one rank",
+        "muon over 4 shards: 14.8% of padding in addition to the parameters; "
         "1 of 4 matrices are cut, whose update gathers 4,096 bytes",
     ]
 

@@ -248,7 +248,7 @@ def ask_wrongly(mesh: Mesh, kind: LinkKind) -> None:
     ):
         with pytest.raises(ValueError, match=rule):
             make_links(mesh, [edge], kind)
-    with pytest.raises(ValueError, match="asked for twice"):
+    with pytest.raises(ValueError, match="requested twice"):
         make_links(mesh, [Edge(0, 1, 3, 4), Edge(0, 1, 3, 8)], kind)
     with pytest.raises(ValueError, match="nccl links do not work between"):
         make_links(mesh, [Edge(0, 1, 0, 4)], "nccl")

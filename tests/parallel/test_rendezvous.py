@@ -22,7 +22,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: float = 60.0) -
     return Start(store, rank, world_size, timeout)
 
 
-def test_every_start_has_a_name_of_its_own() -> None:
+def test_every_start_has_its_own_name() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:
         for dying in (2, 1, None):  # the first two starts lose a rank before it has asked
@@ -32,7 +32,7 @@ def test_every_start_has_a_name_of_its_own() -> None:
                 for start in (meet(store, 0, 3, 0.3), asked[0].result()):
                     with pytest.raises(StartError, match=rf"^rank {dying} did not start within 0\.3 s"):
                         start.wait_for_all()
-                store.set(f"start/asks {dying}", "a word of the dead")
+                store.set(f"start/asks {dying}", "the token of a dead rank")
                 continue
             starts = [meet(store, 0, 3), *(each.result() for each in asked)]
             said = [threads.submit(start.exchange, str(start.rank), ",".join) for start in starts]
@@ -56,19 +56,19 @@ def failed(store: dist.Store, rank: int, problems: dict[int, str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("problems", "told"),
+    ("problems", "message"),
     [
         (dict.fromkeys(range(4), "a is 3"), "a is 3"),
         ({1: "a is 3\nb is 4", 2: "b is 4"}, "rank 1: a is 3\nranks 1-2: b is 4"),
     ],
 )
-def test_problems_of_any_rank_end_all_with_one_text(problems: dict[int, str], told: str) -> None:
+def test_problems_of_any_rank_end_all_with_one_message(problems: dict[int, str], message: str) -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(4) as threads:
-        assert set(threads.map(failed, [store] * 4, range(4), [problems] * 4)) == {told}
+        assert set(threads.map(failed, [store] * 4, range(4), [problems] * 4)) == {message}
 
 
-def test_a_problem_is_told_though_a_rank_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_is_reported_although_a_rank_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 0.2)
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:
@@ -84,18 +84,18 @@ def test_a_silent_rank_is_named() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         first, _ = threads.map(meet, [store] * 2, range(2), [2] * 2, [0.2, 60.0])
-    with pytest.raises(StartError, match=r"^rank 1 did not respond at the start for 0\.2 s"):
+    with pytest.raises(StartError, match=r"^rank 1 did not respond within 0\.2 s"):
         first.exchange("", lambda _: "never asked")
 
 
-def test_one_rank_alone_speaks() -> None:
+def test_only_one_rank_reports() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(meet, [store] * 2, range(2), [2] * 2)
-        assert [second.speaks_first(), first.speaks_first()] == [True, False]
-        assert first.spoken(0.01) is None
-        second.has_spoken("a is 3")
-        assert first.spoken(60.0) == "a is 3"
+        assert [second.reports_first(), first.reports_first()] == [True, False]
+        assert first.first_report(0.01) is None
+        second.publish_report("a is 3")
+        assert first.first_report(60.0) == "a is 3"
         left = threads.submit(first.leave)
         second.leave()
         left.result(2.0)
@@ -130,7 +130,7 @@ def test_an_address_that_nothing_answers_at_is_named(address: str, reason: str) 
 
 
 def answer_wrongly(listener: socket.socket) -> None:
-    """As a web server or a proxy does."""
+    """Answer like a web server or a proxy."""
     with contextlib.suppress(OSError):
         while True:
             with listener.accept()[0] as connection:
@@ -146,7 +146,7 @@ def test_a_listener_that_is_no_store_is_named(
     with socket.create_server(("", 0)) as listener:
         if answers:
             threading.Thread(target=answer_wrongly, args=[listener], daemon=True).start()
-        with pytest.raises(LaunchError, match=r"within 0\.5 s.*does not answer as a job's rank 0 does"):
+        with pytest.raises(LaunchError, match=r"within 0\.5 s.*does not answer like rank 0 of a job"):
             connect("localhost", listener.getsockname()[1], 1, serve=False, timeout=0.5)
         assert capfd.readouterr() == ("", ""), "torch prints its stack"
         if answers:

@@ -123,7 +123,9 @@ def members(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         total = torch.tensor([float(mesh.rank)])
         group.all_reduce(total)
         assert total.item() == sum(group.ranks)
-    with pytest.raises(ValueError, match="3 ranks a copy must be 1 or more and divide the 4 replicas"):
+    with pytest.raises(
+        ValueError, match="3 ranks per copy are given; the number must be at least 1 and divide the 4 replicas"
+    ):
         mesh.shard_group(3)
     return tuple(group.ranks for group in groups)
 

@@ -66,6 +66,8 @@ def test_one_flipped_bit_names_the_parameter_and_the_rank(
     config = make_config(write_shard(tmp_path), GPT2_SHAPE, parallel={"data": None, **sizes}, zero={"stage": zero})
     messages = run_threads(sizes, compare, config, victim, name, kind)
     assert len(set(messages)) == 1
-    assert messages[0].startswith(f"after step {STEP} ranks differ in what has to be equal: {kind} of {name} (unit ")
+    assert messages[0].startswith(
+        f"after step {STEP} ranks differ in state that must be equal: {kind} of {name} (unit "
+    )
     assert told in messages[0]
     assert messages[0].count(" on rank ") == 1

@@ -158,7 +158,7 @@ def test_a_ring_says_what_it_does() -> None:
     config.recompute = RecomputeConfig(method="selective", parts=["attention"])
     cpu = torch.device("cpu")
     assert document_attention(config, cpu) == "attention within documents: a mask for every piece of the ring"
-    assert "in a ring here and keeps no weights" in str(attention_kept(config, cpu))
+    assert "in a ring here and saves no weights" in str(attention_kept(config, cpu))
     whole = replace(config, parallel=replace(config.parallel, context_attention="all_to_all"))
     assert attention_kept(whole, cpu) is None
     for each, expected in ((config, False), (whole, True)):

@@ -157,7 +157,7 @@ def test_a_stage_that_hands_on_another_shape_is_found() -> None:
     config = gpt("--parallel.pipeline", "2")
     stages, _, layout, _ = stages_of(config)
     twice = replace(config, batch=replace(config.batch, micro_size=2))
-    with pytest.raises(ShapeError, match=r"stage 0 hands on \[2, 1024, 768\] float32, where \[1, 1024, 768\] float32"):
+    with pytest.raises(ShapeError, match=r"stage 0 returns \[2, 1024, 768\] float32, but \[1, 1024, 768\] float32"):
         module._run_shapes(twice, stages, layout, HeldTokens())
 
 
@@ -166,7 +166,7 @@ def test_buffers_that_are_not_what_the_formulas_say_are_found() -> None:
     stages, mesh, layout, schedule = stages_of(config)
     other = replace(config, training=replace(config.training, precision="bf16"))
     other = replace(other, parallel=replace(other.parallel, data=1))
-    with pytest.raises(ShapeError, match=r"bytes of weights, the formulas say"):
+    with pytest.raises(ShapeError, match=r"bytes of weights, but the formulas predict"):
         module._coordinate(predict_rank(other, schedule, 0), mesh, stages, layout)
 
 
@@ -205,6 +205,6 @@ def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.Captur
     asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
     assert main(["dry-run", *asked], {"dry-run": run_dry_run}) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: training.precision auto is chosen by a machine; give --hardware, or name one",
-        "error: recompute.method auto is chosen by a machine; give --hardware, or name one",
+        "error: training.precision auto depends on the machine; give --hardware, or set a value",
+        "error: recompute.method auto depends on the machine; give --hardware, or set a value",
     ]

@@ -133,7 +133,7 @@ def test_perplexity_beyond_a_float_is_infinite() -> None:
 @pytest.mark.parametrize("counts", [(5.0, 7.0), ((5.0, 2.0), (7.0, 1.0))])
 def test_a_batch_is_summed_on_its_outputs_device(counts: tuple[float | tuple[float, ...], ...]) -> None:
     terms = 1 if isinstance(counts[0], float) else 2
-    with FakeTensorMode():  # refuses to add tensors of two devices, as CUDA does
+    with FakeTensorMode():  # adding tensors of two devices fails, as on CUDA
         output = torch.ones(terms, device="cuda")
         totals = torch.zeros(3, terms, dtype=torch.float64, device="cuda")
         totals += batch_sums(StepResult(0, 0.0, 0.0, outputs=((output,), (output,))), counts)

@@ -1,4 +1,4 @@
-"""Why a run failed: printed by one rank, given to torchrun by every rank."""
+"""The reason of a failed run is printed by one rank, and every rank gives it to torchrun."""
 
 import signal
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ WRONG = ConfigError("a.b is 3\nc.d is 4")
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
-    """SIGTERM as it was before the test."""
+    """Restore the SIGTERM handler after the test."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -50,7 +50,7 @@ def lost() -> EngineError:
     ("error", "status"),
     [(WRONG, ExitCode.WRONG_INPUT), (SpikeError("a.b is 3\nc.d is 4"), ExitCode.SPIKES)],
 )
-def test_the_first_rank_to_fail_speaks_for_all(
+def test_the_first_rank_to_fail_reports_for_all(
     ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str], error: Exception, status: ExitCode
 ) -> None:
     first, second = ranks
@@ -61,7 +61,7 @@ def test_the_first_rank_to_fail_speaks_for_all(
     assert capsys.readouterr().err == ""
 
 
-def test_a_reason_of_its_own_is_printed_but_not_a_lost_peer(
+def test_a_different_reason_is_printed_but_not_a_lost_peer(
     ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = ranks
@@ -74,11 +74,11 @@ def test_a_reason_of_its_own_is_printed_but_not_a_lost_peer(
     assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"
 
 
-def test_a_rank_speaks_where_the_first_speaker_fell_silent(
+def test_a_rank_reports_if_the_first_one_published_nothing(
     ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.05)
-    assert ranks[0].speaks_first(), "and is killed before it prints"
+    assert ranks[0].reports_first(), "and is killed before it prints"
     assert status_of(OutOfMemory("no memory left"), ranks[1]) == ExitCode.FAILED
     assert capsys.readouterr().err == "error: no memory left\n"
 

@@ -197,7 +197,7 @@ def test_a_tokenizer_that_is_gone_is_named(generate: Generate, tmp_path: Path) -
     assert preprocess([*words, "--tokenizer", str(here), "--workers", "1", "--output-prefix", prefix]) == 0
     here.rename(there)
     folder = save_run(tmp_path, f"{prefix}_text_document")
-    assert generate("--prompt", "x", checkpoint=folder)[0] == 0  # from the copy beside the shard
+    assert generate("--prompt", "x", checkpoint=folder)[0] == 0  # from the copy next to the shard
     shutil.rmtree(f"{prefix}_text_document.tokenizer")
     status, _, messages = generate("--prompt", "x", checkpoint=folder)
     assert status == 2

@@ -112,7 +112,7 @@ def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
     [(found, choices)] = run_mesh({}, on_backend, whole, "triton", timeout=120)
     check_runs(found, expected)
     assert choices
-    assert all(": triton (demanded by the configuration)" in choice for choice in choices)
+    assert all(": triton (requested by the configuration)" in choice for choice in choices)
     [(split, _)] = run_mesh({}, on_backend, halves, "triton", timeout=120)
     check_bits([split], found)
 
@@ -130,7 +130,7 @@ def test_a_run_on_an_emulated_gpu_is_the_references(
     expected = run_mesh({}, run_gpt, whole, 2)[0]
     [(found, choices)] = run_mesh({}, on_backend, whole, "cuda", library, timeout=120)
     check_runs(found, expected)
-    assert sum(": cuda (demanded by the configuration)" in choice for choice in choices) >= 2
+    assert sum(": cuda (requested by the configuration)" in choice for choice in choices) >= 2
     [(split, _)] = run_mesh({}, on_backend, halves, "cuda", library, timeout=120)
     check_bits([split], found)
 
@@ -141,7 +141,7 @@ def test_what_is_told_at_the_start_is_what_runs(corpus: str, model: str) -> None
     predicted = {str(choice) for choice in kernel_choices(config, CPU, OPS) if choice.width > 1}
     [(_, choices)] = run_mesh({}, on_backend, config, REFERENCE)
     flat = ("adamw", "gradient_norm")
-    layers = {choice.replace("demanded by the configuration", "needs a GPU") for choice in choices}
+    layers = {choice.replace("requested by the configuration", "needs a GPU") for choice in choices}
     assert {line.partition(":")[0] for line in layers if not line.startswith(flat)} == {
         line.partition(":")[0] for line in predicted
     }
@@ -166,7 +166,7 @@ def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels), {"bias_gelu": REFERENCE, "gelu": REFERENCE}
     )
     assert "kernels: reference for layer_norm (triton: is not installed; cuda: was not built)" in lines
-    assert "kernels: reference for bias_gelu (demanded by the configuration)" in lines
+    assert "kernels: reference for bias_gelu (requested by the configuration)" in lines
     assert lines[-1] == "warning: kernels.backends names gelu, which this run never calls"
 
 
@@ -180,7 +180,7 @@ def test_wrong_demands_are_problems_of_the_configuration(corpus: str) -> None:
 
 def test_a_demand_that_cannot_be_met_ends_the_run_before_it_starts(corpus: str) -> None:
     kernels = OPS.with_overrides({"adamw": "cuda"})
-    with pytest.raises(ConfigError, match=r"'adamw' is demanded from backend 'cuda'.*needs a GPU"):
+    with pytest.raises(ConfigError, match=r"'adamw' is requested from backend 'cuda'.*needs a GPU"):
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels)
 
 

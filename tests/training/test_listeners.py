@@ -1,8 +1,9 @@
-"""Listeners that fail in any way, or never return, cost training nothing; the others hear everything."""
+"""Listeners that fail in any way, or never return, do not affect training; the others receive everything."""
 
 import errno
 import io
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ ERRORS = [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), S
 
 
 class Kept(Listener):
-    """Keeps what it receives."""
+    """Stores what it receives."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -37,7 +38,7 @@ class Kept(Listener):
 
 
 class Failing(Kept):
-    """Raises at some steps, at -1 when it is opened."""
+    """Raises at some steps; step -1 means when it is opened."""
 
     def __init__(self, fails: Callable[[int], bool], error: BaseException) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ def test_a_listener_that_fails_is_off_until_the_next_save(
         received += [] if off else [step]
     assert other.steps == list(range(1, 13))
     assert [step for each in opened for step in each.steps] == received
-    warnings = [line for line in other.lines if "failing fails and is turned off until the next save" in line]
+    warnings = [line for line in other.lines if "failing failed and is turned off until the next save" in line]
     assert bool(warnings) == bool(fails & {-1, *range(1, 13)})
     recovered = [line for line in other.lines if line == "note: failing works again"]
     assert len(warnings) - len(recovered) in (0, 1), "one warning for each time that it stops working"
@@ -98,17 +99,85 @@ def test_a_listener_that_never_returns_does_not_stall(monkeypatch: pytest.Monkey
     heard = Listeners()
     heard.add("files", "other", lambda: other)
     heard.add("tracker", "stuck", Stuck)
-    begun = time.monotonic()
+    start = time.monotonic()
     for step in range(1, 101):
         heard.step(step_record(step))
-        while heard._lanes["files"]._calls.qsize() > 10:  # a fast step still leaves others time to write
+        while heard._lanes["files"]._calls.qsize() > 10:  # even a fast step leaves the other listeners time to write
             time.sleep(0.001)
     heard.close(seconds=0.5)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30
     assert other.steps == list(range(1, 101))
-    assert sum("tracker takes no more records" in line for line in other.lines) == 1
-    assert sum("tracker did not end within 0.5 s" in line for line in other.lines) == 1
+    assert sum("tracker is blocked, and the records from here on are lost" in line for line in other.lines) == 1
+    assert sum("tracker did not finish within 0.5 s" in line for line in other.lines) == 1
     released.set()
+
+
+def test_a_listener_that_never_opens_delays_the_end_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "OPEN_SECONDS", 0.2)
+    released, other = threading.Event(), Kept()
+
+    def open_stuck() -> Listener:
+        released.wait(60)
+        return Listener()
+
+    heard = Listeners()
+    heard.add("files", "other", lambda: other)
+    heard.add("tracker", "stuck", open_stuck)
+    heard.step(step_record(1))
+    started = time.monotonic()
+    heard.close()
+    assert time.monotonic() - started < listeners.CLOSE_SECONDS / 2
+    assert other.lines == ["warning: tracker had not started when the run ended; its records may be lost"]
+    assert listeners.any_abandoned()
+    released.set()
+
+
+def test_a_listener_that_opens_late_still_gets_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "OPEN_SECONDS", 0.2)
+    opening, late = threading.Event(), Kept()
+    slow_step = late.step
+
+    def step(record: StepRecord) -> None:
+        time.sleep(0.1)
+        slow_step(record)
+
+    def open_late() -> Listener:
+        opening.wait(60)
+        return late
+
+    monkeypatch.setattr(Kept, "step", lambda self, record: step(record))
+    with Listeners() as heard:
+        heard.add("tracker", "late", open_late)
+        for number in range(1, 6):
+            heard.step(step_record(number))
+        opening.set()
+    assert late.steps == [1, 2, 3, 4, 5], "0.5 s of records, after the 0.2 s for opening"
+
+
+PROGRAM = """
+import atexit, sys, threading
+atexit.register(threading.Event().wait)  # as Weights & Biases waits for its server
+from megapipe.config.run import PretrainConfig
+from megapipe.training import command, listeners, pretrain
+
+def stuck(config, environment, start):
+    listeners.OPEN_SECONDS = 0.2
+    with listeners.Listeners() as heard:
+        heard.add("tracker", "stuck", threading.Event().wait)
+        heard.step(None)
+    if sys.argv[1] == "--training.steps=2":
+        raise ValueError("no luck")
+    return 143
+
+pretrain.pretrain = stuck
+raise SystemExit(command.run_program(PretrainConfig, "", ""))
+"""
+
+
+@pytest.mark.parametrize(("steps", "status"), [(1, 143), (2, 1)])
+def test_a_program_ends_although_a_tracker_hangs(steps: int, status: int) -> None:
+    command = [sys.executable, "-c", PROGRAM, f"--training.steps={steps}"]
+    assert subprocess.run(command, timeout=60, capture_output=True).returncode == status
 
 
 def test_an_error_of_the_run_reaches_the_listeners() -> None:
@@ -129,7 +198,7 @@ def test_an_error_of_the_run_reaches_the_listeners() -> None:
 
 
 class Dead(io.TextIOWrapper):
-    """A stream whose reader is gone."""
+    """A stream without a reader."""
 
     def __init__(self) -> None:
         reading, writing = os.pipe()
@@ -147,7 +216,7 @@ def test_no_line_raises_where_both_outputs_are_dead(monkeypatch: pytest.MonkeyPa
         write_line("a listener must know")
     leave_output()
     for stream in (sys.stdout, sys.stderr):
-        stream.close()  # would raise where it still had something to write
+        stream.close()  # would raise if unwritten data were left
 
 
 def test_a_line_survives_a_narrow_encoding() -> None:
@@ -161,7 +230,7 @@ def test_a_line_survives_a_narrow_encoding() -> None:
 def test_a_line_is_in_its_file_whole_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, bool]]
 ) -> None:
-    """A disk fills after half of some lines; the file began with half a line of a killed process."""
+    """A disk becomes full in the middle of some lines; the file starts with an incomplete line of a killed process."""
     path = tmp_path_factory.mktemp("lines") / "lines.txt"
     path.write_bytes(b"half")
     file, write = LineFile(path), os.write

@@ -36,7 +36,7 @@ def _config(**batch: int) -> PretrainConfig:
 
 
 def _ranks(config: PretrainConfig, count: int, free: int, device: str = "cuda") -> list[Rank]:
-    """On one host; GPUs have `free` bytes each, on a CPU all ranks share them."""
+    """Ranks on one host. Each GPU has `free` bytes; on a CPU all ranks share them."""
     return [
         Rank(
             "node0",
@@ -62,18 +62,18 @@ def test_limit_is_the_prediction_to_the_byte(device: str) -> None:
 @settings(max_examples=6, deadline=None)
 @given(share=st.floats(0.05, 0.99), count=st.sampled_from((1, 2, 4)), device=st.sampled_from(("cpu", "cuda")))
 def test_suggested_changes_fit(share: float, count: int, device: str) -> None:
-    """Each suggestion, read back from its own words and predicted by another function."""
+    """Read each suggestion back from its text, and predict it with another function."""
     config = _config()
     total = sum(sum(needed(config, count, rank, device)) for rank in range(count))
     free = int(share * (total if device == "cpu" else total / count))
     problem = memory_problem(config, _ranks(config, count, free, device))
     assert problem is not None
-    found = re.findall(r"\(\d\) (--.*?)(?: on (\d+) ranks, \d+ times the hosts or devices)?(?=, \(|$)", problem)
-    assert len(found) <= 3
-    assert found or share < 0.3
+    changes = re.findall(r"\(\d\) (--.*?)(?: on (\d+) ranks, \d+ times the hosts or devices)?(?=, \(|$)", problem)
+    assert len(changes) <= 3
+    assert changes or share < 0.3
     flags = [f"--model.{name}={value}" for name, value in MODEL.items()]
     flags += ["--data.prefix=corpus", "--data.sequence_length=64", "--batch.global_size=16", "--batch.micro_size=4"]
-    for change, ranks in found:
+    for change, ranks in changes:
         world_size = int(ranks or count)
         changed = parse_as(PretrainConfig, [*flags, *shlex.split(change)])
         data = data_parallel_size(changed, world_size)
@@ -86,7 +86,7 @@ def test_suggested_changes_fit(share: float, count: int, device: str) -> None:
 
 
 def test_memory_of_equal_names_is_counted_apart() -> None:
-    """Containers of one host with a limit each, and GPUs each of which its process sees as the first one."""
+    """Containers of one host, each with its own limit, and GPUs that are each the first one in their process."""
     own = Free(10, "its cgroup allows 10 B")
     ranks = [Rank("node", "cuda:0", Need(8, 6), Free(9, ""), own, f"GPU-{each}", f"boot {each}") for each in (0, 1)]
     assert memory_problem(_config(), ranks) is None
@@ -143,7 +143,7 @@ def test_free_memory_of_a_host_is_the_least_limit(tmp_path: Path) -> None:
         },
     )
     assert free_on_host(tmp_path) == Free(4_500_000, "its cgroup allows 6.0 MB")
-    # A container sees the path of the host below its own mount; only the mount's root is there.
+    # In a container, the path is that of the host, but only the root of the mount exists.
     _write(
         tmp_path,
         {
@@ -200,4 +200,6 @@ def test_a_model_too_large_ends_in_one_line_before_it_is_built(tmp_path: Path) -
         "--batch.global_size", "8",
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: training needs 2\.8 TB on host .*memory_check warn trains regardless\n", done.stderr)
+    assert re.fullmatch(
+        r"error: training needs 2\.8 TB on host .*to train anyway, set --training.memory_check warn\n", done.stderr
+    )

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written can be read back, over several starts, kills and losses that are not finite."""
+"""metrics.jsonl can be read back after several starts, kills and losses that are not finite."""
 
 import json
 import math

@@ -45,7 +45,7 @@ def test_gpus_are_known_by_their_names_and_memory(name: str, gib: float, preset:
     ("name", "gib"), [("NVIDIA GeForce RTX 4090", 24), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5)]
 )
 def test_a_gpu_without_a_preset_is_refused_with_the_way_out(name: str, gib: float) -> None:
-    with pytest.raises(ConfigError, match=r"no preset is of .* and give --plan machine.yaml"):
+    with pytest.raises(ConfigError, match=r"no preset matches .* and give --plan machine.yaml"):
         preset_of(name, gib * GIB)
 
 

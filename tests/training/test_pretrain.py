@@ -102,7 +102,7 @@ def test_auto_precision_is_decided_once(
 ) -> None:
     monkeypatch.setattr("megapipe.training.precision.product_seconds", lambda dtype, device: dtype.itemsize * 1e-3)
     run(configuration(corpus, tmp_path, precision="auto", stop_at=2))
-    assert "precision: bf16 is the faster" in capsys.readouterr().out
+    assert "precision: bf16 is faster" in capsys.readouterr().out
     monkeypatch.setattr("megapipe.training.precision.product_seconds", lambda dtype, device: 1.0 / dtype.itemsize)
     run(configuration(corpus, tmp_path, precision="auto"))
     assert "precision: bf16, as in the checkpoint" in capsys.readouterr().out

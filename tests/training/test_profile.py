@@ -108,7 +108,7 @@ def test_every_replica_of_the_pipeline_can_be_shown(
 def test_a_run_that_ends_early_says_that_nothing_was_traced(tmp_path: Path, corpus: str) -> None:
     folder = tmp_path / "trace"
     (said, _), _ = traced(folder, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 9})
-    assert said == ["profile.trace: the run ended before step 9, the first to be traced"]
+    assert said == ["profile.trace: the run ended before step 9, the first step to trace"]
     assert not folder.exists()
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written_costs_the_trace_alone(
     (tmp_path / "file").write_text("")
     results = traced(tmp_path / "file", corpus, {"pipeline": 2}, "1f1b")
     assert len(results) == 2
-    assert "warning: rank 1 wrote no trace into" in capsys.readouterr().err
+    assert "warning: rank 1 could not write its trace to" in capsys.readouterr().err
 
 
 def test_a_launched_run_is_traced_and_laid_over(

@@ -1,5 +1,4 @@
-"""A run's folder explains every start: configuration, command, versions, how it ended; and keeps what earlier ones
-wrote."""
+"""A run's folder records every start: configuration, command, versions and end; no start overwrites an earlier one."""
 
 import json
 from dataclasses import replace
@@ -31,18 +30,18 @@ def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConf
 
 
 def starts(directory: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((directory / "run.json").read_text())["starts"]
-    return found
+    starts: list[dict[str, Any]] = json.loads((directory / "run.json").read_text())["starts"]
+    return starts
 
 
 def test_three_starts_explain_themselves(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--data.prefix", "a corpus"])
     first, second = configuration(corpus, tmp_path, stop_at=4), configuration(corpus, tmp_path)
     assert pretrain(first, LaunchEnvironment()) == 0
-    (tmp_path / "checkpoints/step-00000004").rename(tmp_path / "lost")  # the second start does steps 3 and 4 again
+    (tmp_path / "checkpoints/step-00000004").rename(tmp_path / "lost")  # the second start repeats steps 3 and 4
     log = (tmp_path / "log.txt").read_text()
     assert pretrain(second, LaunchEnvironment()) == 0
-    changes = ("log.txt", LOCK)  # every start says something and holds the lock
+    changes = ("log.txt", LOCK)  # every start prints a line and holds the lock
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file() and path.name not in changes}
     assert pretrain(second, LaunchEnvironment()) == 0, "already finished"
     assert kept == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in kept}

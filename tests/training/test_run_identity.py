@@ -1,4 +1,4 @@
-"""Ranks that do not run the same job are refused with one line, whatever field differs."""
+"""Ranks that do not run the same job are refused with one line, for every field."""
 
 import shutil
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def other(hint: Any, value: Any) -> Any:
-    """Another value of a field of that type."""
+    """Return another value for a field of that type."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         return other(kinds[0], 1 if value is None and kinds[0] in (int, float) else value)
@@ -43,7 +43,7 @@ def other(hint: Any, value: Any) -> Any:
 
 
 def changed(config: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field by its dotted name, and the configuration in which it alone is another."""
+    """Yield every field by its dotted name, with a configuration in which only this field differs."""
     hints = get_type_hints(type(config))
     for each in fields(config):
         value = getattr(config, each.name)
@@ -62,29 +62,29 @@ def start_config(kind: type[PretrainConfig], folder: Path) -> PretrainConfig:
 
 
 def refusals(rank: int, port: int, folder: Path) -> dict[str, str]:
-    """What this rank hears where rank 1 has another value in one field, for each field in turn."""
+    """Return the error of this rank if rank 1 has another value in one field, for each field in turn."""
     start = Start(connect("localhost", port, rank, serve=rank == 0, timeout=60.0), rank, 2, 60.0)
-    told = {}
+    errors = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_sources", dict)  # 600 files, which take most of the time
+        patch.setattr(module, "_sources", dict)  # 600 files, which would take most of the time
         for kind in (PretrainConfig, BertPretrainConfig):
             config = start_config(kind, folder)
             assert refusal(config, rank, start) == ""
             for name, another in changed(config):
-                told[f"{kind.__name__}: {name}"] = refusal(another if rank == 1 else config, rank, start)
+                errors[f"{kind.__name__}: {name}"] = refusal(another if rank == 1 else config, rank, start)
     start.leave()
-    return told
+    return errors
 
 
 def refusal(config: PretrainConfig, rank: int, start: Start) -> str:
-    """What ends the start of all ranks, empty where they agree."""
+    """Return the error that ends the start of all ranks; empty if they agree."""
     try:
         agree_on_run(start, run_identity(config, 2, CPU))
         with locked_folder(config, LaunchEnvironment(rank, 2, rank), start):
             start.wait_for_all()
     except StartError as shared:
         return str(shared)
-    except ConfigError as error:  # as `failures.status_of` does
+    except ConfigError as error:  # like `failures.status_of`
         with pytest.raises(StartError) as caught:
             start.fail(str(error))
         return str(caught.value)

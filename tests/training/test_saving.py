@@ -4,6 +4,7 @@ The oracle of a save beside training is the run that saves between its steps: th
 """
 
 import itertools
+import math
 import signal
 import threading
 import time
@@ -16,13 +17,14 @@ import pytest
 import torch
 
 from megapipe.checkpoint import CheckpointError
-from megapipe.checkpoint.save import Content
+from megapipe.checkpoint.save import Content, save
 from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import StorageWriter
+from megapipe.config.reliability import SpikesConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training import evaluation, resume, saving
+from megapipe.training import evaluation, loop, resume, saving
 from megapipe.training.pretrain import pretrain
 from megapipe.training.saving import Saves
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -58,9 +60,7 @@ def tensors(directory: Path, step: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
-def test_what_is_saved_beside_training_is_what_is_saved_between_steps(
-    tmp_path: Path, corpus: str, schedule: str
-) -> None:
+def test_background_saves_equal_saves_between_steps(tmp_path: Path, corpus: str, schedule: str) -> None:
     for name, asynchronous in (("beside", True), ("between", False)):
         config = configuration(corpus, tmp_path / name, every=1, asynchronous=asynchronous)
         config.schedule = replace(config.schedule, name=schedule)
@@ -134,7 +134,7 @@ def on(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
     )
 
 
-def test_a_save_that_fails_beside_training_is_told_and_the_next_one_works(
+def test_a_failed_background_save_is_reported_and_the_next_one_works(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(target: Path) -> None:
@@ -158,6 +158,80 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeyp
     with pytest.raises(CheckpointError, match=r"cannot complete .*step-00000006: Input/output error"):
         run(configuration(corpus, tmp_path, every=3))
     assert saved(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(
+    ("every", "every_minutes", "asynchronous", "failing"),
+    [(None, 1e-9, False, 4), (None, 1e-9, True, 4), (2, None, True, 4), (3, None, True, 3)],
+    ids=["timed", "timed in the background", "by steps", "before the end"],
+)
+def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
+    tmp_path: Path,
+    corpus: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    every: int | None,
+    every_minutes: float | None,
+    asynchronous: bool,
+    failing: int,
+) -> None:
+    def refuse(target: Path) -> None:
+        if target.name == f"step-{failing:08d}":
+            time.sleep(0.5)  # the steps after it end meanwhile
+            raise OSError(5, "Input/output error")
+
+    on(monkeypatch, refuse)
+    monkeypatch.setattr(resume, "save", lambda *args: save(*args, storage=Disk(refuse)))
+    config = configuration(
+        corpus,
+        tmp_path,
+        steps=4,
+        every=every,
+        every_minutes=every_minutes,
+        at_end=False,
+        asynchronous=asynchronous,
+        retry_seconds=0.0,
+    )
+    assert run(config) == 0
+    assert failing not in saved(tmp_path)
+    assert capsys.readouterr().out.count(f"warning: no checkpoint after step {failing}: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [((6,), "step-00000003 after step 3"), ((3, 6), "no save of this run has succeeded yet")],
+    ids=["second", "both"],
+)
+def test_spikes_are_watched_after_a_failed_save(
+    tmp_path: Path,
+    corpus: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refused: tuple[int, ...],
+    words: str,
+) -> None:
+    def refuse(target: Path) -> None:
+        if int(target.name.removeprefix("step-")) in refused:
+            raise OSError(5, "Input/output error")
+
+    ended, spikes = Saves.step_ended, [9]
+
+    def after_the_save(self: Saves, seconds: float) -> None:
+        wait_until(lambda: not self.under_way)
+        ended(self, seconds)
+
+    def limit(config: SpikesConfig, losses: Sequence[float]) -> float:
+        return spikes.pop() - 9.0 if len(losses) + 1 in spikes else math.inf
+
+    on(monkeypatch, refuse)
+    monkeypatch.setattr(Saves, "step_ended", after_the_save)
+    monkeypatch.setattr(loop, "spike_limit", limit)
+    config = configuration(corpus, tmp_path, steps=10, every=3)
+    config.spikes = replace(config.spikes, threshold=1e9)
+    assert run(config) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "the loss jumped up" in line]
+    assert "at step 9" in line
+    assert words in line
 
 
 @pytest.mark.parametrize(
@@ -191,7 +265,9 @@ def test_a_signal_saves_after_the_step_in_which_it_was_noticed(
     monkeypatch.setattr(Saves, "step_ended", signalled)
     assert run(configuration(corpus, tmp_path, every=every, at_end=every is not None)) == status
     assert saved(tmp_path) == steps
-    assert ("note: SIGUSR1 asks for a checkpoint, but this run saves none" in capsys.readouterr().out) == (not every)
+    assert ("note: SIGUSR1 asks for a checkpoint, but this run does not save" in capsys.readouterr().out) == (
+        not every
+    )
 
 
 def signal_as_a_save_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_no_later_hangup_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> No
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGHUP)
         assert requests.end() == 128 + signal.SIGTERM
-    signal.raise_signal(signal.SIGHUP)  # would have ended the tests
+    signal.raise_signal(signal.SIGHUP)  # would have ended the test process
 
 
 def test_a_hangup_stays_ignored_under_nohup() -> None:
@@ -79,7 +79,7 @@ def test_handlers_are_restored() -> None:
 def test_error_is_told_before_a_launcher_ends_the_process() -> None:
     with pytest.raises(ValueError, match="told"), SignalRequests():
         raise ValueError("told")
-    signal.raise_signal(signal.SIGTERM)  # would have ended the tests
+    signal.raise_signal(signal.SIGTERM)  # would have ended the test process
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -90,7 +90,7 @@ def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None
             if asked is not None:
                 signal.raise_signal(asked)
             requests.end()
-        signal.raise_signal(signal.SIGTERM)  # would have ended the tests
+        signal.raise_signal(signal.SIGTERM)  # would have ended the test process
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_reading_the_tokens_is_in_the_loaders_time(config: Path, monkeypatch: py
 def test_files_that_stay_in_memory_are_not_called_cold(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_measurement, "resident_share", lambda paths: 0.7)
     found = stalls(config, "--ingestion-tokens-per-second", "1e6")
-    assert "70% of the shards stay in memory" in found["storage_not_measured"]
+    assert "70% of the shards remain in memory" in found["storage_not_measured"]
     assert found["tokens_per_second"]["fetch"] is None
     assert found["stall_shares"]["fetch"] is None
     assert found["seconds_per_step"]["cold"] is None

@@ -31,7 +31,7 @@ def test_a_processor_is_measured_in_the_runs_precision(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(throughput, "product_flops", measured)
     assert str(device_peak(torch.device("cpu"), "bf16")) == (
-        "0.15 TFLOP/s a rank (measured with a 512 x 512 product)"
+        "0.15 TFLOP/s per rank (measured with a 512 x 512 product)"
     )  # fmt: skip
     assert asked == [torch.bfloat16]
 

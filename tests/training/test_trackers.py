@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: what was told can be read back, and nobody is asked anything."""
+"""TensorBoard and Weights & Biases: records can be read back, and wandb never asks the user."""
 
 import time
 from dataclasses import replace
@@ -82,14 +82,14 @@ def test_an_unreachable_wandb_costs_a_run_nothing(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    begun = time.monotonic()
+    start = time.monotonic()
     listeners = Listeners()
     add_trackers(listeners, configuration(tmp_path), resumed=False)
     for step in range(1, 100):
         listeners.step(step_record(step))
-    assert time.monotonic() - begun < 5, "it starts in the background"
+    assert time.monotonic() - start < 5, "it starts in the background"
     listeners.close(seconds=0.1)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.slow

@@ -63,10 +63,10 @@ class DistributedLink(Link):
         return _DistributedTransfer(self, number, work, buffer)
 
     def connect(self, device: torch.device) -> None:
-        """Exchange one element with the peer, before any message; returns once both ends have made the call.
+        """Exchange one element with the peer before any message. Returns when both ends have made the call.
 
-        NCCL connects one direction of a communicator at its first use, and the host call waits there until the peer's
-        host makes the opposite call. Both ends connect here, so that no later send or receive waits for its peer.
+        NCCL connects each direction of a communicator at its first use, and that call blocks the host until the peer
+        makes the opposite call. Both ends connect here, so that no later send or receive blocks.
         """
         element = torch.zeros(1, dtype=torch.uint8, device=device)
         transfer = self.send(element) if self._sends else self.receive(element)
@@ -103,7 +103,8 @@ class _DistributedTransfer(Transfer):
 def gloo_links(
     group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
 ) -> dict[Edge, DistributedLink]:
-    """This rank's ends of `edges`, connected. The tag is the channel. A collective call over the pipeline's group."""
+    """Return this rank's ends of `edges`, connected; the channel is the tag. A collective call over the pipeline's
+    group."""
     wait_timeout = timedelta(seconds=timeout)
     links = {
         edge: DistributedLink(edge, group, timeout, group, edge.channel, wait_timeout)
@@ -116,8 +117,8 @@ def gloo_links(
 def nccl_links(
     group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
 ) -> dict[Edge, DistributedLink]:
-    """This rank's ends of `edges`, connected, each over a communicator of its two ranks, so that no direction waits
-    for another.
+    """Return this rank's ends of `edges`, connected. Each has a communicator of its two ranks, so that no direction
+    waits for another.
 
     A collective call over the pipeline's group. The communicators are split from the pipeline's, run on high-priority
     streams and use few thread blocks, because they copy while kernels compute.
@@ -140,7 +141,7 @@ def nccl_links(
 
 
 def _connected(links: dict[Edge, DistributedLink], device: torch.device) -> dict[Edge, DistributedLink]:
-    """Connect the links one after the other; all ranks have them in one order, so that this cannot hang."""
+    """Connect the links one after another. This cannot hang, because the order is the same on all ranks."""
     for link in links.values():
         link.connect(device)
     return links

@@ -75,9 +75,9 @@ class Loan(ABC):
 class Link:
     """One end of an edge. The sending end has `send`, the receiving end `receive`; messages arrive in order.
 
-    A link is used by one thread. Starting a send or a receive does not wait until the peer has posted its part, with
-    two exceptions: a send over shared memory whose slots are all full, and the first use of an NCCL communicator in
-    each direction, which `make_links` therefore makes itself.
+    Only one thread uses a link. Starting a send or a receive does not wait for the peer's part, with two exceptions: a
+    send over shared memory whose slots are all full, and the first use of an NCCL communicator in each direction,
+    which `make_links` therefore makes itself.
 
     Args:
         edge: the link's edge.

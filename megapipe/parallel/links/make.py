@@ -60,7 +60,7 @@ def _check_edges(edges: Sequence[Edge], pipeline_size: int) -> None:
             )
         key = (edge.source, edge.destination, edge.channel)
         if key in seen:
-            raise ValueError(f"{edge} is asked for twice: give each link between two ranks a channel of its own")
+            raise ValueError(f"{edge} is requested twice: give each link between two ranks its own channel")
         seen.add(key)
 
 

@@ -90,7 +90,7 @@ def profile(
     for count in _counts(ranks):
         say(f"{count} ranks at once: the same work side by side, and collectives")
         together.append(on_ranks(count, device_type, measure_together, alone.config, max(micro_sizes), steps)[0])
-        say(f"work takes {together[-1].factor:.2f} times as long as alone")
+        say(f"the same work takes {together[-1].factor:.2f} times as long as alone")
     shared: dict[int, list[MeasuredLayer]] = {}
     for count, cells_of in shared_cells(wanted, ranks).items():
         say(f"{count} ranks that share layers: {len(cells_of)} combinations of sizes")
@@ -220,7 +220,7 @@ def _check(
         problems += [problem for size in context_sizes for problem in context_problems(_of_context(config, size))]
     if not has_devices(device_type, ranks):
         problems.append(
-            f"{ranks} ranks asked for, but this machine has {torch.cuda.device_count()} GPUs; ask for fewer"
+            f"{ranks} ranks are requested, but this machine has {torch.cuda.device_count()} GPUs; request fewer"
         )
     problems += output_problems(out)
     if problems:
@@ -239,10 +239,10 @@ def output_problems(out: Path) -> list[str]:
     """Why no hardware file can be written there, one message each."""
     found = []
     if out.is_dir() or out.suffix not in (".yaml", ".yml"):
-        found.append(f"{out} is no name of a hardware file; give one that ends in .yaml, such as machine.yaml")
+        found.append(f"{out} is not a name for a hardware file; give one that ends in .yaml, such as machine.yaml")
     folder = next(each for each in out.resolve().parents if each.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        found.append(f"{out} cannot be written: {folder} is no folder that you may write to; name another file")
+        found.append(f"{out} cannot be written: {folder} is not a folder that you can write to; name another file")
     return found
 
 

@@ -137,7 +137,7 @@ def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:
         found.setdefault(place.node, []).append((rank, place))
     sizes = [len(members) for members in found.values()]
     if len(found) < 2:
-        raise ConfigError("all ranks are on one node, which has no links to others; start two or more nodes")
+        raise ConfigError("all ranks are on one node; start two or more nodes to measure the links between them")
     if len(set(sizes)) > 1:
         raise ConfigError(
             f"nodes were started with {_told(sizes)} ranks; start as many on each, so that every rank has a partner"

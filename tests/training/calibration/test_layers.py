@@ -84,7 +84,7 @@ def test_documents_that_are_kept_apart_can_be_measured() -> None:
 
 
 def test_a_bert_needs_data() -> None:
-    with pytest.raises(ConfigError, match=r"data\.prefix is empty, and a BERT's"):
+    with pytest.raises(ConfigError, match=r"data\.prefix is empty, and masked pairs for a BERT"):
         samples_for(BertPretrainConfig(model=BertModelConfig()))
 
 

@@ -65,8 +65,8 @@ def test_a_device_multiplies_and_copies() -> None:
         ({"tensor_sizes": []}, "no tensor size is given; give one or more"),
         ({"tensor_sizes": [3]}, "3"),
         ({"context_sizes": [3]}, r"data\.sequence_length 16 is not divisible by 6"),
-        ({"out": Path(__file__) / "machine.yaml"}, "is no folder that you may write to"),
-        ({"out": Path("machine")}, r"machine is no name of a hardware file; give one that ends in \.yaml"),
+        ({"out": Path(__file__) / "machine.yaml"}, "is not a folder that you can write to"),
+        ({"out": Path("machine")}, r"machine is not a name for a hardware file; give one that ends in \.yaml"),
     ],
 )
 def test_what_cannot_be_measured_is_told_before_anything_is(arguments, told, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -128,9 +128,9 @@ def test_one_process_has_no_links(tmp_path: Path) -> None:
     program = [sys.executable, str(ROOT / "tools" / "plan.py"), "links", "--hardware=cpu", "--output=cluster.yaml"]
     done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: links are measured between nodes: start this on two or more")
+    assert done.stderr.startswith("error: links are measured between nodes: start this command on two or more")
     wrong = [*program[:-1], "--output=folder/of/no/name"]
     done = subprocess.run(wrong, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "no name of a hardware file" in done.stderr
+    assert "not a name for a hardware file" in done.stderr
     assert not list(tmp_path.iterdir())
