@@ -18,9 +18,9 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Saving and resuming. A checkpoint can be resumed on any layout."""
 
-    every: int | Literal["auto"] | None = None
+    every: int | Literal["auto", "none"] | None = None
     """Steps between saves; a signal saves as well. auto measures the cost of a save and saves as often as max_overhead
-    allows; null makes no save in between, unless every_minutes is given."""
+    allows. none, or null: no save before the end, unless every_minutes is given."""
     every_minutes: float | None = None
     """Longest time from one save to the next, in minutes of training steps, whatever `every` says; null: no limit."""
     at_end: bool = True
@@ -46,6 +46,10 @@ class CheckpointConfig:
     accept_other_data: bool = False
     """Resume also where the data, or fields that decide which samples a step sees, differ from the checkpoint's. The
     change is reported, and recorded in metrics.jsonl and in later checkpoints."""
+
+    def __post_init__(self) -> None:
+        if self.every == "none":
+            self.every = None
 
     @property
     def saves_between(self) -> bool:

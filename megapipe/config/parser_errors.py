@@ -74,7 +74,9 @@ def _rule(types: str) -> str:
     literal = re.search(r"Literal\[(.+)\]", types)
     if literal is not None:
         others = [words for name, words in _WORDS.items() if name in types]
-        return " or ".join([f"one of {literal[1]}", *others])
+        if not others:
+            return f"one of {literal[1]}"
+        return f"{', '.join([literal[1], *others[:-1]])} or {others[-1]}"
     return " or ".join(_WORDS.get(each.strip(), each.strip()) for each in re.split(r",(?![^\[]*\])", types))
 
 

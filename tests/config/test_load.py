@@ -37,6 +37,17 @@ def test_hyphens_are_underscores_in_flags_only() -> None:
     assert parse(["--model.num-heads", "4", "--data.prefix", "some-shard"]).data.prefix == "some-shard"
 
 
+@pytest.mark.parametrize("word", ["none", "null"])
+def test_none_and_null_save_only_at_the_end(tmp_path: Path, word: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"checkpoint:\n  every: {word}\n")
+    for arguments in (["--checkpoint.every", word], ["--config", str(tmp_path / "run.yaml")]):
+        checkpoint = parse(arguments).checkpoint
+        assert checkpoint.every is None
+        assert not checkpoint.saves_between
+    with pytest.raises(ConfigError, match="every is never, but must be 'auto', 'none', a whole number or null"):
+        parse(["--checkpoint.every", "never"])
+
+
 def test_a_blend_is_written_in_a_file_or_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data:\n  blend: {data/web: 7, data/code: 2.5}\n  fim_tokens: [1, 2, 3]\n")
     data = parse(["--config", str(tmp_path / "run.yaml")]).data

@@ -10,6 +10,7 @@ from pathlib import Path
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
+from megapipe.config.progress import progress_bar
 from megapipe.planner.command.advice import advised, print_advice
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.budget import check_tokens, priced, training_facts, training_told
@@ -26,7 +27,6 @@ from megapipe.planner.command.planning import (
 from megapipe.planner.cost.model import predict
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.recompute_auto import limited
-from megapipe.planner.report.progress import progress
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
 from megapipe.planner.search.findings import Findings, Found
@@ -56,7 +56,7 @@ def run_search(request: Request) -> int:
             "take of it"
         )
     space, models, times = _space(request), _models(request), measured_times(hardware, devices)
-    with _uncollected(), progress("searching layouts") as report:
+    with _uncollected(), progress_bar("searching layouts") as report:
         findings = search(
             config,
             hardware,

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megapipe.config.progress import Report
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.report.progress import Report
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 
 Kind = Callable[[Layout], bool]
