@@ -56,7 +56,7 @@ class _Parser(ArgumentParser):
             found: Namespace = super().parse_path(cfg_path, *args, **kwargs)
             return found
         except UnicodeDecodeError as error:
-            raise ConfigError(f"--config {cfg_path} is no text in UTF-8: {error}; name a YAML file") from error
+            raise ConfigError(f"--config {cfg_path} is not UTF-8 text: {error}; choose a YAML file") from error
         except ConfigError as error:
             named = [problem.replace(UNNAMED_FILE, f"--config {cfg_path}", 1) for problem in error.problems]
             raise ConfigError(named) from error
@@ -78,7 +78,7 @@ class _Parser(ArgumentParser):
             raise ConfigError(_unknown(f"{group}.{inner}", known)) from ex
         words = match["flag"].split()
         if not words[0].startswith("-"):
-            raise ConfigError(f"{words[0]!r} is not expected here: flags begin with --, as in --config FILE") from ex
+            raise ConfigError(f"unexpected argument {words[0]!r}: flags start with --, as in --config FILE") from ex
         flags = [word.lstrip("-").split("=")[0] for word in words if word.startswith("--")]
         raise ConfigError([_unknown(flag, known) for flag in dict.fromkeys(flags)]) from ex
 
@@ -160,7 +160,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
         namespace: Namespace = parser.parse_args(words)
         values = parser.instantiate(namespace)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"a file of this command line is no text in UTF-8: {error}; name YAML files") from error
+        raise ConfigError(f"a file on this command line is not UTF-8 text: {error}; choose a YAML file") from error
     except ConfigError:
         raise
     except DECODING_ERRORS as error:  # jsonargparse meets values here that no field of a configuration can have

@@ -82,7 +82,7 @@ def _rule(types: str) -> str:
 
 def _why_unreadable(file: Path) -> str:
     if file.is_dir():
-        return "is a folder; name a YAML file"
+        return "is a folder; choose a YAML file"
     if not file.exists():
-        return "there is no such file; name a YAML file that exists"
-    return "is not a mapping, or cannot be read: write `key: value` lines"
+        return "the file does not exist; choose an existing YAML file"
+    return "is not a mapping or is not readable: write `key: value` lines"

@@ -99,14 +99,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}, which JSON does not have")
+    raise ValueError(f"it contains {name}, which JSON does not allow")
 
 
 def _check_scalars(text: str) -> None:
     """Raise for a valid JSON text that is too deep, or has numbers or text that later code could not handle."""
     number = _LARGE_NUMBER.search(text) and _LARGE_NUMBER.search(_STRING.sub("", text))
     if number:
-        raise ValueError(f"it holds a number of 40 or more digits, or of 1e100 or more, at {number[0]!r}")
+        raise ValueError(f"it contains a number with 40 or more digits, or of 1e100 or more, at {number[0]!r}")
     if text.count("[") + text.count("{") > MAX_DEPTH:
         brackets = _NOT_BRACKETS.sub("", _STRING.sub("", text)).replace("{", "[").replace("}", "]")
         for _ in range(MAX_DEPTH):

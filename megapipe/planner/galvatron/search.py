@@ -60,7 +60,7 @@ def search(
         ValueError: no layers, devices that are no power of 2, or no batch size of which a plan fits.
     """
     if not layers:
-        raise ValueError("layers must name at least one layer, got none")
+        raise ValueError("layers is empty; name at least one layer")
     strategies(machine.devices)  # refuses devices that are no power of 2
     best: Plan | None = None
     sizes = sorted(set(batch_sizes))
@@ -72,8 +72,8 @@ def search(
             best = fastest
     if best is None:
         raise ValueError(
-            f"no strategy of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes a device at a batch of "
-            f"{min(sizes, default=0)}; give more memory or devices, or smaller batch sizes that powers of 2 divide"
+            f"no strategy of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device at a batch of "
+            f"{min(sizes, default=0)}; use more memory or devices, or smaller batch sizes that powers of 2 divide"
         )
     return best
 

@@ -46,21 +46,21 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
     if counts.get((count, size), 0.0) >= MUCH:
         batch = "" if size == own else f" with --batch.global_size {size}"
         yield (
-            f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which few sizes "
-            "divide"
+            f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which has few "
+            "divisors"
         )
     sizes = {size: gain_of_batch(size, devices) for size in batches(devices)}
     size = max(sizes, key=lambda each: sizes[each], default=0)
     if sizes.get(size, 0.0) >= MUCH:
         yield (
-            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as "
-            f"{own:,}, which few sizes divide"
+            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as {own:,}, which "
+            "has few divisors"
         )
     for machine, count in single_groups(hardware, devices):
         alone, name = gain(base, machine, count), machine.groups[0].device.name
         if alone > 1.0:
             yield (
-                f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: every step "
+                f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: each step "
                 "waits for the slowest device"
             )
 

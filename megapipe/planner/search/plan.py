@@ -157,7 +157,8 @@ def slowest_times(
     """
     if base.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
+            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 to plan "
+            "with"
         )
     found = [node.device for node in hardware.nodes(devices)]
     slowest = min(found, key=lambda device: device.peak(base.training.precision))
@@ -181,9 +182,9 @@ def _priced(found: Found, price: float | None) -> Found:
 def _nothing_fits(nearest: Estimate, hardware: Hardware, devices: int) -> NothingFits:
     layout = ", ".join(f"{name} {value}" for name, value in nearest.as_json()["layout"].items())
     return NothingFits(
-        f"no layout fits {devices} devices of {hardware.name!r}; the one that needs least is {out_of_memory(nearest)} "
-        f"({layout}); take more devices or devices with more memory, a smaller model or shorter samples, or unpin "
-        "fields",
+        f"no layout fits {devices} devices of {hardware.name!r}; the layout that needs the least memory is "
+        f"{out_of_memory(nearest)} ({layout}); use more devices or devices with more memory, a smaller model or "
+        "shorter samples, or set fewer fields",
         nearest,
     )
 
@@ -194,7 +195,7 @@ def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]
     problems = run_problems(left_open, devices)
     named = ", ".join(sorted(pinned)) or "nothing"
     return problems or [
-        f"no layout of {devices} devices can run: no sizes that divide them divide heads, layers and "
-        f"batch.global_size {base.batch.global_size} as well, with {named} pinned; take another number of devices or "
-        "another batch, or unpin fields"
+        f"no layout of {devices} devices can run: no sizes that divide the devices also divide heads, layers and "
+        f"batch.global_size {base.batch.global_size}, with {named} set; use another number of devices or another "
+        "batch size, or set fewer fields"
     ]

@@ -52,13 +52,13 @@ def search(
         NothingFits: layouts can run and none fits.
     """
     if objective not in ("speed", "cost", "time", "size"):
-        raise ConfigError(f"unknown objective {objective!r}: it is one of speed, cost, time, size")
+        raise ConfigError(f"unknown objective {objective!r}; it must be one of speed, cost, time, size")
     if objective == "time" and (tokens is None or tokens <= 0):
-        raise ConfigError("objective time needs the tokens to train on, above 0: give them, as in --tokens 300e9")
+        raise ConfigError("objective time needs the number of tokens to train on; set it, as in --tokens 300e9")
     if objective == "cost" and hardware.price_per_hour(devices) is None:
         raise ConfigError(
-            f"objective cost needs prices, and hardware {hardware.name!r} has groups without price_per_hour; "
-            "write it into the hardware file"
+            f"objective cost needs prices, but hardware {hardware.name!r} has groups without price_per_hour; add it "
+            "to the hardware file, or pass --price_per_hour"
         )
     started = time.perf_counter()
     speed = partial(search_speed, space=space, times=times, assumptions=assumptions)

@@ -59,11 +59,11 @@ class SearchSpace:
                 )
             tried = (*self.schedules, *self.other_schedules)
             left = [name for name in GENERATORS if name not in tried]
-            found += [f"schedules {', '.join(left)} (--schedules names them)"] if left else []
+            found += [f"schedules {', '.join(left)} (--schedules adds them)"] if left else []
         if "schedule.chunks" not in pinned:
-            found.append(f"more than {self.all_chunks_up_to} chunks that do not cut the blocks evenly")
+            found.append(f"more than {self.all_chunks_up_to} chunks, unless they divide the blocks evenly")
         if "parallel.context" not in pinned and base.data.sequence_length >= MIN_CONTEXT_TOKENS:
-            found.append(f"parallel.context with fewer than {MIN_CONTEXT_TOKENS:,} tokens a rank")
+            found.append(f"parallel.context with fewer than {MIN_CONTEXT_TOKENS:,} tokens per rank")
         if "parallel.sequence_chunks" not in pinned:
             chunks = ", ".join(str(each) for each in self.sequence if each)
             found.append(f"parallel.sequence_chunks other than {chunks}" if chunks else "sequence parallelism")
@@ -84,7 +84,7 @@ class SearchSpace:
                 found.append(f"{name} is {value}; it must be at least 1")
         for name in ("schedules", "zero_stages", "recompute", "sequence"):
             if not getattr(self, name):
-                found.append(f"{name} is empty; name at least one value to try")
+                found.append(f"{name} is empty; set at least one value to try")
         for name in (*self.schedules, *self.other_schedules):
             try:
                 find_generator(name)
@@ -97,22 +97,22 @@ def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], sp
     """Raise one ConfigError with all that is wrong before any layout is looked at."""
     known = set(_paths(base))
     problems = [
-        f"pinned field {path!r} is in no configuration{nearest(path, known)}"
+        f"pinned field {path!r} is not a field of a configuration{nearest(path, known)}"
         for path in sorted(pinned)
         if path not in known
     ]
     if devices < 1:
-        problems.append(f"{devices} devices asked for: a run takes 1 or more")
+        problems.append(f"the number of devices is {devices}; it must be at least 1")
     problems += space.problems() + base.model.problems()
     if moves_to_host(base):
         problems.append(
-            "offload: searches know nothing of copies to host memory; leave the group out, and give it to predict "
-            "with the layout that was found"
+            "offload is set, but a search does not model copies to host memory; leave it out here, and use it with "
+            "plan.py predict on the best layout"
         )
     if base.recompute.method == "auto":
         problems.append(
-            "recompute.method auto: let planner.recompute_auto.limited open it for the search, or name none, "
-            "selective or full"
+            "recompute.method auto must be resolved before a search: call planner.recompute_auto.limited, or set "
+            "none, selective or full"
         )
     if not base.schedule.file:
         try:

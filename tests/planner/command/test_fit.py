@@ -27,8 +27,8 @@ def test_published_rows_are_fitted_and_the_machine_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "give one of --published"),
-        (["--published=sc21", "--rows=rows.yaml"], "give one of --published"),
+        ([], "pass either --published"),
+        (["--published=sc21", "--rows=rows.yaml"], "pass either --published"),
         (["--published=sc22"], "sc22"),
         (["--published=sc21", "--hardware=h100"], "--hardware h100 goes with --rows"),
         (["--rows=nowhere.yaml"], "--hardware is missing"),

@@ -59,6 +59,9 @@ def test_the_cost_model_plans_with_it() -> None:
 
 def test_commands_say_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
     printed = output(capsys, "predict", *LAYOUT, "--training.precision=auto")
-    assert "note: training.precision auto: bf16, by the peaks of A100-SXM4-80GB; a run times both" in printed
+    assert (
+        "note: training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB; a run measures both"
+        in printed
+    )
     found = json_of(capsys, "predict", *LAYOUT, "--training.precision=auto")
     assert found["step_time_s"] == json_of(capsys, "predict", *LAYOUT, "--training.precision=bf16")["step_time_s"]
