@@ -42,23 +42,23 @@ def check_weight_buffers(schedule: Schedule) -> None:
     header = schedule.header
     if header.weights_in_host and not header.weight_buffers:
         raise ScheduleError(
-            f"{header.name} keeps its weights in host memory and has no buffers to bring them to; give weight_buffers "
-            "of at least 1"
+            f"{header.name} keeps its weights in host memory but has no buffers to copy them to; set weight_buffers "
+            "to at least 1"
         )
     shared = header.weight_buffers > 0 and not header.weights_in_host
     if shared and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
             f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is no "
-            "rank to gather from; add data_parallel, or leave weight_buffers out"
+            "rank to gather from; set data_parallel, or leave weight_buffers out"
         )
     if header.whole_gradients and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
-            f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is "
-            "no rank to shard them with; add data_parallel, or leave whole_gradients out"
+            f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is no "
+            "rank to shard them with; set data_parallel, or leave whole_gradients out"
         )
     if header.weights_in_host and not schedule.flushes:
         raise ScheduleError(
-            f"{header.name} never flushes and keeps several weight versions on the device; take a schedule that "
+            f"{header.name} never flushes and keeps several weight versions on the device; use a schedule that "
             "flushes, or leave weights_in_host out"
         )
 

@@ -230,7 +230,9 @@ class Schedule:
         """Like :meth:`expand`, but each rank's rows still cut into prologue, every body and epilogue."""
         bodies = steps - self.prologue_steps
         if bodies < 0:
-            raise ScheduleError(f"{self.header.name} cannot run {steps} steps: its prologue begins one already")
+            raise ScheduleError(
+                f"{self.header.name} cannot run {steps} steps, because its prologue already starts one"
+            )
         return [
             [prologue, *(self._at_step(body, step) for step in range(bodies)), self._at_step(epilogue, bodies)]
             for prologue, body, epilogue in zip(

@@ -52,7 +52,7 @@ def test_it_becomes_the_least_recomputation_in_the_budget_and_tells(share: float
     expected = least_recomputation(config, CPU, budget, world_size=1)
     assert found.config == replace(config, recompute=expected.config.recompute)
     assert found.remark is not None
-    assert f"at most {expected.peak_bytes / GIB:.3g} GiB of tensors a rank" in found.remark
+    assert f"at most {expected.peak_bytes / GIB:.3g} GiB of tensors per rank" in found.remark
     assert f"recompute.memory {budget / GIB:g} GiB" in found.remark
     slower = expected.step_seconds / expected.plain_seconds - 1
     if share == 1.0:

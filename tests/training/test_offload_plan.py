@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(offload: dict[str, Any], recompute: dict[str,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": {"name": "2bw"}}, "offload.weights: 2bw never flushes"),
+        ({"schedule": {"name": "2bw"}}, "offload.weights is true, but 2bw never flushes"),
         ({"zero": {"stage": 1}}, "offload.weights cannot be combined with zero.stage 1"),
     ],
     ids=str,

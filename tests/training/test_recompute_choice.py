@@ -125,7 +125,7 @@ def test_the_guide_says_what_is_chosen() -> None:
     assert len(rows) == 6
     for memory, method, held in rows:
         remark = resolved(guide("--recompute.memory", memory), load_hardware("cpu"), 2).remark
-        assert str(remark).startswith(f"recompute auto: {method}: at most {held} GiB of tensors a rank")
+        assert str(remark).startswith(f"recompute auto: {method}: at most {held} GiB of tensors per rank")
     printed = re.search(r"^recompute auto: .*$", GUIDE, re.M)
     assert printed is not None
     assert printed[0] == resolved(guide(), load_hardware("cpu"), 2).remark

@@ -31,9 +31,9 @@ def test_predict_says_what_the_cost_model_says(capsys):
 
 
 def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(capsys, tmp_path):
-    assert "note: training.precision bf16, the first of" in output(capsys, "predict", *LAYOUT)
+    assert "note: training.precision was not given, so it is bf16, the first of" in output(capsys, "predict", *LAYOUT)
     v100 = [each.replace("a100-80", "v100-32") for each in LAYOUT]
-    assert "note: training.precision fp16, the first of" in output(capsys, "predict", *v100)
+    assert "note: training.precision was not given, so it is fp16, the first of" in output(capsys, "predict", *v100)
     (tmp_path / "run.yaml").write_text("training: {steps: 5}\n")
     text = output(capsys, "predict", "--config", str(tmp_path / "run.yaml"), *LAYOUT)
     assert "in fp32" in text

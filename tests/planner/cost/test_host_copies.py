@@ -137,7 +137,9 @@ def test_a_measured_machine_is_simulated_without_its_ranks_contention() -> None:
 
 
 def test_what_has_no_price_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"hardware 'machine' says nothing of the link between GPU and host memory"):
+    with pytest.raises(
+        ConfigError, match=r"hardware 'machine' does not describe the link between GPU and host memory"
+    ):
         estimate(run(STATE), machine())
     for ask in (estimate, predict):
         with pytest.raises(

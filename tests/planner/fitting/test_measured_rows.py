@@ -104,4 +104,4 @@ def test_a_row_that_lacks_something_is_told(tmp_path: Path) -> None:
         read_rows(str(tmp_path / "rows.yaml"))
     told = "\n".join(found.value.problems)
     assert all(f"rows[0] lacks {key}; add it" in told for key in ("config", "devices", "step_seconds"))
-    assert "rows[1] is 3, no mapping" in told
+    assert "rows[1] is 3, but must be a mapping" in told

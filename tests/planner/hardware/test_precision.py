@@ -35,7 +35,7 @@ def device(**peaks: float) -> Device:
 def test_the_higher_peak_on_every_device_is_taken(devices: list[Device], choice: str) -> None:
     config, remark = with_named_precision(auto(), devices)
     assert config.training.precision == choice
-    assert str(remark).startswith(f"training.precision auto: {choice}, by the peaks of made up")
+    assert str(remark).startswith(f"training.precision auto: planned as {choice}, by the peaks of made up")
 
 
 def test_gpus_of_this_decade_have_it_and_others_do_not() -> None:

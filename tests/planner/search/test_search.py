@@ -95,7 +95,7 @@ def test_alternatives_say_why_they_lose(judged: Findings) -> None:
     tensor = by_name["tensor parallelism alone"]
     assert tensor.estimate is None
     assert tensor.reason.startswith("cannot run: model.num_heads 4 is not divisible by parallel.tensor 8")
-    rule = next(each for name, each in by_name.items() if "then just enough pipeline" in name)
+    rule = next(each for name, each in by_name.items() if "then as little pipeline as fits" in name)
     assert rule.name.startswith("tensor 4,")
     assert rule.estimate is not None
     assert rule.estimate.config.recompute.method == "full"
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused_with_a_way_out() -> None:
         ConfigError, match="objective time needs the number of tokens to train on; set it, as in --tokens 300e9"
     ):
         search(base, hardware, 4, objective="time")
-    with pytest.raises(ConfigError, match="unknown objective 'fast': it is one of speed, cost, time, size"):
+    with pytest.raises(ConfigError, match="unknown objective 'fast'; it must be one of speed, cost, time, size"):
         search(base, hardware, 4, objective="fast")  # type: ignore[arg-type]
     free = replace(hardware, groups=(replace(hardware.groups[0], price_per_hour=None),))
     with pytest.raises(ConfigError, match="objective cost needs prices, but hardware 'small' has groups without"):
