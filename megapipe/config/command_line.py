@@ -1,4 +1,4 @@
-"""What command-line tools share: parsers with one-line errors, argument types and exit statuses."""
+"""Shared parts of command-line tools: parsers with one-line errors, argument types and exit statuses."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that reports a wrong command line in one line, without its usage, and exits with status 2.
 
-    Flags cannot be abbreviated, in sub-commands neither, whose parsers are of this class too.
+    Flags cannot be abbreviated. Parsers of sub-commands are of this class too.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -68,12 +68,12 @@ def positive(text: str) -> int:
     return number
 
 
-def exit_status(run: Callable[[], int], is_told: Callable[[ValueError], bool], interrupted: str) -> int:
+def exit_status(run: Callable[[], int], is_for_user: Callable[[ValueError], bool], interrupted: str) -> int:
     """Run a tool that reads and writes files, and report its errors on stderr.
 
     Args:
         run: returns the exit status if there is no error.
-        is_told: whether an error is a message for the user; any other error is a bug and is raised.
+        is_for_user: whether an error is a message for the user; any other error is a bug and is raised.
         interrupted: message after Ctrl-C, about what remains on disk.
 
     Returns:
@@ -82,7 +82,7 @@ def exit_status(run: Callable[[], int], is_told: Callable[[ValueError], bool], i
     try:
         return run()
     except ValueError as error:
-        if not is_told(error):
+        if not is_for_user(error):
             raise
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

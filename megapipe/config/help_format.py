@@ -1,4 +1,4 @@
-"""How `--help` shows an option: `--model.num_layers N  Number of transformer blocks. (default: 12)`."""
+"""The format of `--help`: `--model.num_layers N  Number of transformer blocks. (default: 12)`."""
 
 import json
 from argparse import SUPPRESS, Action

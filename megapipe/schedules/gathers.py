@@ -136,7 +136,7 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
 
 
 class Stays(NamedTuple):
-    """One entry per gather of one rank, in order: runs of its first and last use, and the run at which it starts."""
+    """One entry per gather of a rank, in order: runs of the first and last use, and the run before which it starts."""
 
     first_use: list[int]
     last_use: list[int]
@@ -144,11 +144,11 @@ class Stays(NamedTuple):
 
 
 def stays_of(units: list[int], buffers: int) -> Stays:
-    """How long each unit stays in one of ``buffers`` buffers (at least 1). units: of one rank, by run.
+    """Return when each unit is in one of ``buffers`` buffers (at least 1). units: the unit of each run of one rank.
 
-    The first ``buffers`` different units from a run on are on the rank, so a unit is still there at its next use
-    where at most ``buffers`` different units are used from one use to the next. A cache that drops the least recently
-    used unit obeys the same rule, and the gather that fills the buffer starts right after the dropped unit's last use.
+    At each run, the next ``buffers`` different units are on the rank. So a unit is still there at its next use if at
+    most ``buffers`` different units are used from one use to the next. A cache that drops the least recently used
+    unit follows the same rule, and the gather that fills the buffer starts right after the dropped unit's last use.
     """
     stays = Stays([], [], [])
     held: dict[int, int] = {}  # unit -> its stay, the least recently used unit first

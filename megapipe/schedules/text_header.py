@@ -33,7 +33,7 @@ _KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied")
 
 
 def write_header(header: Header) -> list[str]:
-    """Return the header as lines; what has its default value is left out, except the class."""
+    """Return the header as lines, without values that are the default, except the class."""
     defaults = {each.name: each.default for each in fields(Header)}
     lines = [f"{MAGIC} {header.format_version}", f"name {header.name}", f"class {header.numerical_class}"]
     if header.mode != "train":

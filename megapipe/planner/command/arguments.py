@@ -16,16 +16,16 @@ from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.findings import Objective
 
 MOST_DEVICES = 1_000_000
-"""Ranks of a plan; no machine has as many, and every node of them is looked at."""
+"""Maximum number of ranks of a plan, above any real machine; the time grows with the number of nodes."""
 MEMORY_RESERVE = 0.05
-"""Share of a device's memory that plans keep free by default: on 80 GB 4 GB, for a CUDA context (0.5 GB), NCCL's
-buffers (1 to 2 GB) and fragments."""
+"""Fraction of a device's memory that plans keep free by default; 4 GB of 80 GB, for a CUDA context (0.5 GB), NCCL's
+buffers (1 to 2 GB) and fragmentation."""
 NO_DATA = "DATA"
-"""Stands for the data.prefix of a configuration that is written without one."""
+"""Placeholder for the data.prefix of a configuration that is written without one."""
 
 
 DOCUMENTED = frozenset({"-h", "--help"})
-"""Arguments whose output has the help of fields in it."""
+"""Arguments whose output includes the help of fields."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class Request:
         )
 
     def default_reserve(self) -> float:
-        """The share of each device's memory that is kept free where no flag says how much. None under recompute.method
-        auto, which has a budget of its own, and for commands that measure."""
+        """Return the fraction of each device's memory to keep free if no flag sets it.
+
+        It is 0 with recompute.method auto, which has its own budget, and for commands that measure.
+        """
         given = self.flags.get("memory_reserve") is not None or "memory_reserve" not in self.flags
         return 0.0 if given or self.config.recompute.method == "auto" else MEMORY_RESERVE
 

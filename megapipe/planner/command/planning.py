@@ -26,7 +26,7 @@ NEVER_MEASURED = "predicted times, not measured with megapipe"
 
 
 def provenance(hardware: Hardware) -> str:
-    """Where an output's times come from, in a line."""
+    """Return one line that says where the times of an output come from."""
     if hardware.measured is not None:
         return "times of layers were measured on one node of this machine; all other times are predicted"
     fitted = {load_hardware(name).groups[0].device.efficiency: name for name in FITTED_PRESETS}
@@ -48,13 +48,13 @@ def provenance(hardware: Hardware) -> str:
 def planned_config(
     request: Request, hardware: Hardware, *, layout_open: bool = False
 ) -> tuple[PretrainConfig, list[str]]:
-    """The configuration to plan, and remarks on what was chosen for it.
+    """Return the configuration to plan, and remarks on what was chosen for it.
 
-    layout_open: a search sets the layout, so rules between its fields are not checked here.
+    layout_open: a search sets the layout, so rules between fields of the layout are not checked here.
 
-    If neither a file nor a flag names a model, it is the default one, and a remark says which. If none names a
-    precision, it is the first of bf16, fp16, fp32 that all devices multiply in; with --config, it is fp32, in which
-    training would run that file. A remark says which and why. What auto would time follows from the devices' peaks.
+    If neither a file nor a flag sets the model, it is the default one. If neither sets the precision, it is the first
+    of bf16, fp16, fp32 that all devices support; with --config, it is fp32, because training would run that file in
+    fp32. Precision auto is resolved by the devices' peaks. A remark reports each of these choices.
 
     Raises ConfigError with every rule that single fields break; data.prefix may be missing.
     """

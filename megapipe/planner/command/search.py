@@ -83,7 +83,7 @@ def run_search(request: Request) -> int:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
         prediction = replace(prediction, estimate=best.estimate)  # the page prints the same figures as the table
-        from megapipe.planner.command.reports import write_search  # what draws, where something is drawn
+        from megapipe.planner.command.reports import write_search  # imported only if something is drawn
 
         write_search(request, hardware, prediction, findings, command, [*remarks, *said])
     if flags["write_config"] is not None:

@@ -69,7 +69,7 @@ class Shortest:
 
 
 def run_train_time(request: Request) -> int:
-    """Print one training time, and with --bounds what a paper's analysis allows at best."""
+    """Print the training time, and with --bounds the lower bounds of a paper's analysis."""
     flags = request.flags
     tokens = flags["tokens"]
     if tokens is None:
@@ -124,14 +124,14 @@ def run_train_time(request: Request) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """One training time. assumptions: what it rests on, a sentence each."""
+    """One training time. assumptions: one sentence for each."""
 
     seconds: float
     assumptions: list[str]
 
 
 def _answer(request: Request, parameters: float, tokens: float) -> Answer:
-    """By the FLOP/s that the user measured, or else by the layout that a search finds."""
+    """Return the time at the FLOP/s that the user measured, or else of the layout that a search finds."""
     devices = request.flags["devices"]
     achieved = _megatron(request, parameters, tokens)
     if achieved is not None:
@@ -175,7 +175,7 @@ def _chosen(request: Request) -> str:
 
 
 def _check_dense(request: Request) -> None:
-    """The papers' formulas take every parameter to work on every token; a search does not."""
+    """Raise ConfigError for a mixture of experts with formulas that assume that every token uses every parameter."""
     model, flags = request.config.model, request.flags
     formula = flags["achieved_tflops"] is not None and flags["parameters"] is None
     if model.num_experts is not None and (formula or flags["bounds"]):
@@ -233,7 +233,7 @@ def _transformer(request: Request) -> Transformer:
 
 
 def _batch(request: Request) -> int:
-    """Sequences: as given, or the critical batch; of several devices a multiple, so that layouts divide it."""
+    """Return the sequences per batch: as given, or the critical batch, rounded down to a multiple of the devices."""
     if "batch.global_size" in request.given:
         return request.config.batch.global_size
     model, devices = _transformer(request), request.flags["devices"] or 1

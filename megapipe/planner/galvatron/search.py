@@ -53,8 +53,8 @@ def search(
 ) -> Plan:
     """The plan of most sequences per second over batch sizes in growing order, up to the first that nothing fits.
 
-    tensor_valid: whether the model can be cut into so many tensor ranks. units: parts of memory in which the dynamic
-    programming counts. The numbers of micro-batches are powers of 2.
+    tensor_valid: whether the model can be split over a number of tensor ranks. units: number of parts into which the
+    dynamic programming divides the memory. The numbers of micro-batches are powers of 2.
 
     Raises:
         ValueError: no layers, devices that are no power of 2, or no batch size of which a plan fits.

@@ -211,7 +211,7 @@ class Hardware:
         return replace(self, groups=tuple(groups))
 
     def with_share(self, share: float) -> "Hardware":
-        """The same with this share of every device's memory, above 0, at most 1."""
+        """Return this hardware with a fraction of every device's memory. share: above 0, at most 1."""
         devices = (replace(each.device, memory_bytes=each.device.memory_bytes * share) for each in self.groups)
         groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
         return replace(self, groups=tuple(groups))

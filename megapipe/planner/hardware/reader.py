@@ -25,7 +25,7 @@ from megapipe.planner.hardware.sections import MISSING, Section, Values
 PRESETS = tuple(sorted(each.stem for each in Path(str(files(__package__) / "presets")).glob("*.yaml")))
 """Names of the files that come with the package."""
 LARGEST_FILE = 16_000_000
-"""Characters, enough for a link matrix of 1,000 nodes: a larger file takes minutes to read."""
+"""Maximum number of characters, enough for a link matrix of 1,000 nodes; a larger file takes minutes to read."""
 
 
 def load_hardware(name_or_file: str) -> Hardware:

@@ -38,7 +38,7 @@ def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 
 def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Why a schedule file does not fit the model and the layout, one message at most."""
+    """Return at most one message about a schedule file that does not fit the model and the layout."""
     if not config.schedule.file:
         return []
     replicas = data_parallel_size(config, world_size) * config.parallel.context

@@ -36,7 +36,7 @@ class Effort:
     keep: layouts that are ranked. slowest: of the Pareto front, in times of the best layout's step; 0 for no front.
     tolerance: share of time or memory by which the front may miss a layout. actions: as in `Refiner`; 0 simulates
     nothing. alternatives: whether to judge them. stages: layers may be moved between stages by their times.
-    hints: whether requests close to this one are searched too, for the best layout of each alone.
+    hints: whether to search similar requests too, for hints.
     """
 
     keep: int = 5
@@ -49,9 +49,9 @@ class Effort:
 
 
 QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False, hints=False)
-"""Of searches that only compare."""
+"""For searches whose results are only compared."""
 BEST_ALONE = Effort(slowest=0.0, alternatives=False, hints=False)
-"""Of searches for one layout, whose time is simulated."""
+"""For searches that need only the best layout, with a simulated time."""
 
 
 def search_speed(
@@ -66,7 +66,7 @@ def search_speed(
     assumptions: Assumptions = ENGINE,
     report: Report = lambda share: None,
 ) -> Findings:
-    """The layouts of most tokens per second on all devices. report: called with the share of the work that is done.
+    """Return the layouts with the most tokens per second. report: receives the fraction of the work that is done.
 
     Layouts are compared by `planner.cost.model.estimate`; the best of them are then simulated, as far as `effort`
     allows, and ordered by that. No pruning leaves out a layout that would have been among the answers.
@@ -137,7 +137,7 @@ def _hints(
     assumptions: Assumptions,
     best: Found,
 ) -> Iterator[str]:
-    """As `planner.search.hints`; sizes that are pinned fit no other number of devices or samples."""
+    """Yield the hints of `planner.search.hints`, except with measured times or a pinned parallel.data."""
     if hardware.measured is not None or "parallel.data" in pinned:
         return
 

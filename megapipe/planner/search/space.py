@@ -15,10 +15,10 @@ Recompute = Literal["none", "selective", "full"]
 
 
 MIN_CONTEXT_TOKENS = 2048
-"""Tokens of a sample that a context rank holds at least, by default."""
+"""Minimum number of tokens of a sample on each context rank, by default."""
 
 PROMISING = 24
-"""Divisions of ranks, by their bounds, that are also tried with other schedules."""
+"""Number of divisions of ranks, the best by their bounds, that are also tried with other schedules."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class SearchSpace:
     A search sets parallel.data, tensor, pipeline, context, sequence and sequence_chunks, batch.micro_size,
     schedule.name and chunks, zero.stage and recompute.method; it leaves all other fields as they are. Sizes of tensor,
     pipeline, context and data parallelism are all divisors of the devices, micro-batch sizes all divisors of a
-    replica's batch, numbers of chunks all up to `all_chunks_up_to`, and above it those that cut the blocks evenly.
-    The bounds here limit these.
+    replica's batch, and numbers of chunks all up to `all_chunks_up_to`, or above it those that divide the blocks
+    evenly. The fields below limit these.
 
-    schedules: names of pipeline schedules, tried with every division of ranks. other_schedules: names tried with the
-    `PROMISING` best divisions alone. 2bw and pipedream train with older weights, so the caller must name them.
-    sequence: 0 for no sequence parallelism, 1 for it, n above 1 for it with parallel.sequence_chunks n, whose traffic
-    overlaps with products. max_context: by default as many ranks as leave `MIN_CONTEXT_TOKENS` to each.
+    schedules: names of pipeline schedules, tried with every division of ranks. other_schedules: names tried only with
+    the `PROMISING` best divisions. 2bw and pipedream train with older weights, so the caller must name them.
+    sequence: 0 for no sequence parallelism, 1 for sequence parallelism, n above 1 for sequence parallelism with
+    parallel.sequence_chunks n, whose traffic overlaps with products. max_context: by default, each context rank has
+    at least `MIN_CONTEXT_TOKENS` tokens.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b")
@@ -50,7 +51,7 @@ class SearchSpace:
     all_chunks_up_to: int = 8
 
     def not_searched(self, base: PretrainConfig, pinned: frozenset[str]) -> list[str]:
-        """What a search of this space leaves out, in words; `base` and `pinned` as of `Layouts`."""
+        """Return phrases for what a search of this space leaves out; `base` and `pinned` as in `Layouts`."""
         found = []
         if not {"schedule.name", "schedule.chunks"} & pinned and not base.schedule.file:
             if self.other_schedules:

@@ -107,7 +107,7 @@ def text(overlay: Overlay) -> str:
         lines.append(f"  between two steps, not included above: {_shown(found['between_steps'])}")
     if overlay.run.clock_error:
         lines.append(f"  clocks of the hosts agree to within {overlay.run.clock_error / MILLISECOND:.2g} ms")
-    # Ranks of one host read one clock (an error of 0): there an early arrival comes from the events themselves.
+    # Ranks of one host share a clock (error 0), so there an early arrival is an artifact of the recorded events.
     if 0 < overlay.run.clock_error / MILLISECOND < overlay.costs.clock_excess:
         lines.append(
             f"  warning: a message seems to arrive {overlay.costs.clock_excess:.2g} ms before it was sent; the "
