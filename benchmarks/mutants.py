@@ -27,7 +27,7 @@ TIERS = {
     "exhaustive": "exhaustive and not gpu",
 }
 NO_TESTS = 5
-"""pytest's exit status when no test was chosen."""
+"""Exit status of pytest if no test was selected."""
 _COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -37,7 +37,7 @@ _ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the characters [start, end) of a file replaced."""
+    """One change: a replacement of the characters [start, end) of a file."""
 
     path: str
     line: int
@@ -54,7 +54,7 @@ class Mutant:
 
 
 def mutants_of(root: Path, path: str) -> Iterator[Mutant]:
-    """Every change that the operators can make in a file."""
+    """Yield every change that the operators can make in a file."""
     text = (root / path).read_text()
     starts = [0]
     for line in text.splitlines(keepends=True):
@@ -106,7 +106,7 @@ def mutants_of(root: Path, path: str) -> Iterator[Mutant]:
 
 
 def chosen(packages: list[str], count: int, seed: str) -> list[tuple[str, Mutant]]:
-    """Return `count` mutants, the same number of each package; files weigh as much as they have changes to offer."""
+    """Return `count` mutants, the same number for each package; a file's weight is its number of possible changes."""
     generator = random.Random(seed)
     picked = []
     for number, package in enumerate(packages):
@@ -118,7 +118,7 @@ def chosen(packages: list[str], count: int, seed: str) -> list[tuple[str, Mutant
 
 
 def tier_that_notices(root: Path, package: str, tiers: list[str], seconds: float) -> str | None:
-    """Run the package's tests tier by tier; a tier that runs out of time counts as noticing, as a hang does in CI."""
+    """Run the package's tests tier by tier; a timeout counts as noticed, because CI would fail too."""
     for tier in tiers:
         command = [sys.executable, "-m", "pytest", f"tests/{package}", "-x", "-q", "-n", "0", "-m", TIERS[tier]]
         try:
@@ -135,11 +135,11 @@ def main() -> None:
         description="Report which tier of tests notices small random changes of the code."
     )
     parser.add_argument("--packages", nargs="+", default=["training", "checkpoint", "data", "conversion"])
-    parser.add_argument("--count", type=int, default=16, help="mutants in all")
+    parser.add_argument("--count", type=int, default=16, help="total number of mutants")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--seconds", type=float, default=900.0, help="time limit of one tier for one mutant")
-    parser.add_argument("--seed", help="instead of the hash of the parent commit")
-    parser.add_argument("--output", type=Path, help="JSON file for the table")
+    parser.add_argument("--seed", help="seed (default: the hash of the parent commit)")
+    parser.add_argument("--output", type=Path, help="JSON file to write the table to")
     options = parser.parse_args()
     parent = subprocess.run(["git", "rev-parse", "HEAD~1"], cwd=ROOT, capture_output=True, text=True, check=True)
     seed = options.seed or parent.stdout.strip()
@@ -151,9 +151,9 @@ def main() -> None:
             archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
             subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
             mutant.apply(copy)
-            begin = time.monotonic()
+            start = time.monotonic()
             noticed = tier_that_notices(copy, package, options.tiers, options.seconds)
-        rows.append({"package": package, **asdict(mutant), "noticed": noticed, "seconds": time.monotonic() - begin})
+        rows.append({"package": package, **asdict(mutant), "noticed": noticed, "seconds": time.monotonic() - start})
         what = f"{mutant.path}:{mutant.line} {mutant.operator}: `{mutant.before[:60]}` -> `{mutant.after[:60]}`"
         print(f"| {package} | {' '.join(what.split())} | {noticed or 'no test'} |", flush=True)
     early = sum((row["noticed"] or "").startswith(("fast", "slow")) for row in rows)

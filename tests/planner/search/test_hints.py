@@ -1,4 +1,4 @@
-"""Requests that a neighbour beats: which neighbours are tried, and what is said of unlike devices."""
+"""Hints at faster requests: the neighbours that are tried, and hardware with several kinds of devices."""
 
 from dataclasses import replace
 
