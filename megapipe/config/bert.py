@@ -1,4 +1,4 @@
-"""What a BERT run has in addition to a GPT run: model options, sentence pairs and masking."""
+"""Configuration that BERT runs add to GPT runs: model options, sentence pairs and masking."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal

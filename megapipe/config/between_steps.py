@@ -1,4 +1,4 @@
-"""What a run does between steps: evaluate, save, report, trace."""
+"""Configuration of the work between steps: evaluation, checkpoints, trackers, traces."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,25 +18,26 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Saving and resuming. A checkpoint can be resumed on any layout."""
 
-    every: int | Literal["auto"] | None = None
+    every: int | Literal["auto", "none"] | None = None
     """Steps between saves; a signal saves as well. auto measures the cost of a save and saves as often as max_overhead
-    allows; null makes no save in between, unless every_minutes is given."""
+    allows. none, or null: no save before the end, unless every_minutes is given."""
     every_minutes: float | None = None
-    """Longest time from one save to the next, in minutes of training steps, whatever `every` says; null: no limit."""
+    """Maximum time from one save to the next, in minutes of training steps, regardless of `every`; null means no
+    limit."""
     at_end: bool = True
     """Save after the last step. With false, and without every and every_minutes, a run saves nothing at all, not even
     on a signal."""
     max_overhead: float = 0.035
-    """every auto: share of the training time that saves may add."""
+    """For every auto: fraction of the training time that saves may add."""
     asynchronous: bool = True
     """Copy the state to host memory and continue training while it is written; false writes between two steps and
     needs no memory for a copy."""
     signal_deadline_seconds: float = 300.0
-    """Give up the save that SIGTERM, SIGINT or SIGHUP asked for after so many seconds; set it below the time that the
-    cluster leaves a job between its signal and its end."""
+    """Seconds after which a save that SIGTERM, SIGINT or SIGHUP requested is abandoned; set it below the time that the
+    cluster gives a job between its signal and its end."""
     retry_seconds: float = 600.0
-    """When the save at the end fails, because the disk is full for example, try again for so many seconds before the
-    run ends with an error; 0 does not try again."""
+    """Seconds for which a failed save at the end is retried, if the disk is full for example, before the run ends with
+    an error; 0 means no retry."""
     keep_last: int | None = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is durable; null keeps all."""
     keep_every: int | None = None
@@ -46,6 +47,10 @@ class CheckpointConfig:
     accept_other_data: bool = False
     """Resume also where the data, or fields that decide which samples a step sees, differ from the checkpoint's. The
     change is reported, and recorded in metrics.jsonl and in later checkpoints."""
+
+    def __post_init__(self) -> None:
+        if self.every == "none":
+            self.every = None
 
     @property
     def saves_between(self) -> bool:

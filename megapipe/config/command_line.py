@@ -1,10 +1,9 @@
-"""What command-line tools share: parsers with one-line errors, argument types, exit statuses, a progress line."""
+"""Shared parts of command-line tools: parsers with one-line errors, argument types and exit statuses."""
 
 import argparse
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,7 +13,7 @@ _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that reports a wrong command line in one line, without its usage, and exits with status 2.
 
-    Flags cannot be abbreviated, in sub-commands neither, whose parsers are of this class too.
+    Flags cannot be abbreviated. Parsers of sub-commands are of this class too.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -69,12 +68,12 @@ def positive(text: str) -> int:
     return number
 
 
-def exit_status(run: Callable[[], int], is_told: Callable[[ValueError], bool], interrupted: str) -> int:
+def exit_status(run: Callable[[], int], is_for_user: Callable[[ValueError], bool], interrupted: str) -> int:
     """Run a tool that reads and writes files, and report its errors on stderr.
 
     Args:
         run: returns the exit status if there is no error.
-        is_told: whether an error is a message for the user; any other error is a bug and is raised.
+        is_for_user: whether an error is a message for the user; any other error is a bug and is raised.
         interrupted: message after Ctrl-C, about what remains on disk.
 
     Returns:
@@ -83,7 +82,7 @@ def exit_status(run: Callable[[], int], is_told: Callable[[ValueError], bool], i
     try:
         return run()
     except ValueError as error:
-        if not is_told(error):
+        if not is_for_user(error):
             raise
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -95,43 +94,3 @@ def exit_status(run: Callable[[], int], is_told: Callable[[ValueError], bool], i
     except KeyboardInterrupt:
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return 130
-
-
-class ProgressLine:
-    """A line on stderr for a slow command: redrawn after a second in a terminal, else printed every ten seconds.
-
-    Args:
-        task: what is being done, such as "generating".
-        total: amount of work.
-        unit: what the work is counted in, such as "tokens".
-    """
-
-    def __init__(self, task: str, total: int, unit: str) -> None:
-        self._task, self._total, self._unit = task, total, unit
-        self._done = 0
-        self._start = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._next = 1.0 if self._terminal else 10.0
-        self._shown = False
-
-    def advance(self, amount: int) -> None:
-        """Count an amount of work as done, and print the line if it is due."""
-        self._done += amount
-        elapsed = time.monotonic() - self._start
-        if elapsed < self._next:
-            return
-        self._next = elapsed + (0.1 if self._terminal else 10.0)
-        self._shown = True
-        rate = self._done / elapsed
-        line = f"{self._task}: {self._done:,} of {self._total:,} {self._unit}, {rate:,.1f} {self._unit}/s"
-        print(
-            f"\r\033[K{line}" if self._terminal else line,
-            end="" if self._terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def close(self) -> None:
-        """Clear the line, so that the output follows without it."""
-        if self._terminal and self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

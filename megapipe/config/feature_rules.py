@@ -17,18 +17,18 @@ def fp8_problems(config: "PretrainConfig") -> list[str]:
                 "none; set it to tensorwise or rowwise, or leave them out"
             ]
         return []
-    found = []
+    problems = []
     if training.precision == "fp16":
-        found.append(
+        problems.append(
             f"training.fp8 {training.fp8} already scales every operand and cannot be combined with fp16; set "
             "training.precision bf16"
         )
     if min(kept) < 0 or sum(kept) >= blocks:
-        found.append(
+        problems.append(
             f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must be at least 0 and leave "
             f"some of the {blocks} blocks of model.num_layers for fp8; lower them, or set training.fp8 none"
         )
-    return found
+    return problems
 
 
 def expert_problems(config: "PretrainConfig") -> list[str]:
@@ -36,26 +36,26 @@ def expert_problems(config: "PretrainConfig") -> list[str]:
     if config.model.num_experts is None:
         return []
     with_experts = f"cannot be combined with model.num_experts {config.model.num_experts}"
-    found = []
+    problems = []
     if config.training.fp8 != "none":
-        found.append(
+        problems.append(
             f"training.fp8 {config.training.fp8} {with_experts}: experts have no fp8 matrix products; set "
             "training.fp8 none"
         )
     if config.training.compile:
-        found.append(
+        problems.append(
             f"training.compile {with_experts}: the number of tokens per expert changes from step to step, but "
             "blocks are compiled for fixed sizes; set training.compile false"
         )
     if config.optimizer.name == "muon":
-        found.append(
+        problems.append(
             f"optimizer.name muon {with_experts}: the matrices of all experts are one parameter; set optimizer.name "
             "adamw or sgd"
         )
     if config.model.balances_experts and not config.training.master_weights:
-        found.append(
+        problems.append(
             f"training.master_weights false {with_experts}: bf16 would round away the bias updates of "
             f"model.expert_balance_rate {config.model.expert_balance_rate}; set training.master_weights true, or "
             "model.expert_balance_rate 0"
         )
-    return found
+    return problems

@@ -1,4 +1,4 @@
-"""How `--help` shows an option: `--model.num_layers N  Number of transformer blocks. (default: 12)`."""
+"""The format of `--help`: `--model.num_layers N  Number of transformer blocks. (default: 12)`."""
 
 import json
 from argparse import SUPPRESS, Action
@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", NoneType: "null", dict: "MAPPING", list: "LIST"}
-_GROUP_HELP = "Path to a configuration file."  # what jsonargparse writes for every group
+_GROUP_HELP = "Path to a configuration file."  # jsonargparse's help of every group
 
 
 class FieldHelpFormatter(DefaultHelpFormatter):
@@ -29,7 +29,7 @@ class FieldHelpFormatter(DefaultHelpFormatter):
 
 
 def describe_library_options(parser: ArgumentParser) -> None:
-    """Replace the texts that jsonargparse writes for options of its own: `--GROUP FILE` and `--print_config`."""
+    """Replace the help texts of jsonargparse's own options: `--GROUP FILE` and `--print_config`."""
     for action in parser._actions:
         if action.help == _GROUP_HELP:
             action.metavar = "FILE"

@@ -1,8 +1,8 @@
-"""From YAML files and command-line overrides to a PretrainConfig.
+"""Load a PretrainConfig from YAML files and command-line overrides.
 
 `--config FILE` reads a whole configuration, `--model FILE` the content of one group, `--parallel.tensor 2` one field;
 later ones win. `--print_config` prints the result as YAML. Hyphens in flags are read as underscores.
-`parse_given` also tells which fields were written, in a file or as flags, and reads a program's own flags beside them.
+`parse_given` also returns which fields were set, in a file or as flags, and the values of a program's own flags.
 """
 
 import os
@@ -38,25 +38,25 @@ _UNKNOWN_KEY = re.compile(
 class _Parser(ArgumentParser):
     """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one.
 
-    config_groups: of the configuration, which `--print_config` prints; a program's own flags are no part of it.
+    config_groups: names of the configuration's groups; `--print_config` prints these without a program's own flags.
     """
 
     config_groups: frozenset[str] = frozenset()
 
     def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
-        """As of ArgumentParser, the configuration alone."""
+        """Dump only the configuration; see ArgumentParser.dump."""
         kept = Namespace(  # type: ignore[no-untyped-call]
             **{name: value for name, value in vars(cfg).items() if name in self.config_groups}
         )
         return str(super().dump(kept, *args, **kwargs))
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """As of ArgumentParser; what is wrong names the file, as a command line may have several."""
+        """Parse a file and name it in errors; see ArgumentParser.parse_path."""
         try:
-            found: Namespace = super().parse_path(cfg_path, *args, **kwargs)
-            return found
+            namespace: Namespace = super().parse_path(cfg_path, *args, **kwargs)
+            return namespace
         except UnicodeDecodeError as error:
-            raise ConfigError(f"--config {cfg_path} is no text in UTF-8: {error}; name a YAML file") from error
+            raise ConfigError(f"--config {cfg_path} is not UTF-8 text: {error}; choose a YAML file") from error
         except ConfigError as error:
             named = [problem.replace(UNNAMED_FILE, f"--config {cfg_path}", 1) for problem in error.problems]
             raise ConfigError(named) from error
@@ -78,7 +78,7 @@ class _Parser(ArgumentParser):
             raise ConfigError(_unknown(f"{group}.{inner}", known)) from ex
         words = match["flag"].split()
         if not words[0].startswith("-"):
-            raise ConfigError(f"{words[0]!r} is not expected here: flags begin with --, as in --config FILE") from ex
+            raise ConfigError(f"unexpected argument {words[0]!r}: flags start with --, as in --config FILE") from ex
         flags = [word.lstrip("-").split("=")[0] for word in words if word.startswith("--")]
         raise ConfigError([_unknown(flag, known) for flag in dict.fromkeys(flags)]) from ex
 
@@ -102,7 +102,7 @@ def _misplaced(key: str, known: Sequence[str]) -> str | None:
 def build_parser(
     description: str, kind: type[PretrainConfig] = PretrainConfig, *, documented: bool = True
 ) -> ArgumentParser:
-    """A parser that knows every field of a kind of run, with its docstring as help where it is documented."""
+    """Return a parser with every field of a kind of run. documented: with the docstrings of fields as help."""
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     set_loader("yaml", decode_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
@@ -137,10 +137,10 @@ def parse_as(kind: type[Config], arguments: Sequence[str], description: str = ""
 
 @dataclass(frozen=True)
 class Given(Generic[Config]):
-    """What a command line says.
+    """The values of a command line.
 
-    config: all fields. fields: names, such as `parallel.tensor`, of those that were written in a file or as a flag;
-    one that was written as null is left open, and not among them. flags: the program's own, by name, and `config`.
+    config: all fields. fields: names, such as `parallel.tensor`, of the fields that were set in a file or as a flag,
+    except those set to null, which stay open. flags: the program's own flags by name, and `config`.
     """
 
     config: Config
@@ -149,7 +149,7 @@ class Given(Generic[Config]):
 
 
 def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[str]) -> Given[Config]:
-    """Parse arguments by a parser of `build_parser(description, kind)` that may have got flags beside the fields.
+    """Parse arguments with a parser of `build_parser(description, kind)`, to which flags may have been added.
 
     Raises ConfigError as `parse_as`.
     """
@@ -160,10 +160,10 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
         namespace: Namespace = parser.parse_args(words)
         values = parser.instantiate(namespace)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"a file of this command line is no text in UTF-8: {error}; name YAML files") from error
+        raise ConfigError(f"a file on this command line is not UTF-8 text: {error}; choose a YAML file") from error
     except ConfigError:
         raise
-    except DECODING_ERRORS as error:  # jsonargparse meets values here that no field of a configuration can have
+    except DECODING_ERRORS as error:  # jsonargparse fails like this on values that no field can have
         raise ConfigError(f"a value of this command line or of its files cannot be read: {error}") from error
     own = {name: values[name] for name in vars(namespace) if name not in groups}
     return Given(kind(**{name: values[name] for name in groups}), _written(parser, words, groups), own)
@@ -182,7 +182,7 @@ def _check_file_sizes(words: Sequence[str], flags: set[str]) -> None:
 
 
 def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> frozenset[str]:
-    """Fields with a value other than null in files or flags."""
+    """Return the fields that files or flags set to a value other than null."""
     namespace: Namespace = parser.parse_args(words, defaults=False)
     return frozenset(
         name

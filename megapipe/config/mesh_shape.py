@@ -30,7 +30,7 @@ class MeshShape:
             if name not in DIMENSIONS:
                 raise ValueError(f"unknown mesh dimension {name!r}: the dimensions are {', '.join(DIMENSIONS)}")
             if size < 1:
-                raise ValueError(f"mesh dimension {name} has size {size}, but sizes are 1 or more")
+                raise ValueError(f"mesh dimension {name} has size {size}; it must be at least 1")
         self.sizes = MappingProxyType({name: sizes.get(name, 1) for name in DIMENSIONS})
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What is moved from the device to host memory between uses."""
+"""Configuration of offloading from the device to host memory."""
 
 from dataclasses import dataclass
 from typing import Literal

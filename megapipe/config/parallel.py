@@ -18,7 +18,7 @@ class ParallelConfig:
     """How attention works across context ranks. ring: keys and values are passed around a ring. all_to_all (Ulysses):
     ranks exchange heads for tokens; the number of heads must be divisible."""
     data: int | None = None
-    """Number of replicas, which split every batch; null means as many as the remaining ranks allow."""
+    """Number of replicas, which split every batch; null means that data parallelism uses the remaining ranks."""
     sequence: bool = False
     """Split the tokens of every sample over the tensor ranks between the matrices too (sequence parallelism): less
     memory for the same communication volume."""

@@ -74,13 +74,15 @@ def _rule(types: str) -> str:
     literal = re.search(r"Literal\[(.+)\]", types)
     if literal is not None:
         others = [words for name, words in _WORDS.items() if name in types]
-        return " or ".join([f"one of {literal[1]}", *others])
+        if not others:
+            return f"one of {literal[1]}"
+        return f"{', '.join([literal[1], *others[:-1]])} or {others[-1]}"
     return " or ".join(_WORDS.get(each.strip(), each.strip()) for each in re.split(r",(?![^\[]*\])", types))
 
 
 def _why_unreadable(file: Path) -> str:
     if file.is_dir():
-        return "is a folder; name a YAML file"
+        return "is a folder; choose a YAML file"
     if not file.exists():
-        return "there is no such file; name a YAML file that exists"
-    return "is not a mapping, or cannot be read: write `key: value` lines"
+        return "the file does not exist; choose an existing YAML file"
+    return "is not a mapping or is not readable: write `key: value` lines"

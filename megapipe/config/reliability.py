@@ -1,4 +1,4 @@
-"""How a run handles its faults: hangs, numbers that are not finite, loss spikes, replicas that differ."""
+"""Configuration for faults of a run: hangs, numbers that are not finite, loss spikes, replicas that differ."""
 
 from dataclasses import dataclass, field
 from math import isfinite

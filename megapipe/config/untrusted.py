@@ -1,7 +1,7 @@
-"""JSON and YAML of any origin, decoded totally: any bytes give a value or one error, in bounded time and memory.
+"""Decoding of untrusted JSON and YAML: any bytes give a value or one error, in bounded time and memory.
 
-Values hold only finite numbers below 1e100 (YAML also has .inf and .nan), text that can be encoded, no key twice in
-one mapping, and at most MAX_DEPTH levels, so that code which walks them by recursion is safe.
+Values have only finite numbers below 1e100 (YAML also has .inf and .nan), text that can be encoded, no repeated keys,
+and at most MAX_DEPTH levels, so recursion over them is safe.
 """
 
 import json
@@ -22,10 +22,10 @@ MAX_YAML_CHARACTERS = 1 << 20
 """PyYAML reads roughly 100,000 characters a second."""
 
 DECODING_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What code that takes a decoded value apart may raise where the value has another structure than expected."""
+"""Exceptions that code may raise on a decoded value with another structure than expected."""
 
 Failure = Callable[[str], Exception]
-"""Makes the exception to raise out of a message: CheckpointError, for example."""
+"""Creates the exception to raise from a message; CheckpointError, for example."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _NOT_BRACKETS = re.compile(r"[^\[\]{}]+")
@@ -35,10 +35,10 @@ _LARGE_NUMBER = re.compile(r"\d{40}|[eE]\+?\d{3}")
 
 
 def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
-    Raises FileNotFoundError or NotADirectoryError where there is no file, and otherwise `failure`: the file is
-    unreadable, larger than `max_bytes`, or not a regular file, which could block or never end.
+    Raises FileNotFoundError or NotADirectoryError if the file does not exist, and `failure` if it is unreadable,
+    larger than `max_bytes`, or not a regular file, which could block or never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,12 +59,12 @@ def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) ->
 
 
 def read_json(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file. Raises as `read_bytes` and `decode_json`."""
+    """Return the value in a JSON file. Raises the exceptions of `read_bytes` and `decode_json`."""
     return decode_json(read_bytes(path, failure, max_bytes), str(path), failure)
 
 
 def decode_json(content: bytes, origin: str, failure: Failure) -> Any:
-    """The value of a JSON text in UTF-8. Raises `failure`, in one line that starts with `origin`."""
+    """Return the value of a JSON text in UTF-8. Raises `failure`, in one line that starts with `origin`."""
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
@@ -77,8 +77,8 @@ def decode_json(content: bytes, origin: str, failure: Failure) -> Any:
 
 
 def is_of_type(value: Any, declared: Any) -> bool:
-    """Whether a decoded value is of a field's type: a class, a union, or a container whose contents are not looked at
-    except in a mapping to int. Integers are counts, sizes and ids, 0 or more; a bool is not one."""
+    """Return whether a decoded value has a field's type: a class, a union, or a container, whose contents are only
+    checked in a mapping to int. Integers are counts, sizes and ids, so they must be at least 0; a bool is not one."""
     if get_origin(declared) in (Union, UnionType):
         return any(is_of_type(value, each) for each in get_args(declared))
     if not isinstance(value, get_origin(declared) or declared):
@@ -99,14 +99,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}, which JSON does not have")
+    raise ValueError(f"it contains {name}, which JSON does not allow")
 
 
 def _check_scalars(text: str) -> None:
     """Raise for a valid JSON text that is too deep, or has numbers or text that later code could not handle."""
     number = _LARGE_NUMBER.search(text) and _LARGE_NUMBER.search(_STRING.sub("", text))
     if number:
-        raise ValueError(f"it holds a number of 40 or more digits, or of 1e100 or more, at {number[0]!r}")
+        raise ValueError(f"it contains a number with 40 or more digits, or of 1e100 or more, at {number[0]!r}")
     if text.count("[") + text.count("{") > MAX_DEPTH:
         brackets = _NOT_BRACKETS.sub("", _STRING.sub("", text)).replace("{", "[").replace("}", "]")
         for _ in range(MAX_DEPTH):
@@ -122,7 +122,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML of plain values: no aliases, no key twice, bounded depth, `3e-4` a number as in every other tool.
+    """YAML of plain values: no aliases, no repeated keys, bounded depth; `3e-4` is a number, as in other tools.
 
     Aliases (`*name`) let a few lines stand for gigabytes, and configurations do not need them.
     """
@@ -168,12 +168,12 @@ StrictLoader.add_implicit_resolver(
 
 
 def decode_yaml(text: str, max_characters: int = MAX_YAML_CHARACTERS) -> Any:
-    """The plain value of a YAML text. Raises yaml.YAMLError, and nothing else."""
+    """Return the plain value of a YAML text. Raises only yaml.YAMLError."""
     return _decoded(text, max_characters, lambda: yaml.load(text, Loader=StrictLoader))
 
 
 def compose_yaml(text: str, max_characters: int = MAX_YAML_CHARACTERS) -> yaml.Node | None:
-    """The node tree of a YAML text, without shared nodes. Raises yaml.YAMLError, and nothing else."""
+    """Return the node tree of a YAML text, without shared nodes. Raises only yaml.YAMLError."""
     node: yaml.Node | None = _decoded(text, max_characters, lambda: yaml.compose(text, Loader=StrictLoader))
     return node
 
@@ -183,11 +183,11 @@ def _decoded(text: str, max_characters: int, decode: Callable[[], Any]) -> Any:
         raise yaml.YAMLError(f"it has {len(text):,} characters; at most {max_characters:,} are read")
     try:
         return decode()
-    except yaml.MarkedYAMLError as error:  # its own text has a line for each part
+    except yaml.MarkedYAMLError as error:  # its own text has several lines
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise yaml.YAMLError(where + " ".join(f"{error.problem or error}".split())) from error
     except yaml.YAMLError as error:
         raise yaml.YAMLError(_one_line(error)) from error
-    except DECODING_ERRORS as error:  # as of a date in month 13, or of an integer with 6,000 digits
+    except DECODING_ERRORS as error:  # a date in month 13, for example, or an integer with 6,000 digits
         raise yaml.YAMLError(f"a value cannot be read: {_one_line(error)}") from error

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.tensor_file import DTYPES
+from megapipe.config.progress import tracked
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
-from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 from megapipe.conversion.target import Target
 from megapipe.conversion.transfer import abandoned_on_error, cast
@@ -32,7 +32,7 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
                 f"{shapes[-1].get(name)} in the last"
             )
     target = open_target()
-    with abandoned_on_error(target), progress(contents.tensors, "averaging") as tensors:
+    with abandoned_on_error(target), tracked(contents.tensors, "averaging") as tensors:
         for tensor in tensors:
             parts = [(source, weights[tensor.name]) for source, weights in zip(sources, named, strict=True)]
             target.add(tensor, _mean(parts, tensor))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapipe.config.progress import tracked
 from megapipe.conversion.contents import WEIGHTS, StoredTensor
-from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 
 _PIECE = 1 << 22
@@ -34,7 +34,7 @@ def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) 
     one, other = (_by_name(source, weights_only) for source in (ours, theirs))
     lines = [*_missing(one, other, "only in the first"), *_missing(other, one, "only in the second")]
     common = [key for key in one if key in other]
-    with progress([one[key] for key in common], "comparing") as tensors:
+    with tracked([one[key] for key in common], "comparing") as tensors:
         for key, tensor in zip(common, tensors, strict=True):
             if tensor.shape != other[key].shape:
                 lines.append(f"{_called(key)}: shape {tensor.shape} and {other[key].shape}")

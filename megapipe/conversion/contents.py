@@ -1,5 +1,6 @@
 """What a checkpoint of any format holds, in megapipe's terms and without a tensor's elements."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -26,6 +27,13 @@ class StoredTensor:
     kind: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        from megapipe.checkpoint.tensor_file import DTYPES  # imports torch, which --help need not wait for
+
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)

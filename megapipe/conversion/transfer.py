@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.tensor_file import DTYPES
+from megapipe.config.progress import tracked
 from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.formats import Format
-from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 from megapipe.conversion.target import Target
 
@@ -50,7 +50,7 @@ def transfer(source: Source, contents: Contents, target: Target) -> list[str]:
     Raises CheckpointError, and then there is nothing at the target's path.
     """
     stored = {(tensor.name, tensor.kind): tensor for tensor in source.contents.tensors}
-    with abandoned_on_error(target), progress(contents.tensors, "converting") as tensors:
+    with abandoned_on_error(target), tracked(contents.tensors, "converting") as tensors:
         for tensor in tensors:
             target.add(tensor, cast(source.read(stored[tensor.name, tensor.kind]), tensor))
         return target.finish()

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from megapipe.checkpoint.directory import steps
+from megapipe.config.progress import tracked
 from megapipe.conversion.contents import WEIGHTS
-from megapipe.conversion.progress import progress
 from megapipe.conversion.source import Source
 
 
@@ -17,7 +17,7 @@ def checkpoints_of(path: Path) -> list[Path]:
 def problems_of(source: Source) -> list[str]:
     """What is wrong with a checkpoint, a line for every bad file and what is wrong with it."""
     found: dict[str, list[str]] = {}
-    with progress(source.contents.tensors, "verifying") as tensors:
+    with tracked(source.contents.tensors, "verifying") as tensors:
         for tensor in tensors:
             name = tensor.name if tensor.kind == WEIGHTS else f"{tensor.kind} of {tensor.name}"
             for problem in source.verify(tensor):

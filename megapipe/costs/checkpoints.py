@@ -19,7 +19,7 @@ def save_interval(save_seconds: float, seconds_between_failures: float) -> float
     """
     if save_seconds <= 0 or seconds_between_failures <= 0:
         raise ValueError(
-            f"a save of {save_seconds} s and {seconds_between_failures} s between failures; both must be above 0"
+            f"a save takes {save_seconds} s and failures are {seconds_between_failures} s apart; both must be above 0"
         )
     return math.sqrt(2 * save_seconds * seconds_between_failures)
 

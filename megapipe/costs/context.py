@@ -181,7 +181,9 @@ def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
     Raises ValueError where the query heads do not divide either.
     """
     if kv_heads * heads_each % context_size:
-        raise ValueError(f"{kv_heads * heads_each} query heads do not divide over {context_size} context ranks")
+        raise ValueError(
+            f"{kv_heads * heads_each} query heads cannot be divided evenly over {context_size} context ranks"
+        )
     return next(n for n in range(1, heads_each + 1) if heads_each % n == 0 and kv_heads * n % context_size == 0)
 
 

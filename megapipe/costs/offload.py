@@ -42,7 +42,10 @@ class DoesNotFit(ValueError):
     """There is less memory than any treatment needs. least: bytes that the smallest one needs."""
 
     def __init__(self, least: int, memory: float) -> None:
-        super().__init__(f"activations need {least} bytes whatever is moved or recomputed, and there are {memory:.0f}")
+        super().__init__(
+            f"activations need at least {least} bytes with any offloading and recomputation, but offload.memory "
+            f"allows {memory:.0f}"
+        )
         self.least = least
 
 

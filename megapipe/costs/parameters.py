@@ -77,7 +77,7 @@ class ParameterSpec:
             share = -(-share // alignment) * alignment
         elif length % tensor_size:
             raise ValueError(
-                f"{self.name}: axis {axis} of shape {self.shape} does not divide over {tensor_size} tensor ranks; "
+                f"{self.name}: axis {axis} of shape {self.shape} is not divisible by {tensor_size} tensor ranks; "
                 "choose a tensor size that divides it"
             )
         else:

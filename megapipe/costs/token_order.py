@@ -40,8 +40,8 @@ def token_numbers(order: TokenOrder, rank: int, size: int, length: int) -> np.nd
     parts = chunks_per_rank(order) * size
     if length % parts:
         raise ValueError(
-            f"a sample of {length} tokens cannot be cut into {parts} equal chunks for {size} context ranks; take a "
-            f"length that is a multiple of {parts}"
+            f"a sample of {length} tokens cannot be divided into {parts} equal chunks for {size} context ranks; use a "
+            f"multiple of {parts} tokens"
         )
     chunk = length // parts
     return np.concatenate(

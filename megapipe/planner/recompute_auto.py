@@ -80,12 +80,14 @@ def _told(found: Recomputation, where: str) -> str:
     cost = (
         "all is kept"
         if found.config.recompute.method == "none"
-        else f"a step takes {slower:.1%} longer than with all kept, by {found.source}, and all kept would be "
-        f"{found.plain_bytes / GIB:.3g} GiB"
+        else (
+            f"a step takes {slower:.1%} longer than without recomputation, by {found.source}, which would need "
+            f"{found.plain_bytes / GIB:.3g} GiB"
+        )
     )
     return (
         f"recompute auto: {_chosen_told(found.config.recompute)}: at most {found.peak_bytes / GIB:.3g} GiB of tensors "
-        f"a rank, {where}; {cost}"
+        f"per rank, {where}; {cost}"
     )
 
 

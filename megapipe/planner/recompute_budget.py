@@ -71,7 +71,7 @@ def least_recomputation(
     if budget is None:
         budget = min(device.memory_bytes for device in devices)
     if budget <= 0:
-        raise ConfigError(f"a memory budget of {budget:g} bytes holds nothing; give one above 0")
+        raise ConfigError(f"the memory budget is {budget:g} bytes; it must be above 0")
     memory = _Memory(hardware_device_type(hardware), amx)
     plain, *_ = candidates = list(_candidates(config))
     times, source = _step_seconds(candidates, hardware, devices)
@@ -83,8 +83,8 @@ def least_recomputation(
             return Recomputation(candidate, peak, seconds, times[0], nothing, source)
     least = memory.least(candidates)
     raise ConfigError(
-        f"{least / GIB:.3g} GiB a rank are needed whatever is recomputed, and there are {budget / GIB:.3g}; lower "
-        "batch.micro_size, raise parallel.tensor, parallel.pipeline or zero.stage, or allow more memory"
+        f"a rank needs at least {least / GIB:.3g} GiB with any recomputation, but the budget is {budget / GIB:.3g}; "
+        "lower batch.micro_size, raise parallel.tensor, parallel.pipeline or zero.stage, or allow more memory"
     )
 
 
@@ -156,7 +156,7 @@ def _step_seconds(
         plain * own / roofline[0] if each.recompute.method == "selective" else _seconds(each, hardware, measured)
         for each, own in zip(candidates, roofline, strict=True)
     ]
-    return seconds, f"layers' times measured on {hardware.name}"
+    return seconds, f"layer times measured on {hardware.name}"
 
 
 def _seconds(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> float:
@@ -177,7 +177,7 @@ def _measured(config: PretrainConfig, hardware: Hardware) -> MeasuredTimes | Non
 def _laid_out(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     parallel = config.parallel
     if parallel.data is None and world_size is None:
-        raise ConfigError("parallel.data is null and no number of devices is given; give either")
+        raise ConfigError("parallel.data is null and no number of devices is given; set one of them")
     ranks = parallel.pipeline * parallel.context * parallel.tensor
     whole = (parallel.data or 1) * ranks if world_size is None else world_size
     problems = run_problems(config, whole)

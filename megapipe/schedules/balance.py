@@ -40,7 +40,7 @@ def check_assignment(sizes: Sequence[int], num_layers: int, num_stages: int) -> 
     """The same form of answer for numbers of layers given by hand; raises ScheduleError where they do not fit."""
     if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes, default=0) < 1:
         raise ScheduleError(
-            f"layers per stage {list(sizes)} must be {num_stages} numbers of at least 1 that add up to {num_layers}"
+            f"layers per stage {list(sizes)} must be {num_stages} numbers of at least 1 with sum {num_layers}"
         )
     ends = np.cumsum(sizes).tolist()
     return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))

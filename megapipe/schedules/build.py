@@ -76,9 +76,11 @@ def order(
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
     check_microbatches(name, num_ranks, num_microbatches, **options)
     if weight_buffers < 0:
-        raise ScheduleError(f"weight_buffers {weight_buffers} is below 0; 0 keeps weights whole")
+        raise ScheduleError(f"weight_buffers is {weight_buffers}; it must be at least 0, where 0 keeps weights whole")
     if whole_gradients < 0:
-        raise ScheduleError(f"whole_gradients {whole_gradients} is below 0; 0 keeps gradients whole")
+        raise ScheduleError(
+            f"whole_gradients is {whole_gradients}; it must be at least 0, where 0 keeps gradients whole"
+        )
     generator = find_generator(name)
     placement = generator.placement(num_ranks, generator.number_of_chunks(options))
     arguments = generator.arguments(generator.order_options, options)
@@ -113,12 +115,12 @@ def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **optio
     generator.check_options(options)
     for what, value in (("pipeline ranks", num_ranks), ("micro-batches", num_microbatches)):
         if value < 1:
-            raise ScheduleError(f"{name} needs at least 1 of {what}, got {value}")
+            raise ScheduleError(f"the number of {what} of {name} is {value}; it must be at least 1")
     forwards = num_ranks * generator.number_of_chunks(options) * num_microbatches
     if forwards > MOST_FORWARDS:
         raise ScheduleError(
-            f"{name} of {num_microbatches:,} micro-batches has {forwards:,} forwards a step; schedules are written "
-            f"down action by action, with at most {MOST_FORWARDS:,}: take larger micro-batches, or fewer of them"
+            f"{name} with {num_microbatches:,} micro-batches has {forwards:,} forwards per step; the maximum is "
+            f"{MOST_FORWARDS:,}: use fewer, larger micro-batches"
         )
     if "group_size" in options and options["group_size"] < 1:
         raise ScheduleError(f"{name} needs a group of at least 1 micro-batch, got {options['group_size']}")
@@ -150,5 +152,5 @@ def _checked_tied(tied_groups: Sequence[Sequence[int]], num_stages: int) -> tupl
     groups = tuple(tuple(group) for group in tied_groups)
     for group in groups:
         if not group or any(not 0 <= stage < num_stages for stage in group):
-            raise ScheduleError(f"tied group {list(group)} must name stages from 0 to {num_stages - 1}, at least one")
+            raise ScheduleError(f"tied group {list(group)} must name at least one stage from 0 to {num_stages - 1}")
     return groups

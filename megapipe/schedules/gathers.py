@@ -42,23 +42,23 @@ def check_weight_buffers(schedule: Schedule) -> None:
     header = schedule.header
     if header.weights_in_host and not header.weight_buffers:
         raise ScheduleError(
-            f"{header.name} keeps its weights in host memory and has no buffers to bring them to; give weight_buffers "
-            "of at least 1"
+            f"{header.name} keeps its weights in host memory but has no buffers to copy them to; set weight_buffers "
+            "to at least 1"
         )
     shared = header.weight_buffers > 0 and not header.weights_in_host
     if shared and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
             f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is no "
-            "rank to gather from; add data_parallel, or leave weight_buffers out"
+            "rank to gather from; set data_parallel, or leave weight_buffers out"
         )
     if header.whole_gradients and header.mode == "train" and not header.data_parallel:
         raise ScheduleError(
-            f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is "
-            "no rank to shard them with; add data_parallel, or leave whole_gradients out"
+            f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is no "
+            "rank to shard them with; set data_parallel, or leave whole_gradients out"
         )
     if header.weights_in_host and not schedule.flushes:
         raise ScheduleError(
-            f"{header.name} never flushes and keeps several weight versions on the device; take a schedule that "
+            f"{header.name} never flushes and keeps several weight versions on the device; use a schedule that "
             "flushes, or leave weights_in_host out"
         )
 
@@ -136,7 +136,7 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
 
 
 class Stays(NamedTuple):
-    """One entry per gather of one rank, in order: runs of its first and last use, and the run at which it starts."""
+    """One entry per gather of a rank, in order: runs of the first and last use, and the run before which it starts."""
 
     first_use: list[int]
     last_use: list[int]
@@ -144,11 +144,11 @@ class Stays(NamedTuple):
 
 
 def stays_of(units: list[int], buffers: int) -> Stays:
-    """How long each unit stays in one of ``buffers`` buffers (at least 1). units: of one rank, by run.
+    """Return when each unit is in one of ``buffers`` buffers (at least 1). units: the unit of each run of one rank.
 
-    The first ``buffers`` different units from a run on are on the rank, so a unit is still there at its next use
-    where at most ``buffers`` different units are used from one use to the next. A cache that drops the least recently
-    used unit obeys the same rule, and the gather that fills the buffer starts right after the dropped unit's last use.
+    At each run, the next ``buffers`` different units are on the rank. So a unit is still there at its next use if at
+    most ``buffers`` different units are used from one use to the next. A cache that drops the least recently used
+    unit follows the same rule, and the gather that fills the buffer starts right after the dropped unit's last use.
     """
     stays = Stays([], [], [])
     held: dict[int, int] = {}  # unit -> its stay, the least recently used unit first

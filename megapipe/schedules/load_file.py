@@ -24,7 +24,7 @@ def read_file(path: Path) -> Schedule:
         text = read_bytes(path, ScheduleError).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ScheduleError(f"cannot read {path}: {why}; name a text file of a schedule") from None
+        raise ScheduleError(f"cannot read {path}: {why}; choose a text file with a schedule") from None
     return loads(text, str(path))
 
 
@@ -76,7 +76,7 @@ def fit_for_training(
         raise _mismatch(header, f"it is of mode {header.mode!r}", "training needs mode 'train'")
     _check_route(header)
     _check_equal(header, "pipeline ranks", header.num_ranks, num_ranks)
-    _check_equal(header, "micro-batches a step", header.num_microbatches, num_microbatches)
+    _check_equal(header, "micro-batches per step", header.num_microbatches, num_microbatches)
     units, tied = tuple(units_per_stage), tuple(tuple(group) for group in tied_groups)
     _check_equal(header, "stages", len(header.stages), len(units))
     for name, said, wanted, unsaid in (
@@ -111,7 +111,7 @@ def _check_route(header: Header) -> None:
         raise _mismatch(
             header,
             "it runs several copies of the model through one pipeline",
-            "training does not add up the gradients of such copies; give every stage replica 0",
+            "training does not sum the gradients of copies; set replica 0 for every stage",
         )
     stages = tuple(range(len(header.stages)))
     moved = [stage for stage, place in enumerate(header.stages) if place != StagePlace(stage, 0, place.rank)]
@@ -151,6 +151,6 @@ def _shown(value: object) -> str:
 
 def _mismatch(header: Header, problem: str, rule: str) -> ScheduleError:
     return ScheduleError(
-        f"schedule {header.name} from a file does not fit this run: {problem}, and {rule}. Change the file or the run "
+        f"schedule {header.name} from a file does not fit this run: {problem}, but {rule}. Change the file or the run "
         "(tools/schedule.py write prints a file to start from)"
     )

@@ -43,32 +43,38 @@ class Offload:
         """Raise ScheduleError unless the units are those of the header's stages, none of them runs again, and reloads
         come before their use. recompute: per stage, what runs again."""
         if self.prefetch < 1:
-            raise ScheduleError(f"prefetch {self.prefetch} is below 1: a reload starts before its backward")
+            raise ScheduleError(
+                f"prefetch is {self.prefetch}; it must be at least 1, because a reload starts before its backward"
+            )
         if self.units and len(self.units) != len(header.stages):
-            raise ScheduleError(f"offload names units of {len(self.units)} stages, and there are {len(header.stages)}")
+            raise ScheduleError(f"offload has units for {len(self.units)} stages, but there are {len(header.stages)}")
         self._check_weights(header)
         for stage, (count, own) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
             if len(set(own)) < len(own) or not set(own) <= set(range(count)):
                 raise ScheduleError(
-                    f"offload of stage {stage}: units {list(own)} must be of 0 to {count - 1}, each once"
+                    f"offload of stage {stage}: units {list(own)} must be distinct and from 0 to {count - 1}"
                 )
         for stage, (own, spans) in enumerate(zip(self.units, recompute, strict=False)):
             twice = sorted(unit for span in spans for unit in span if unit in own)
             if twice:
                 raise ScheduleError(
-                    f"stage {stage}: units {twice} run again and have their activations offloaded; they need one alone"
+                    f"stage {stage}: units {twice} are both recomputed and offloaded; choose one of the two"
                 )
 
     def _check_weights(self, header: Header) -> None:
         if self.weight_buffers < 0:
-            raise ScheduleError(f"weight_buffers {self.weight_buffers} is below 0; 0 keeps weights on the device")
+            raise ScheduleError(
+                f"weight_buffers is {self.weight_buffers}; it must be at least 0, where 0 keeps weights on the device"
+            )
         if self.weight_buffers and header.weight_buffers:
             raise ScheduleError(
-                f"{header.name} gathers weights from replicas' shards; they cannot lie in host memory: leave one out"
+                f"{header.name} gathers weights from the shards of replicas, so they cannot be in host memory; leave "
+                "one of the two out"
             )
         if self.weight_buffers and header.mode == "train" and not self.optimizer:
             raise ScheduleError(
-                "weights in host memory are updated as optimizer state is, which must be offloaded too; offload both"
+                "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
+                "offload both"
             )
 
 

@@ -127,15 +127,15 @@ class Header:
 
     @cached_property
     def stages_sharing(self) -> tuple[int, ...]:
-        """Per stage, the number of stages that hold one copy of the model on its rank, itself included: it has one
-        over that of the copy's layers there."""
+        """Per stage, the number of stages of the same copy of the model on its rank, including itself. A stage has
+        an equal share of that copy's layers on the rank."""
         homes = [(place.rank, place.replica) for place in self.stages]
         return tuple(homes.count(home) for home in homes)
 
     @cached_property
     def connections(self) -> tuple[Connection, ...]:
-        """Every link between ranks, in the order in which all ranks make them: activations to the next stage of a
-        route, then gradients back."""
+        """Every link between ranks, in the order in which all ranks connect them: activations to the next stage of
+        a route, then gradients back."""
         found: dict[Connection, None] = {}
         for route in self.routes:
             for stage, following in pairwise(route):
@@ -175,7 +175,7 @@ class Origin(NamedTuple):
 class Schedule:
     """A pipeline schedule: the one description of a step that validator, simulator, drawing and engine read.
 
-    ``origin``: for errors; None for a schedule that was not read from a text. Equality leaves it out.
+    ``origin``: for error messages; None for a schedule that was not read from a text, and ignored by ``==``.
     """
 
     header: Header
@@ -230,7 +230,9 @@ class Schedule:
         """Like :meth:`expand`, but each rank's rows still cut into prologue, every body and epilogue."""
         bodies = steps - self.prologue_steps
         if bodies < 0:
-            raise ScheduleError(f"{self.header.name} cannot run {steps} steps: its prologue begins one already")
+            raise ScheduleError(
+                f"{self.header.name} cannot run {steps} steps, because its prologue already starts one"
+            )
         return [
             [prologue, *(self._at_step(body, step) for step in range(bodies)), self._at_step(epilogue, bodies)]
             for prologue, body, epilogue in zip(

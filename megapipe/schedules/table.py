@@ -40,7 +40,7 @@ class Table:
         )  # fmt: skip
 
     def place_of(self, row: int) -> str:
-        """The rank of a row, and where it was read from a text, the line there."""
+        """Return the rank of a row, and its line if the schedule was read from a text."""
         rank, section = int(self.rank[row]), int(self.section[row])
         if self.origin is None:
             return f"rank {rank}"

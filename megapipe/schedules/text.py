@@ -57,7 +57,7 @@ def loads(text: str, source: str = "schedule") -> Schedule:
         found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks)
         numbers |= {(name, rank): line.number for rank, line in enumerate(lines[start + 1 : end])}
     if "body" not in found:
-        raise ScheduleError(f"{source}: there is no section 'body'")
+        raise ScheduleError(f"{source}: the section 'body' is missing")
     empty = tuple(empty_rows() for _ in range(header.num_ranks))
     sections = Sections(found.get("prologue", empty), found["body"], found.get("epilogue", empty))
     return Schedule(header, sections, Origin(source, numbers))
@@ -75,7 +75,7 @@ def _section_name(line: Line, found: dict[SectionName, tuple[Rows, ...]]) -> Sec
     name = next(name for name in SECTIONS if name == line.words[0].text)
     if found and SECTIONS.index(name) <= max(SECTIONS.index(earlier) for earlier in found):
         raise line.error(
-            line.words[0], f"section {name!r} comes twice or too late; the order is {', '.join(SECTIONS)}"
+            line.words[0], f"section {name!r} is repeated or out of order; the order is {', '.join(SECTIONS)}"
         )
     return name
 
@@ -83,12 +83,12 @@ def _section_name(line: Line, found: dict[SectionName, tuple[Rows, ...]]) -> Sec
 def _read_ranks(start: Line, lines: list[Line], num_ranks: int) -> tuple[Rows, ...]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
-            raise line.error(line.words[0], f"the stages live on {num_ranks} ranks, and here is one line more")
+            raise line.error(line.words[0], f"the stages are on {num_ranks} ranks, but this is one line more")
         if [word.text for word in line.words[:2]] != ["rank", f"{rank}:"]:
             raise line.error(line.words[0], f"expected 'rank {rank}:' and its actions")
     if len(lines) < num_ranks:
         raise start.error(
-            start.words[0], f"the section has {len(lines)} rank lines, and the stages live on {num_ranks}"
+            start.words[0], f"the section has {len(lines)} rank lines, but the stages are on {num_ranks} ranks"
         )
     return tuple(_read_rank(line) for line in lines)
 

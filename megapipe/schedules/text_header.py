@@ -33,7 +33,7 @@ _KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied")
 
 
 def write_header(header: Header) -> list[str]:
-    """Return the header as lines; what has its default value is left out, except the class."""
+    """Return the header as lines, without values that are the default, except the class."""
     defaults = {each.name: each.default for each in fields(Header)}
     lines = [f"{MAGIC} {header.format_version}", f"name {header.name}", f"class {header.numerical_class}"]
     if header.mode != "train":
@@ -96,7 +96,7 @@ class HeaderReader:
             self._once(line, "name", line.words[1].text)
         else:
             nearest = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(_KEYS)}"
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it must be one of {', '.join(_KEYS)}"
             raise line.error(line.words[0], f"unknown header line {key!r}{hint}")
 
     def finish(self, source: str) -> Header:
@@ -105,14 +105,16 @@ class HeaderReader:
             if key not in self._fields:
                 raise ScheduleError(f"{source}: the header lacks '{key.removeprefix('num_')}'")
         if not self._stages:
-            raise ScheduleError(f"{source}: the header names no stage")
+            raise ScheduleError(f"{source}: the header has no stage")
         ranks = {stage["rank"] for stage in self._stages}
         if ranks != set(range(len(ranks))):
-            raise ScheduleError(f"{source}: the stages live on ranks {sorted(ranks)}; ranks must count up from 0")
+            raise ScheduleError(
+                f"{source}: the stages are on ranks {sorted(ranks)}; ranks must be numbered from 0 without gaps"
+            )
         fields: dict[str, Any] = {"mode": "train", "numerical_class": "C", "lowered": False} | self._fields
         if fields["num_microbatches"] % fields.get("updates_per_step", 1):
             raise ScheduleError(
-                f"{source}: {fields['num_microbatches']} micro-batches do not divide into "
+                f"{source}: {fields['num_microbatches']} micro-batches cannot be divided evenly into "
                 f"{fields['updates_per_step']} updates"
             )
         slots: dict[str, Any] = {
@@ -133,21 +135,23 @@ class HeaderReader:
     def _once(self, line: Line, field: str, value: object) -> None:
         line.expect_length(2)
         if field in self._fields:
-            raise line.error(line.words[0], f"{line.words[0].text!r} comes twice")
+            raise line.error(line.words[0], f"{line.words[0].text!r} appears twice")
         self._fields[field] = value
 
     def _read_stage(self, line: Line) -> None:
         number = len(self._stages)
         if line.number_at(1) != number:
-            raise line.error(line.words[1], f"stages count up from 0: expected stage {number}")
+            raise line.error(line.words[1], f"stages must be numbered from 0 in order: expected stage {number}")
         given: dict[str, int] = {}
         for index in range(2, len(line.words), 2):
             key = line.words[index].text
             if key not in _STAGE_FIELDS or key in given:
-                raise line.error(line.words[index], f"{key!r} is none of {', '.join(_STAGE_FIELDS)}, or comes twice")
+                raise line.error(
+                    line.words[index], f"{key!r} is not one of {', '.join(_STAGE_FIELDS)}, or appears twice"
+                )
             given[key] = line.number_at(index + 1, least=1 if key in _AT_LEAST_ONE else 0)
         if "rank" not in given:
-            raise line.error(line.words[1], f"stage {number} lacks its rank")
+            raise line.error(line.words[1], f"stage {number} has no rank")
         defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
         self._stages.append(defaults | given)
 
@@ -157,5 +161,5 @@ class HeaderReader:
             if stage >= len(self._stages):
                 raise line.error(line.words[index], f"stage {stage} is not defined above")
         if len(set(stages)) < len(stages) and line.words[0].text == "route":
-            raise line.error(line.words[0], "a route visits a stage once")
+            raise line.error(line.words[0], "a route must visit each stage once")
         return stages

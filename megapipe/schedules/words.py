@@ -31,7 +31,7 @@ class Line(NamedTuple):
         if len(self.words) > length:
             raise self.error(self.words[length], f"unexpected {self.words[length].text!r}")
         if len(self.words) < length:
-            raise self.error(self.words[-1], f"{self.words[0].text!r} takes {length - 1} values")
+            raise self.error(self.words[-1], f"{self.words[0].text!r} needs {length - 1} values")
 
     def number_at(self, index: int, least: int = 0) -> int:
         """The whole number at a word; raises ScheduleError where there is none or it is below ``least``."""
@@ -47,7 +47,7 @@ class Line(NamedTuple):
         self.expect_length(index + 1)
         word = self.words[index]
         if word.text not in choices:
-            raise self.error(word, f"{word.text!r} is none of {', '.join(choices)}")
+            raise self.error(word, f"{word.text!r} is not one of {', '.join(choices)}")
         return word.text
 
 

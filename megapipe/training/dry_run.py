@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
+from megapipe.config.progress import Report
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.groups import unit_states
 from megapipe.engine.stage import Stage, TensorSpec, described
@@ -26,7 +27,6 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.rank import RankPrediction
-from megapipe.planner.report.progress import Report
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank

@@ -3,10 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
-from megapipe.config.command_line import ProgressLine, with_hyphens
+from megapipe.config.command_line import with_hyphens
 from megapipe.config.errors import ConfigError
+from megapipe.config.progress import ProgressBar
 from megapipe.training.checkpoint_command import status_of
 from megapipe.training.generate_arguments import build_parser
 
@@ -64,10 +66,9 @@ def _run(arguments: argparse.Namespace) -> None:
                 print(f"trained with {shared}; generating with parallel.context 1", file=sys.stderr, flush=True)
         model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
         total = len(tokens) * arguments.num_samples * limits.max_new_tokens
-        progress = ProgressLine("generating", total, "tokens")
-        report = progress.advance if mesh.rank == 0 else lambda _: None
-        texts = generate(model, tokens, arguments.num_samples, settings, limits, report)
-        progress.close()
+        with closing(ProgressBar("generating", total, "tokens", log=True)) as progress:
+            report = progress.advance if mesh.rank == 0 else lambda _: None
+            texts = generate(model, tokens, arguments.num_samples, settings, limits, report)
         if mesh.rank == 0:
             _show(texts, tokenizer)
     finally:

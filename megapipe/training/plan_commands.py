@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import FrameType
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.progress import progress_bar
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.durable import write_whole
@@ -23,7 +24,6 @@ from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.hardware.writer import written
 from megapipe.planner.recompute_auto import resolved
-from megapipe.planner.report.progress import progress
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told
 from megapipe.training.calibration import profile
@@ -46,7 +46,7 @@ def run_dry_run(request: Request) -> int:
     say = _say_nothing if quiet else _say
     config = _without_auto(config, hardware, devices, say)
     try:
-        with progress("checking pipeline coordinates") as report:
+        with progress_bar("checking pipeline coordinates") as report:
             found = dry_run(config, devices, device=_device(own, hardware), say=say, report=report)
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error

@@ -1,4 +1,4 @@
-"""What `--help` shows: whole headings, plain types and defaults, and the right field for another program's option."""
+"""`--help` has complete headings, plain types and defaults; options of other programs are answered with the field."""
 
 import re
 from dataclasses import fields, is_dataclass
@@ -20,7 +20,7 @@ TABLE = [(name, target) for targets in OTHER_NAMES.values() for name, target in 
 
 
 def options(kind: type[PretrainConfig]) -> dict[str, Any]:
-    """Every option of a run's parser, by name."""
+    """Return every option of a run's parser, by name."""
     return {action.dest: action for action in build_parser("", kind)._actions}
 
 

@@ -37,6 +37,17 @@ def test_hyphens_are_underscores_in_flags_only() -> None:
     assert parse(["--model.num-heads", "4", "--data.prefix", "some-shard"]).data.prefix == "some-shard"
 
 
+@pytest.mark.parametrize("word", ["none", "null"])
+def test_none_and_null_save_only_at_the_end(tmp_path: Path, word: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"checkpoint:\n  every: {word}\n")
+    for arguments in (["--checkpoint.every", word], ["--config", str(tmp_path / "run.yaml")]):
+        checkpoint = parse(arguments).checkpoint
+        assert checkpoint.every is None
+        assert not checkpoint.saves_between
+    with pytest.raises(ConfigError, match="every is never, but must be 'auto', 'none', a whole number or null"):
+        parse(["--checkpoint.every", "never"])
+
+
 def test_a_blend_is_written_in_a_file_or_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data:\n  blend: {data/web: 7, data/code: 2.5}\n  fim_tokens: [1, 2, 3]\n")
     data = parse(["--config", str(tmp_path / "run.yaml")]).data
@@ -99,24 +110,24 @@ def test_of_two_files_the_wrong_one_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["config", "model"])
 def test_a_file_of_other_bytes_is_told(tmp_path: Path, flag: str) -> None:
     (tmp_path / "run.yaml").write_bytes(b"model: \x80\xff\n")
-    with pytest.raises(ConfigError, match=r"is no text in UTF-8: .*byte 0x80 in position 7"):
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text: .*byte 0x80 in position 7"):
         parse([f"--{flag}", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run.yaml"], "'run.yaml' is not expected here: flags begin with --, as in --config FILE"),
+        (["run.yaml"], "unexpected argument 'run.yaml': flags start with --, as in --config FILE"),
         (["--model.num_layer", "3"], "did you mean 'model.num_layers'?"),
-        (["--config", "no_such_file.yaml"], "no_such_file.yaml: there is no such file"),
+        (["--config", "no_such_file.yaml"], "no_such_file.yaml: the file does not exist"),
         (["--batch.global_size", "1e3"], "batch.global_size is 1000.0, but must be a whole number"),
         (
             ["--optimizer", "adam"],
-            "no such file; name a YAML file that exists; to set a single field, write --optimizer.",
+            "the file does not exist; choose an existing YAML file; to set a single field, write --optimizer.",
         ),
         (["--config"], "--config needs a value"),
-        (["--model", "no_such_file.yaml"], "--model no_such_file.yaml: there is no such file"),
-        (["--model", str(ROOT)], "is a folder; name a YAML file"),
+        (["--model", "no_such_file.yaml"], "--model no_such_file.yaml: the file does not exist"),
+        (["--model", str(ROOT)], "is a folder; choose a YAML file"),
         (["--training.precision", "fp8"], "is fp8, but must be one of 'auto', 'fp32', 'bf16', 'fp16'"),
         (["--model.num_kv_heads", "x"], "model.num_kv_heads is x, but must be a whole number or null"),
         (["--parallel.layers_per_stage", "[1,x]"], "must be a list of whole numbers, such as [1, 2] or null"),

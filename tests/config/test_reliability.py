@@ -41,7 +41,7 @@ def test_what_needs_something_else_says_so() -> None:
         return "\n".join(parse(arguments).problems())
 
     assert "there is no checkpoint to go back to" in problems("--spikes.threshold=9")
-    assert "there is nothing" not in problems("--spikes.threshold=9", "--checkpoint.every=10")
+    assert "no checkpoint to go back to" not in problems("--spikes.threshold=9", "--checkpoint.every=10")
     for asked in ("--spikes.deviations=10", "--reliability.skip_samples=[[0, 8]]"):
         assert "no sample can be skipped" in problems("--data.order=megatron", asked)
     assert "adjusts its loss scale by skipping" in problems(

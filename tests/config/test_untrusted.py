@@ -1,4 +1,4 @@
-"""What the shared decoder of JSON and YAML takes and refuses."""
+"""The shared decoder of JSON and YAML accepts and refuses the right texts."""
 
 import json
 import os

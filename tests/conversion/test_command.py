@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint import RunState
+from megapipe.config import progress
 from megapipe.config.model import ModelConfig
-from megapipe.conversion import averaging, progress
+from megapipe.conversion import averaging
 from megapipe.conversion.command import main
 from megapipe.conversion.comparison import difference
 from megapipe.conversion.contents import Contents, StoredTensor
@@ -129,6 +130,7 @@ def test_a_bar_appears_on_a_terminal_after_two_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(progress, "SHOWN_AFTER", seconds)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
     monkeypatch.setenv("TERM", "xterm")
     out = str(tmp_path / "out")

@@ -237,5 +237,5 @@ def test_tensor_ranks_share_what_is_sent() -> None:
 def test_key_heads_are_copied_until_they_divide() -> None:
     assert [kv_copies(4, 2, size) for size in (1, 2, 4, 8)] == [1, 1, 1, 2]
     assert kv_copies(2, 6, 4) == 2
-    with pytest.raises(ValueError, match="8 query heads do not divide over 3 context ranks"):
+    with pytest.raises(ValueError, match="8 query heads cannot be divided evenly over 3 context ranks"):
         kv_copies(4, 2, 3)

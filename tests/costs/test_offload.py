@@ -131,5 +131,8 @@ def test_with_memory_for_all_nothing_leaves_and_with_less_the_first_blocks_do():
 
 def test_what_cannot_fit_says_what_it_needs():
     blocks = [BlockCost(1.0, 2.0, kept=100, input=10)] * 3
-    with pytest.raises(DoesNotFit, match=r"need 130 bytes whatever is moved or recomputed, and there are 99"):
+    with pytest.raises(
+        DoesNotFit,
+        match=r"need at least 130 bytes with any offloading and recomputation, but offload.memory allows 99",
+    ):
         treat(blocks, microbatches=1, memory=99, bandwidth=1e-9)

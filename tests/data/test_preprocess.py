@@ -116,8 +116,8 @@ def test_the_tool_turns_the_standard_library_into_a_shard_from_any_folder(tmp_pa
 BROKEN = {
     "not JSON": b'{"text": "cut off',
     "no field 'text'": b'{"body": "x"}',
-    "field 'text' holds a int": b'{"text": 3}',
-    "a JSON list": b'["text"]',
+    "field 'text' is an integer, but must be text": b'{"text": 3}',
+    "the document is a list, but must be an object": b'["text"]',
     "not UTF-8": b'{"text": "\xff"}',
     "surrogate": b'{"text": "\\ud800"}',
 }

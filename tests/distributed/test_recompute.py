@@ -149,7 +149,7 @@ def test_what_cannot_run_again_is_told(tmp_path: Path) -> None:
         ({**FULL, "num_blocks": 0}, {}, r"recompute.num_blocks is 0"),
         ({**SELECTIVE, "parts": []}, {}, r"recompute.parts is empty"),
         ({**SELECTIVE, "every": 2}, {}, r"need recompute.method full; set that"),
-        (FULL, {"name": "1f1b", "file": str(file)}, r"is lowered and says by itself what runs again"),
+        (FULL, {"name": "1f1b", "file": str(file)}, r"is lowered and defines recomputation itself"),
     ):
         config = config_of("corpus", "gpt2-tied-dropout", {}, recompute, **schedule)
         with pytest.raises(ConfigError, match=message):

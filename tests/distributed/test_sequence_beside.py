@@ -201,7 +201,7 @@ def test_a_lowered_schedule_has_to_sum_gradients(tmp_path: Path, corpus: str) ->
     config = config_of(corpus, "llama", sizes, schedule={"name": "1f1b", "file": str(file)})
     file.write_text(dumps(build("1f1b", 1, 8, units_per_stage=[4])))
     with pytest.raises(
-        Exception, match=r"sums of gradients over shards of the tokens or replicas no, and this run has"
+        Exception, match=r"sums of gradients over shards of the tokens or replicas no, but this run has"
     ):
         run_mesh(sizes, run_gpt, config, 1)
     file.write_text(dumps(build("1f1b", 1, 8, units_per_stage=[4], data_parallel=True)))

@@ -124,7 +124,7 @@ def test_gradients_that_are_not_finite_end_the_run(microbatch: int) -> None:
 
 
 def test_fewer_micro_batches_than_ranks_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="3 micro-batches on 4 ranks would ask for weights that do not exist yet"):
+    with pytest.raises(ScheduleError, match="3 micro-batches on 4 ranks would need weights that do not exist yet"):
         lowered(pipedream(4, 3))
 
 

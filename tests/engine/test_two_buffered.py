@@ -218,7 +218,7 @@ def test_sums_of_neighbouring_steps_keep_their_order(pipeline: int) -> None:
 def test_fewer_micro_batches_than_ranks_are_refused_with_the_reason(pipeline: int, num_microbatches: int) -> None:
     with pytest.raises(
         ScheduleError,
-        match=f"{num_microbatches} micro-batches on {pipeline} ranks would ask for weights that do not exist yet",
+        match=f"{num_microbatches} micro-batches on {pipeline} ranks would need weights that do not exist yet",
     ):
         lowered(two_buffered(pipeline, num_microbatches))
 

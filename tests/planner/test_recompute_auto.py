@@ -52,7 +52,7 @@ def test_it_becomes_the_least_recomputation_in_the_budget_and_tells(share: float
     expected = least_recomputation(config, CPU, budget, world_size=1)
     assert found.config == replace(config, recompute=expected.config.recompute)
     assert found.remark is not None
-    assert f"at most {expected.peak_bytes / GIB:.3g} GiB of tensors a rank" in found.remark
+    assert f"at most {expected.peak_bytes / GIB:.3g} GiB of tensors per rank" in found.remark
     assert f"recompute.memory {budget / GIB:g} GiB" in found.remark
     slower = expected.step_seconds / expected.plain_seconds - 1
     if share == 1.0:
@@ -61,8 +61,8 @@ def test_it_becomes_the_least_recomputation_in_the_budget_and_tells(share: float
         assert found.remark.endswith("all is kept")
     else:
         assert slower > 0
-        assert f"{slower:.1%} longer than with all kept, by the roofline of core" in found.remark
-        assert f"all kept would be {plain() / GIB:.3g} GiB" in found.remark
+        assert f"{slower:.1%} longer than without recomputation, by the roofline of core" in found.remark
+        assert f"which would need {plain() / GIB:.3g} GiB" in found.remark
 
 
 def test_a_method_that_is_named_stays() -> None:
@@ -88,7 +88,7 @@ def test_a_budget_in_which_nothing_fits_is_refused_with_bytes_and_ways_out() -> 
     (told,) = caught.value.problems
     config = replace(auto(), recompute=RecomputeConfig(method="full"), parallel=replace(auto().parallel, data=1))
     least = peak_bytes(config, "cpu") / GIB
-    assert told.startswith(f"recompute.method auto: {least:.3g} GiB a rank are needed whatever is recomputed")
+    assert told.startswith(f"recompute.method auto: a rank needs at least {least:.3g} GiB")
     assert "lower batch.micro_size" in told
     assert told.endswith(f"or allow more memory (recompute.memory {100_000 / GIB:g} GiB)")
 
@@ -106,7 +106,7 @@ def test_measured_layers_decide_where_there_are_some() -> None:
         found = resolved(config, machine(layers=rows), 1)
         methods[name] = found.config.recompute.method
         assert found.remark is not None
-        assert ("layers' times measured on made up" in found.remark) == (methods[name] != "none")
+        assert ("layer times measured on made up" in found.remark) == (methods[name] != "none")
     assert methods == {"free": "full", "dear": "selective"}
     # Measured of another shape, rows say nothing: not even half of the candidates are compared by them.
     config.data = replace(config.data, sequence_length=32)
@@ -201,7 +201,7 @@ def test_compare_shows_what_each_layout_would_recompute(capsys: pytest.CaptureFi
 def test_search_keeps_to_the_budget_and_writes_what_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     printed = output(capsys, "search", *ASKED, "--devices=4", "--write_config", str(file))
-    assert "note: recompute.method auto: methods are searched with the layout" in printed
+    assert "note: recompute.method auto: the search also chooses the method" in printed
     found = json_of(capsys, "search", *ASKED, "--devices=4")
     assert found["memory_limit_bytes"] == 4 * GIB
     assert max(found["memory_bytes"]) <= 4 * GIB
@@ -212,4 +212,4 @@ def test_search_keeps_to_the_budget_and_writes_what_runs(capsys: pytest.CaptureF
 
 def test_commands_refuse_a_budget_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = refusal(capsys, "predict", *ASKED, *LAYOUT, "--recompute.memory=0.5")
-    assert "GiB a rank are needed whatever is recomputed, and there are 0.5" in line
+    assert "GiB with any recomputation, but the budget is 0.5" in line

@@ -35,7 +35,7 @@ def test_embedding_and_head_count():
 def test_by_hand():
     assert check_assignment([3, 1, 2], 6, 3) == ((0, 3), (3, 4), (4, 6))
     for sizes in ([3, 3], [3, 1, 1], [6, 0, 0]):
-        with pytest.raises(ScheduleError, match="3 numbers of at least 1 that add up to 6"):
+        with pytest.raises(ScheduleError, match="3 numbers of at least 1 with sum 6"):
             check_assignment(sizes, 6, 3)
 
 

@@ -21,7 +21,7 @@ def output(capsys, *arguments):
 
 def test_a_recomputation_of_nothing_is_refused(capsys):
     assert main(["simulate", "--schedule", "1f1b", "--recompute", "0"]) == 2
-    assert "--recompute 0 is below 1; leave it out" in capsys.readouterr().err
+    assert "--recompute is 0; it must be at least 1, or left out" in capsys.readouterr().err
 
 
 def test_list_names_every_schedule(capsys):
@@ -60,7 +60,7 @@ def test_compare_shows_every_schedule_or_why_not(capsys):
     assert [row["schedule"] for row in rows] == list(GENERATORS)
     errors = {row["schedule"]: row["error"] for row in rows if "error" in row}
     assert set(errors) == {"2bw", "pipedream"}
-    assert "use 4 micro-batches or more" in output(capsys, "compare", "--microbatches", "2")
+    assert "use at least 4 micro-batches" in output(capsys, "compare", "--microbatches", "2")
 
 
 def test_options_reach_the_schedules(capsys):
@@ -102,7 +102,7 @@ def test_write_prints_the_form_that_the_guide_teaches(capsys, tmp_path):
     assert output(capsys, "write", "--file", str(path)) == short
     assert output(capsys, "write", "--lowered", "--file", str(path)) == lowered == dumps(build("1f1b", 2, 4))
     assert main(["write", "--recompute", "1", *shape]) == 2
-    assert "--recompute changes what lowering adds" in capsys.readouterr().err
+    assert "--recompute only changes the actions that lowering adds" in capsys.readouterr().err
 
 
 def test_validate_says_whose_links_must_be_connected(capsys, tmp_path):
@@ -124,20 +124,20 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
     ("arguments", "message"),
     [
         ("simulate --schedule 1f1c", "did you mean '1f1b'"),
-        ("simulate --bandwidth 3", "go together"),
+        ("simulate --bandwidth 3", "need each other"),
         ("simulate --bandwidth 0 --message 1", "must be above 0"),
-        ("simulate --steps 0", "--steps 0 is below 1"),
-        ("simulate --steps 9999999999", "the maximum is 125,000 steps"),
-        ("show --schedule mine.txt", "a schedule file is given by --file"),
+        ("simulate --steps 0", "--steps is 0; it must be at least 1"),
+        ("simulate --steps 9999999999", "the maximum to simulate is 125,000 steps"),
+        ("show --schedule mine.txt", "to use a schedule file, pass --file"),
         ("simulate --schedule zb_v --placement linear", "places its stages v_shape"),
         ("draw --output picture.png", "must end in .svg, .html, .json"),
         (
             "draw --output /nowhere/picture.svg",
-            "cannot write /nowhere/picture.svg: No such file or directory; name another file",
+            "cannot write /nowhere/picture.svg: No such file or directory; choose another file",
         ),
-        ("validate /nowhere/mine.txt", "cannot read /nowhere/mine.txt: No such file or directory; name a text file"),
-        ("show --ranks 1000 --microbatches 100000", "has 100,000,000 forwards a step; schedules are written down"),
-        ("compare --microbatches 0", "gpipe needs at least 1 of micro-batches, got 0"),
+        ("validate /nowhere/mine.txt", "cannot read /nowhere/mine.txt: No such file or directory; choose a text file"),
+        ("show --ranks 1000 --microbatches 100000", "has 100,000,000 forwards per step; the maximum is"),
+        ("compare --microbatches 0", "the number of micro-batches of gpipe is 0; it must be at least 1"),
         ("compare --schedule zb", "unknown schedule 'zb'"),
     ],
 )

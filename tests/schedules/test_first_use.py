@@ -1,4 +1,4 @@
-"""The first step where the first use of a link or a group blocks the host, as with NCCL."""
+"""The first step if the first use of a link or a group blocks the host, as with NCCL."""
 
 from typing import Any
 

@@ -74,16 +74,16 @@ def test_an_unknown_name_suggests_the_nearest():
 
 
 def test_sizes_below_one_name_the_value():
-    with pytest.raises(ScheduleError, match="at least 1 of micro-batches, got 0"):
+    with pytest.raises(ScheduleError, match="the number of micro-batches of gpipe is 0"):
         check_microbatches("gpipe", 2, 0)
-    with pytest.raises(ScheduleError, match="at least 1 of pipeline ranks, got 0"):
+    with pytest.raises(ScheduleError, match="the number of pipeline ranks of gpipe is 0"):
         build("gpipe", 0, 2)
 
 
 def test_units_and_tied_groups_must_fit_the_stages():
     with pytest.raises(ScheduleError, match="each of 2 stages"):
         build("gpipe", 2, 2, units_per_stage=[1])
-    with pytest.raises(ScheduleError, match="stages from 0 to 1"):
+    with pytest.raises(ScheduleError, match="stage from 0 to 1"):
         build("gpipe", 2, 2, tied_groups=[(0, 2)])
 
 
@@ -161,17 +161,22 @@ def test_zb_auto_keeps_its_memory_limit(limit):
     ("name", "microbatches", "options", "message"),
     [
         ("2bw", 3, {}, "2bw needs at least as many micro-batches as pipeline ranks: 3 micro-batches on 4 ranks"),
-        ("pipedream", 3, {}, "use 4 micro-batches or more"),
-        ("1f1b", 4, {"group_size": 2}, "1f1b does not take 'group_size'; it takes chunks, max_pending, times, two_bp"),
+        ("pipedream", 3, {}, "use at least 4 micro-batches"),
+        (
+            "1f1b",
+            4,
+            {"group_size": 2},
+            "1f1b does not accept the option 'group_size'; it accepts chunks, max_pending, times, two_bp",
+        ),
         ("1f1b", 4, {"chunks": 2}, "placement linear puts 1 chunk on each rank, not 2"),
         ("zb_v", 4, {"chunks": 3}, "placement v_shape puts 2 chunks on each rank, not 3"),
         ("interleaved_1f1b", 4, {"group_size": 0}, "group of at least 1"),
         ("modular", 4, {"chunks": 0}, "at least 1 chunk"),
-        ("2bw", 4, {"update": "late"}, "none of eager, lazy"),
-        ("gpipe", 4, {"two_bp": True, "max_pending": 0}, "max_pending 0"),
-        ("gpipe", 4, {"max_pending": 2}, "with two_bp alone"),
-        ("zb_auto", 4, {"memory_limit": 0}, "memory_limit 0"),
-        ("zb_auto", 4, {"memory_limit": float("nan")}, "memory_limit nan is not a finite number"),
+        ("2bw", 4, {"update": "late"}, "must be eager or lazy"),
+        ("gpipe", 4, {"two_bp": True, "max_pending": 0}, "max_pending is 0"),
+        ("gpipe", 4, {"max_pending": 2}, "only with two_bp"),
+        ("zb_auto", 4, {"memory_limit": 0}, "memory_limit is 0"),
+        ("zb_auto", 4, {"memory_limit": float("nan")}, "memory_limit is nan; it must be a finite number"),
     ],
 )
 def test_what_a_schedule_cannot_run_names_the_rule(name, microbatches, options, message):

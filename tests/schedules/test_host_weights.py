@@ -57,9 +57,9 @@ def test_copies_of_weights_take_turns_with_reloads_of_activations():
     ("old", "new", "message"),
     [
         ("weights_in_host yes", "weights_in_host no", "no rank to gather from"),
-        ("weight_buffers 2", "weight_buffers 0", "has no buffers to bring them to"),
+        ("weight_buffers 2", "weight_buffers 0", "has no buffers to copy them to"),
         ("GW0/1.0@0 F0/0.0@0", "F0/0.0@0", "not gathered here"),
-        ("RE0/0.0@1 U0/0.0@1 OF0/0.0@1", "U0/0.0@1", "changes them where they are not"),
+        ("RE0/0.0@1 U0/0.0@1 OF0/0.0@1", "U0/0.0@1", "but this updates them on the device"),
     ],
 )
 def test_each_broken_rule_is_named(old, new, message):
@@ -75,9 +75,9 @@ def test_what_cannot_keep_its_weights_in_host_memory_says_why():
         with pytest.raises(ScheduleError, match="never flushes and keeps several weight versions on the device"):
             build(name, 2, 4, offload=TWO_BUFFERS)
     for offload, sharded, message in (
-        (replace(TWO_BUFFERS, weight_buffers=-1), {}, "weight_buffers -1 is below 0"),
-        (Offload(weight_buffers=2), {}, "optimizer state is, which must be offloaded too"),
-        (TWO_BUFFERS, {"data_parallel": True, "weight_buffers": 2}, "gathers weights from replicas' shards"),
+        (replace(TWO_BUFFERS, weight_buffers=-1), {}, "weight_buffers is -1"),
+        (Offload(weight_buffers=2), {}, "optimizer state, which must be offloaded too"),
+        (TWO_BUFFERS, {"data_parallel": True, "weight_buffers": 2}, "gathers weights from the shards of replicas"),
     ):
         with pytest.raises(ScheduleError, match=message):
             build("1f1b", 2, 4, offload=offload, **sharded)
@@ -88,7 +88,7 @@ def test_a_file_of_compute_actions_takes_the_weights_of_the_run():
     bare = loads("megapipe schedule 1\nname mine\nmicrobatches 2\nstage 0 rank 0\nbody\nrank 0: F0.0 B0.0 F0.1 B0.1\n")
     run = {"num_ranks": 1, "num_microbatches": 2, "units_per_stage": [3], "offload": TWO_BUFFERS}
     assert words(fit_for_training(bare, **run), 0) == words(file, 0)
-    with pytest.raises(ScheduleError, match="made for weight_buffers 2, and this run has 0"):
+    with pytest.raises(ScheduleError, match="made for weight_buffers 2, but this run has 0"):
         fit_for_training(file, **{**run, "offload": Offload()})
 
 

@@ -43,7 +43,7 @@ def test_a_saved_schedule_shards_what_the_run_shards(tmp_path, mode):
     for saved in (build("1f1b", 2, 4, **run), order("1f1b", 2, 4)):
         schedule = read_file(written(tmp_path, dumps(saved)))
         assert fit_for_training(schedule, 2, 4, mode=mode, **run) == expected
-    with pytest.raises(ScheduleError, match="made for whole_gradients 1, and this run has 2"):
+    with pytest.raises(ScheduleError, match="made for whole_gradients 1, but this run has 2"):
         fit_for_training(build("1f1b", 2, 4, **run), 2, 4, **run | {"whole_gradients": 2})
 
 
@@ -59,14 +59,14 @@ def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
 @pytest.mark.parametrize(
     ("text", "change", "message"),
     [
-        (MINE, {"num_ranks": 4}, "made for pipeline ranks 2, and this run has 4"),
-        (MINE, {"num_microbatches": 8}, "made for micro-batches a step 4, and this run has 8"),
-        (MINE, {"units_per_stage": [1, 1, 1, 1]}, "made for stages 2, and this run has 4"),
-        (MINE.replace("rank 1\n", "rank 1 units 3\n", 1), {}, r"units \(layers\) by stage \[1, 3\], and .* \[2, 2\]"),
-        (MINE.replace("body", "tied 0\nbody"), {}, r"tied groups \[\[0\]\], and this run has \[\]"),
-        (MINE.replace("body", "data_parallel yes\nbody"), {}, "replicas yes, and this run has no"),
-        (dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])), {"data_parallel": True}, "replicas no, and this run"),
-        (dumps(build("1f1b", 2, 4, mode="forward")), {}, "mode 'forward', and training needs mode 'train'"),
+        (MINE, {"num_ranks": 4}, "made for pipeline ranks 2, but this run has 4"),
+        (MINE, {"num_microbatches": 8}, "made for micro-batches per step 4, but this run has 8"),
+        (MINE, {"units_per_stage": [1, 1, 1, 1]}, "made for stages 2, but this run has 4"),
+        (MINE.replace("rank 1\n", "rank 1 units 3\n", 1), {}, r"units \(layers\) by stage \[1, 3\], but .* \[2, 2\]"),
+        (MINE.replace("body", "tied 0\nbody"), {}, r"tied groups \[\[0\]\], but this run has \[\]"),
+        (MINE.replace("body", "data_parallel yes\nbody"), {}, "replicas yes, but this run has no"),
+        (dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])), {"data_parallel": True}, "replicas no, but this run"),
+        (dumps(build("1f1b", 2, 4, mode="forward")), {}, "mode 'forward', but training needs mode 'train'"),
         (MINE.replace("body", "route 1 0\nbody"), {}, "leave out routes, parts and replicas"),
         (MINE.replace("rank 1\n", "rank 1 part 0\n", 1), {}, r"parts \[0, 0\]"),
         (
@@ -190,5 +190,5 @@ def test_copies_of_a_model_are_refused_and_counted_whole(tmp_path):
     assert validate(lower(schedule)).peak_activations == (3.5, 4.0, 4.0, 3.5)
     found = simulate(lower(schedule), rank_costs(schedule.header, forward=1.0, backward=1.0))
     assert found.makespan == 4 * 2 * (1 + 2 / 16)  # a bubble of (D - 2) / (4 N + D - 2)
-    with pytest.raises(ScheduleError, match="training does not add up the gradients of such copies"):
+    with pytest.raises(ScheduleError, match="training does not sum the gradients of copies"):
         fit_for_training(schedule, 4, 4, units_per_stage=[1] * 16)

@@ -102,9 +102,9 @@ def test_what_does_not_fit_together_is_refused():
         lower(loads(circle.replace("F1.0 B1.0", "")))
     with pytest.raises(ScheduleError, match="lowering adds them"):
         lower(loads(circle.replace("B0.0 F0.0", "F0.0 SA0.0 B0.0")))
-    with pytest.raises(ScheduleError, match="lowered already"):
+    with pytest.raises(ScheduleError, match="already lowered"):
         lower(build("gpipe", 2, 2))
-    with pytest.raises(ScheduleError, match="receive_ahead 0"):
+    with pytest.raises(ScheduleError, match="receive_ahead is 0"):
         lower(order("gpipe", 2, 2), receive_ahead=0)
 
 

@@ -140,15 +140,15 @@ def test_no_compute_starts_before_its_activations_are_back():
     [
         (" OF0/0.0", " OF0/0.0 OF0/0.0", "a second time"),
         (" RE0/0.0 ", " RE0/0.0 RE0/0.0 ", "a second time"),
-        (" OF0/0.0", "", "what it reloads is never offloaded"),
-        (" RE0/0.0 ", " ", "what leaves here is never reloaded"),
+        (" OF0/0.0", "", "the data that it reloads is never offloaded"),
+        (" RE0/0.0 ", " ", "the data that it offloads is never reloaded"),
         (" F0/0.0@0 OF0/0.0", " OF0/0.0 F0/0.0@0", "comes after it"),
         (" RE0/0.0 B0/1.0@0 B0/0.0@0", " B0/1.0@0 B0/0.0@0 RE0/0.0", "comes after it"),
         (" OF0/0.0", " OF0.0", "no forward of this chunk or unit"),
         (" OF0/0.0", " OF0/2.0", "fewer units"),
         (" OF0/0.0", " OF0/0.0^0", "slot must be unused"),
-        (" B0/0.0@0", " R0/0.0@0 B0/0.0@0", "made again"),
-        (" OF0/0.0@1", "", "what it reloads is never offloaded"),
+        (" B0/0.0@0", " R0/0.0@0 B0/0.0@0", "must not be offloaded"),
+        (" OF0/0.0@1", "", "the data that it reloads is never offloaded"),
         (" U0/0.0@1 OF0/0.0@1", " OF0/0.0@1 U0/0.0@1", "comes after it"),
         (" RE0/0.0@1 RE0/1.0@1 U0/0.0@1", " RE0/1.0@1 U0/0.0@1 RE0/0.0@1", "comes after it"),
         (" RE0/0.0@1", " RE0/0.0@2", "update 0 writes version 1"),
@@ -166,30 +166,30 @@ def test_what_moves_is_validated(old, new, message):
 def test_a_third_state_on_the_device_is_refused():
     text = dumps(build("1f1b", 1, 1, units_per_stage=[3], offload=Offload(optimizer=True)))
     early = text.replace(" RE0/2.0@1", "", 1).replace(" U0/0.0@1", " RE0/2.0@1 U0/0.0@1", 1)
-    with pytest.raises(ScheduleError, match="the state of 2 units is on the device already"):
+    with pytest.raises(ScheduleError, match="the state of 2 units is already on the device"):
         validate(loads(early))
     partly = text.replace(" RE0/2.0@1", "", 1).replace(" OF0/2.0@1", "", 1)
-    with pytest.raises(ScheduleError, match="other updates have their state moved, this not"):
+    with pytest.raises(ScheduleError, match="the state of other updates is moved, but not that of this one"):
         validate(loads(partly))
 
 
 def test_evaluation_moves_nothing():
     schedule = build("1f1b", 1, 2, mode="forward", units_per_stage=[2], offload=every_unit(1, 2, optimizer=True))
     assert words(schedule, 0) == "F0.0 F0.1"
-    with pytest.raises(ScheduleError, match="no place in a schedule of mode 'forward'"):
+    with pytest.raises(ScheduleError, match="a schedule of mode 'forward' cannot have such actions"):
         validate(loads(dumps(schedule).replace(" F0.0@0", " F0.0@0 OF0.0", 1)))
 
 
 def test_units_are_checked():
     for offload, message in (
-        (Offload(((0,),)), "units of 1 stages, and there are 2"),
-        (Offload(((0, 2), ())), "must be of 0 to 1"),
-        (Offload(((0, 0), ())), "each once"),
-        (Offload(((0,), ()), prefetch=0), "prefetch 0 is below 1"),
+        (Offload(((0,),)), "units for 1 stages, but there are 2"),
+        (Offload(((0, 2), ())), "from 0 to 1"),
+        (Offload(((0, 0), ())), "must be distinct"),
+        (Offload(((0,), ()), prefetch=0), "prefetch is 0; it must be at least 1"),
     ):
         with pytest.raises(ScheduleError, match=message):
             build("1f1b", 2, 2, units_per_stage=[2, 2], offload=offload)
-    with pytest.raises(ScheduleError, match=r"units \[1\] run again and have their activations offloaded"):
+    with pytest.raises(ScheduleError, match=r"units \[1\] are both recomputed and offloaded"):
         build("1f1b", 1, 2, units_per_stage=[2], offload=Offload(((0, 1),)), recompute=[[range(1, 2)]])
 
 
@@ -203,4 +203,4 @@ def test_the_command_offloads(tmp_path, capsys):
     lanes = {event["cat"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
     assert {"compute", "copy out", "copy in"} <= lanes
     assert main(["simulate", "--offload=0"]) == 2
-    assert "--offload 0 is below 1" in capsys.readouterr().err
+    assert "--offload is 0; it must be at least 1" in capsys.readouterr().err

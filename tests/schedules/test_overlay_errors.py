@@ -59,17 +59,17 @@ def broken(traced: Path, how: str) -> None:
     [
         ("missing", "lacks rank-1.json: the run had 4 ranks"),
         ("cut", "rank-1.json is not readable JSON"),
-        ("format", "has format 'megapipe trace 9', and this version reads 'megapipe trace 1'"),
+        ("format", "has format 'megapipe trace 9', but this version reads 'megapipe trace 1'"),
         ("list", "has format None"),
         ("field", "rank-1.json lacks 'events'"),
-        ("event", "rank-1.json holds an event that is none"),
-        ("short event", "rank-1.json holds an event that is none"),
+        ("event", "rank-1.json contains an invalid event"),
+        ("short event", "rank-1.json contains an invalid event"),
         ("run", "rank-1.json and rank-0.json were recorded in different runs"),
         ("schedule", "rank-1.json and rank-0.json were recorded in different schedules"),
-        ("text", "schedule.txt is not the schedule that"),
+        ("text", "schedule.txt is not the schedule of"),
         ("no text", "cannot read"),
         ("position", "as action 999 of its body, which the schedule 1f1b in the same folder does not have"),
-        ("empty", "holds no rank-N.json; give the folder that --profile.trace named"),
+        ("empty", "has no rank-N.json; pass the folder of --profile.trace"),
     ],
 )
 def test_wrong_files_are_told(traced: Path, how: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,11 +83,11 @@ def test_wrong_files_are_told(traced: Path, how: str, message: str, capsys: pyte
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--step 9", "step 9 was not recorded; there are 1, 2, 3"),
-        ("--pipeline 1", "there is no pipeline 1: the run had 1, counted from 0"),
+        ("--step 9", "step 9 was not recorded; the recorded steps are 1, 2, 3"),
+        ("--pipeline 1", "pipeline 1 does not exist: the run had 1, numbered from 0"),
         ("--output overlay.png", "must end in .html, .svg, .json"),
         ("--output /nowhere/overlay.svg", "cannot write"),
-        ("--latency -1", "--latency -1 is below 0"),
+        ("--latency -1", "--latency is -1; it must be at least 0"),
     ],
 )
 def test_wrong_flags_are_told(traced: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

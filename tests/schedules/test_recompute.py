@@ -42,11 +42,11 @@ def test_running_everything_again_takes_a_forward_more():
 
 def test_spans_are_checked():
     for spans, message in (
-        ([[range(1)]], "spans of 1 stages, and there are 2"),
-        ([[range(3)], []], "of 0 to 1"),
-        ([[range(2), range(1, 2)], []], "behind the span before it"),
-        ([[range(0), range(1)], []], "one or more units"),
-        ([[range(0, 2, 2)], []], "units in a row"),
+        ([[range(1)]], "spans for 1 stages, but there are 2"),
+        ([[range(3)], []], "from 0 to 1"),
+        ([[range(2), range(1, 2)], []], "after the previous span"),
+        ([[range(0), range(1)], []], "one or more consecutive units"),
+        ([[range(0, 2, 2)], []], "consecutive units"),
     ):
         with pytest.raises(ScheduleError, match=message):
             build("1f1b", 2, 2, units_per_stage=[2, 2], recompute=spans)

@@ -95,11 +95,11 @@ class Rule:
 HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves")
 CHUNKED = ("interleaved_1f1b", "modular", "zb_v")
 RULES = (
-    Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, and this schedule runs the two"),
-    Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages a rank of .* exceeds"),
+    Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, but this schedule splits the"),
+    Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages per rank of .* exceeds"),
     Rule(
         {"schedule": ("pipedream",), "tied": ("tied",), "pipeline": ("2", "4")},
-        "model.tie_embeddings: the tied weight lies on the first and the last rank",
+        "model.tie_embeddings is true, but the tied weight is on the first and the last rank",
     ),
     Rule(
         {"model": ("bert",), "documents": ("isolated",)},
@@ -118,7 +118,7 @@ RULES = (
         "recompute.method full recomputes every block, so offload.activations blocks",
     ),
     Rule({"offload": ("weights",), "zero": ("1", "2", "3")}, "offload.weights cannot be combined with zero.stage"),
-    Rule({"offload": ("weights",), "schedule": ("2bw", "pipedream")}, "offload.weights: .* never flushes"),
+    Rule({"offload": ("weights",), "schedule": ("2bw", "pipedream")}, "offload.weights is true, but .* never flushes"),
     Rule({"precision": ("fp16",), "schedule": ("pipedream",)}, "training.precision fp16 skips steps"),
 )
 

@@ -59,7 +59,7 @@ def test_the_world_is_data_x_pipeline_x_context_x_tensor() -> None:
         (
             {"parallel": {"context": 3, "context_attention": "all_to_all"}, "data": {"sequence_length": 126}},
             3,
-            ["num_heads 4", "parallel.context 3", "all_to_all", "use ring", "1, 2, 4"],
+            ["num_heads 4", "parallel.context 3", "all_to_all", "set it to ring", "1, 2, 4"],
         ),
         (
             {"parallel": {"context": 2}, "model": {"attention": "flex"}, "data": {"isolate_documents": True}},

@@ -109,7 +109,9 @@ def test_what_moves_to_host_memory_is_what_a_run_moves(flags: list[str]) -> None
 
 def test_offload_that_measures_at_the_start_is_refused() -> None:
     config = gpt("--offload.activations=auto", "--offload.memory=1")
-    with pytest.raises(ConfigError, match=r"offload.activations auto decides at the start of a run"):
+    with pytest.raises(
+        ConfigError, match=r"offload.activations auto is decided by measurements at the start of a run"
+    ):
         dry_run(config, 1)
 
 

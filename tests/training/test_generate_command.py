@@ -70,7 +70,7 @@ def test_one_prompt_prints_its_text_alone(generate: Generate, run_folder: Path) 
 
 def test_a_slow_generation_shows_its_progress(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "generating" not in generate("--prompt", "import ")[2]
-    monkeypatch.setattr("megapipe.config.command_line.time.monotonic", itertools.count(step=11).__next__)
+    monkeypatch.setattr("megapipe.config.progress.time.monotonic", itertools.count(step=11).__next__)
     _, output, messages = generate("--prompt", "import ", "--num-samples", "2")
     counts = [int(count) for count in re.findall(r"^generating: (\d+) of 24 tokens, .*/s$", messages, re.MULTILINE)]
     assert counts[0] == 2

@@ -102,7 +102,7 @@ def test_too_little_memory_is_told_with_what_is_needed() -> None:
 
 
 def test_nothing_left_to_move_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"blocks with recompute.method full leaves no block that keeps activations"):
+    with pytest.raises(ConfigError, match=r"offload.activations blocks has nothing to move"):
         run_threads({}, planned, config_of({"activations": "blocks"}, {"method": "full"}))
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(offload: dict[str, Any], recompute: dict[str,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": {"name": "2bw"}}, "offload.weights: 2bw never flushes"),
+        ({"schedule": {"name": "2bw"}}, "offload.weights is true, but 2bw never flushes"),
         ({"zero": {"stage": 1}}, "offload.weights cannot be combined with zero.stage 1"),
     ],
     ids=str,
@@ -150,5 +150,5 @@ def test_weights_that_cannot_leave_are_refused(changes: dict[str, dict[str, Any]
 def test_a_lowered_file_says_by_itself_what_moves(tmp_path: Path) -> None:
     file = tmp_path / "schedule.txt"
     file.write_text(dumps(build("1f1b", 1, 8, units_per_stage=[8])))
-    with pytest.raises(ConfigError, match="is lowered and says by itself what goes to host memory"):
+    with pytest.raises(ConfigError, match="is lowered and defines copies to host memory itself"):
         validate(config_of({"optimizer": True}, name="1f1b", file=str(file)), 1)

@@ -84,7 +84,7 @@ def test_a_measured_machine_is_planned_by_its_measurements(tmp_path: Path) -> No
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown hardware 'atuo'"):
         planned(given(), "atuo", {}, 2)
-    with pytest.raises(ConfigError, match=r"3 devices asked for, but hardware 'CPU, 2 cores' has 2"):
+    with pytest.raises(ConfigError, match=r"3 devices are requested, but hardware 'CPU, 2 cores' has 2"):
         planned(given(), "cpu", {}, 3)
     with pytest.raises(ConfigError, match=r"training.precision auto"):
         planned(given("--training.precision=auto"), "auto", {}, 2)

@@ -82,7 +82,7 @@ def test_what_the_device_has_is_enough_for_a_small_model() -> None:
 @pytest.mark.parametrize(
     ("budget", "hardware", "told"),
     [
-        (1e5, None, "GiB a rank are needed whatever is recomputed"),
+        (1e5, None, "a rank needs at least"),
         (1e6, "a100-80", "recompute.hardware a100-80 describes cuda devices, but this run uses cpu"),
         (1e6, "atuo", "unknown hardware 'atuo'"),
     ],
@@ -125,7 +125,7 @@ def test_the_guide_says_what_is_chosen() -> None:
     assert len(rows) == 6
     for memory, method, held in rows:
         remark = resolved(guide("--recompute.memory", memory), load_hardware("cpu"), 2).remark
-        assert str(remark).startswith(f"recompute auto: {method}: at most {held} GiB of tensors a rank")
+        assert str(remark).startswith(f"recompute auto: {method}: at most {held} GiB of tensors per rank")
     printed = re.search(r"^recompute auto: .*$", GUIDE, re.M)
     assert printed is not None
     assert printed[0] == resolved(guide(), load_hardware("cpu"), 2).remark

@@ -136,7 +136,7 @@ def test_a_system_without_the_call_is_told(tmp_path: Path, monkeypatch: pytest.M
         (["--parallel.pipeline", "2"], "--ingestion-tokens-per-second"),
         (["--data.prefix", "nowhere"], "nowhere.idx does not exist"),
         (["--batch.micro-size", "3"], "batch.global_size 8 is not divisible"),
-        (["--json", "/nowhere/stalls.json"], "/nowhere/stalls.json cannot be written: there is no folder /nowhere"),
+        (["--json", "/nowhere/stalls.json"], "/nowhere/stalls.json cannot be written because the folder /nowhere"),
         (["--model.width", "3"], "unknown configuration key 'model.width'"),
     ],
 )

@@ -58,14 +58,14 @@ def test_a_good_configuration_passes() -> None:
         (
             {"parallel": {"pipeline": 3}, "schedule": {"name": "interleaved_1f1b"}},
             3,
-            ["parallel.pipeline 3", "2 stages a rank", "4 layers", "at most 2"],
+            ["parallel.pipeline 3", "2 stages per rank", "4 layers", "at most 2"],
         ),
         (
             {"schedule": {"name": "2bw"}, "parallel": {"pipeline": 2}, "batch": {"global_size": 1}},
             2,
-            ["2bw", "1 micro-batches on 2 ranks", "weights that do not exist yet", "2 micro-batches or more"],
+            ["2bw", "1 micro-batches on 2 ranks", "weights that do not exist yet", "at least 2 micro-batches"],
         ),
-        ({"schedule": {"name": "pipedream"}}, 1, ["optimizer.clip_norm 1.0", "8 times a step", "null", "2bw"]),
+        ({"schedule": {"name": "pipedream"}}, 1, ["optimizer.clip_norm 1.0", "8 times per step", "null", "2bw"]),
         (
             {
                 "schedule": {"name": "pipedream"},
@@ -91,13 +91,13 @@ def test_a_good_configuration_passes() -> None:
         ({"checkpoint": {"max_overhead": 0.0}}, 1, ["checkpoint.max_overhead is 0.0", "above 0"]),
         ({"checkpoint": {"signal_deadline_seconds": -1.0}}, 1, ["signal_deadline_seconds is -1.0", "above 0"]),
         ({"schedule": {"name": "1f2b"}}, 1, ["1f2b", "1f1b"]),
-        ({"parallel": {"pipeline": 2, "layers_per_stage": [1, 2]}}, 2, ["layers_per_stage", "[1, 2]", "add up to 4"]),
+        ({"parallel": {"pipeline": 2, "layers_per_stage": [1, 2]}}, 2, ["layers_per_stage", "[1, 2]", "with sum 4"]),
         ({"schedule": {"name": "gpipe", "chunks": 2}}, 1, ["gpipe", "chunks"]),
         *(
             (
                 {"schedule": schedule, "recompute": {"logits": True}},
                 1,
-                ["recompute.logits is true", "two halves of a backward", "recompute.logits false", "1f1b without"],
+                ["recompute.logits is true", "splits the backward", "recompute.logits false", "1f1b without"],
             )
             for schedule in ({"name": "zb_h1"}, {"name": "gpipe", "two_bp": True})
         ),
@@ -144,7 +144,7 @@ def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (dumps(build("1f1b", 2, 4)), "it was made for units (layers) by stage [1, 1], and this run has [3, 1]"),
+        (dumps(build("1f1b", 2, 4)), "it was made for units (layers) by stage [1, 1], but this run has [3, 1]"),
         (
             dumps(order("1f1b", 2, 4)).replace("F1.1 B1.1", "B1.1 F1.1"),
             "line 10), BACKWARD stage 1, micro-batch 1, version 0: it",
@@ -153,7 +153,7 @@ def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None
             dumps(order("1f1b", 2, 4)).replace("F1.1 B1.1", "F1.1 F1.1"),
             "line 10), FORWARD stage 1, micro-batch 1: it app",
         ),
-        (dumps(order("1f1b", 2, 4)).replace("stage 1", "stage 1 replica 1"), "does not add up the gradients of such"),
+        (dumps(order("1f1b", 2, 4)).replace("stage 1", "stage 1 replica 1"), "does not sum the gradients of copies"),
     ],
 )
 def test_a_schedule_file_is_held_against_the_model_at_once(tmp_path: Path, text: str, problem: str) -> None:

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol, cast
 from megapipe.data.errors import DataError
 from megapipe.data.preprocess.hub_datasets import dataset_batches
 from megapipe.data.preprocess.parts import Piece
-from megapipe.data.preprocess.tables import arrow_batches, parquet_batches, rows_of
+from megapipe.data.preprocess.tables import arrow_batches, parquet_batches, rows_of, type_in_words
 
 TEXT_KEY = "text"
 """The field that the content of a text file counts as."""
@@ -78,14 +78,16 @@ class RawDocument:
 
     def _field(self, record: object, key: str) -> str:
         if not isinstance(record, dict):
-            raise DataError(f"{self.place()}: a JSON {type(record).__name__} where an object with {key!r} is needed")
+            raise DataError(
+                f"{self.place()}: the document is {type_in_words(record)}, but must be an object with a field {key!r}"
+            )
         if key not in record:
             raise DataError(
                 f"{self.place()}: no field {key!r}; it has {', '.join(map(repr, record))}: see --json-keys"
             )
         value = record[key]
         if not isinstance(value, str):
-            raise DataError(f"{self.place()}: field {key!r} holds a {type(value).__name__}, not a text")
+            raise DataError(f"{self.place()}: field {key!r} is {type_in_words(value)}, but must be text")
         try:
             value.encode()
         except UnicodeEncodeError as error:

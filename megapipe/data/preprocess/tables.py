@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 _ROWS_AT_ONCE = 1000
 _ARROW_FILE_MAGIC = b"ARROW1"
 _ARROW_FILE_STREAM_START = 8
+_TYPES_IN_WORDS: dict[type, str] = {
+    type(None): "null",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def type_in_words(value: object) -> str:
+    """Return the type of a value from a JSON file or a table, for an error message."""
+    return _TYPES_IN_WORDS.get(type(value), f"of type {type(value).__name__}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Row:
                     f"{self.place()}: field {key!r} is not UTF-8; convert it, or skip with --on-error skip"
                 )
             if not isinstance(value, str):
-                raise DataError(f"{self.place()}: field {key!r} holds a {type(value).__name__}, not a text")
+                raise DataError(f"{self.place()}: field {key!r} is {type_in_words(value)}, but must be text")
         return list(map(str, self.values))
 
     def place(self) -> str:

@@ -16,16 +16,16 @@ from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.findings import Objective
 
 MOST_DEVICES = 1_000_000
-"""Ranks of a plan; no machine has as many, and every node of them is looked at."""
+"""Maximum number of ranks of a plan, above any real machine; the time grows with the number of nodes."""
 MEMORY_RESERVE = 0.05
-"""Share of a device's memory that plans keep free by default: on 80 GB 4 GB, for a CUDA context (0.5 GB), NCCL's
-buffers (1 to 2 GB) and fragments."""
+"""Fraction of a device's memory that plans keep free by default; 4 GB of 80 GB, for a CUDA context (0.5 GB), NCCL's
+buffers (1 to 2 GB) and fragmentation."""
 NO_DATA = "DATA"
-"""Stands for the data.prefix of a configuration that is written without one."""
+"""Placeholder for the data.prefix of a configuration that is written without one."""
 
 
 DOCUMENTED = frozenset({"-h", "--help"})
-"""Arguments whose output has the help of fields in it."""
+"""Arguments whose output includes the help of fields."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Request:
     def hardware(self) -> Hardware:
         """The machine that --hardware names, less --memory_reserve. ConfigError without one."""
         if self.flags["hardware"] is None:
-            raise ConfigError(f"--hardware is missing; name a file or one of {', '.join(PRESETS)}")
+            raise ConfigError(f"--hardware is missing; set it to a file or to one of {', '.join(PRESETS)}")
         hardware, reserve = load_hardware(self.flags["hardware"]), self.flags.get("memory_reserve")
         return (
             hardware.with_share(1 - self.default_reserve())
@@ -55,8 +55,10 @@ class Request:
         )
 
     def default_reserve(self) -> float:
-        """The share of each device's memory that is kept free where no flag says how much. None under recompute.method
-        auto, which has a budget of its own, and for commands that measure."""
+        """Return the fraction of each device's memory to keep free if no flag sets it.
+
+        It is 0 with recompute.method auto, which has its own budget, and for commands that measure.
+        """
         given = self.flags.get("memory_reserve") is not None or "memory_reserve" not in self.flags
         return 0.0 if given or self.config.recompute.method == "auto" else MEMORY_RESERVE
 
@@ -65,12 +67,12 @@ class Request:
         parallel, devices = self.config.parallel, self.flags["devices"]
         if devices is None:
             if parallel.data is None:
-                raise ConfigError("--devices is missing; give it, or parallel.data beside the other sizes")
+                raise ConfigError("--devices is missing; set it, or set parallel.data and the other sizes")
             return parallel.data * parallel.pipeline * parallel.context * parallel.tensor
         if devices < 1:
-            raise ConfigError(f"--devices is {devices}; a run takes 1 or more")
+            raise ConfigError(f"--devices is {devices}; it must be at least 1")
         if devices > MOST_DEVICES:
-            raise ConfigError(f"--devices is {devices:,}; plans are made for at most {MOST_DEVICES:,}: ask for fewer")
+            raise ConfigError(f"--devices is {devices:,}; it must be at most {MOST_DEVICES:,}")
         return int(devices)
 
     def for_file(self, file: str) -> "Request":
@@ -90,18 +92,26 @@ class Command:
 
 def _machine(parser: ArgumentParser) -> None:
     parser.add_argument("--hardware", type=str, help=f"file, or one of {', '.join(PRESETS)}")
-    parser.add_argument("--devices", type=int, help="ranks in all (default: what the sizes of the layout make)")
+    parser.add_argument(
+        "--devices", type=int, help=("total number of ranks (default: the product of the sizes of the layout)")
+    )
     parser.add_argument(
         "--memory_reserve", type=float, metavar="GB",
-        help="memory of every device to keep free for CUDA, NCCL and the allocator's fragments "
-        f"(default {MEMORY_RESERVE:.0%} of it)",
+        help=(f"memory of every device to keep free for CUDA, NCCL and fragmentation (default {MEMORY_RESERVE:.0%} of "
+            "it)"),
     )  # fmt: skip
 
 
 def _training(parser: ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=float, help="to train on, such as 300e9: tells steps, days and money of them")
     parser.add_argument(
-        "--price_per_hour", type=float, help="of one node, in any currency (default: what the hardware file says)"
+        "--tokens",
+        type=float,
+        help=("tokens to train on, such as 300e9; adds the number of steps, the days and the price"),
+    )
+    parser.add_argument(
+        "--price_per_hour",
+        type=float,
+        help=("price of one node for an hour, in any currency (default: that of the hardware file)"),
     )
 
 
@@ -117,50 +127,67 @@ def _pictures(parser: ArgumentParser) -> None:
 def _failures(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--mean_time_between_failures", type=float, metavar="HOURS",
-        help="of the whole job: says how often to save; with --save_seconds",
+        help="mean time between failures of the whole job; with --save_seconds, adds how often to save",
     )  # fmt: skip
     parser.add_argument(
-        "--save_seconds", type=float, help="what a save adds to the training time (docs/checkpoints.md)"
+        "--save_seconds", type=float, help="seconds that a save adds to the training time (docs/checkpoints.md)"
     )
 
 
 def _search(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--objective", choices=get_args(Objective), default="speed",
-        help="most tokens/s; least money a token, on as many devices or fewer; soonest through --tokens, on as many "
-        "devices or fewer; the largest model that fits (default speed)",
+        help=("speed: most tokens/s. cost: lowest price per token, on --devices or fewer. time: shortest time for "
+            "--tokens, on --devices or fewer. size: largest model that fits (default speed)"),
     )  # fmt: skip
     parser.add_argument(
         "--schedules",
         type=str,
-        help="names to try with every division of ranks, separated by commas (default "
-        "1f1b,interleaved_1f1b, and others on the most promising divisions)",
+        help=(
+            "names to try with every division of ranks, separated by commas (default 1f1b,interleaved_1f1b, and "
+            "other schedules with the most promising divisions)"
+        ),
     )
     parser.add_argument(
-        "--models", type=str, nargs="+", metavar="FILE", help="for the objective size (default: --model, scaled)"
+        "--models",
+        type=str,
+        nargs="+",
+        metavar="FILE",
+        help=("with --objective size: model files to try (default: --model, scaled)"),
     )
     parser.add_argument(
-        "--per_layer", action="store_true", help="also print Galvatron's plan, which megapipe cannot train"
+        "--per_layer",
+        action="store_true",
+        help=("also print the per-layer plan of Galvatron, which megapipe cannot train"),
     )
-    parser.add_argument("--two_buffered", action="store_true", help="also ask PipeDream-2BW's own planner")
-    parser.add_argument("--top", type=int, default=5, help="layouts that are listed (default 5)")
+    parser.add_argument("--two_buffered", action="store_true", help="also print the plan of PipeDream-2BW's planner")
+    parser.add_argument("--top", type=int, default=5, help="number of layouts to list (default 5)")
     parser.add_argument(
-        "--write_config", type=Path, metavar="FILE", help="the best layout as a configuration to train"
+        "--write_config", type=Path, metavar="FILE", help="write the best layout as a configuration to train"
     )
 
 
 def _train_time(parser: ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=float, help="that the model is trained on")
+    parser.add_argument("--tokens", type=float, help="tokens that the model is trained on")
     parser.add_argument(
-        "--achieved_tflops", type=float, help="that each device reached, in place of --hardware: 8 T P / (n X)"
+        "--achieved_tflops", type=float, help="TFLOP/s that each device reaches, instead of --hardware: 8 T P / (n X)"
     )
     parser.add_argument("--bounds", action="store_true", help="also print the lower bounds of Lamy-Poirier's analysis")
-    parser.add_argument("--parameters", type=float, help="of the model (default: those of --model)")
-    parser.add_argument("--least_efficiency", type=float, default=0.5, help="share of the peak to keep (default 0.5)")
+    parser.add_argument(
+        "--parameters", type=float, help=("number of parameters of the model (default: those of --model)")
+    )
+    parser.add_argument(
+        "--least_efficiency",
+        type=float,
+        default=0.5,
+        help=("with --bounds: lowest fraction of the peak FLOP/s (default 0.5)"),
+    )
 
 
 def _files(parser: ArgumentParser) -> None:
-    parser.add_argument("files", type=str, nargs="+", help="configurations, one a layout; flags are laid over each")
+    parser.add_argument(
+        "files", type=str, nargs="+", help=("configuration files, one per layout; flags override fields of each")
+    )
 
 
 def _file(parser: ArgumentParser) -> None:
@@ -169,16 +196,24 @@ def _file(parser: ArgumentParser) -> None:
 
 def _profile(parser: ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="hardware file to write")
-    parser.add_argument("--ranks", type=int, default=2, help="processes that run at once (default 2)")
-    parser.add_argument("--tensor_sizes", type=list[int], default=[1], help="sizes of parallel.tensor, as in [1,2]")
-    parser.add_argument("--context_sizes", type=list[int], default=[1], help="sizes of parallel.context, as in [1,2]")
-    parser.add_argument("--micro_sizes", type=list[int], default=[1, 2, 4], help="sizes of micro-batches, as in [1,2]")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help=("number of processes that run at the same time (default 2)")
+    )
+    parser.add_argument(
+        "--tensor_sizes", type=list[int], default=[1], help=("sizes of parallel.tensor to measure, as in [1,2]")
+    )
+    parser.add_argument(
+        "--context_sizes", type=list[int], default=[1], help=("sizes of parallel.context to measure, as in [1,2]")
+    )
+    parser.add_argument(
+        "--micro_sizes", type=list[int], default=[1, 2, 4], help=("micro-batch sizes to measure, as in [1,2]")
+    )
 
 
 def _links(parser: ArgumentParser) -> None:
-    parser.add_argument("--hardware", type=str, help=f"what a node is: file, or one of {', '.join(PRESETS)}")
-    parser.add_argument("--output", type=Path, required=True, help="hardware file to write, with the links")
-    parser.add_argument("--megabytes", type=float, default=64.0, help="of a message (default 64)")
+    parser.add_argument("--hardware", type=str, help=f"file that describes a node, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--output", type=Path, required=True, help="hardware file to write, including the links")
+    parser.add_argument("--megabytes", type=float, default=64.0, help="size of a message (default 64)")
 
 
 def _fit(parser: ArgumentParser) -> None:
@@ -186,33 +221,35 @@ def _fit(parser: ArgumentParser) -> None:
 
     parser.add_argument("--published", choices=tuple(TABLES), help="a table of published rows")
     parser.add_argument("--rows", type=str, metavar="FILE", help="YAML of your own measured runs (docs/cost_model.md)")
-    parser.add_argument("--hardware", type=str, help="with --rows: file or preset of the machine that they ran on")
-    parser.add_argument("--output", type=Path, help="hardware file to write, with the efficiency that was found")
+    parser.add_argument(
+        "--hardware", type=str, help=("with --rows: file or preset of the machine on which the runs were measured")
+    )
+    parser.add_argument("--output", type=Path, help="hardware file to write, including the fitted efficiency")
 
 
 COMMANDS: dict[str, Command] = {
     "search": Command(
-        "the best layout of a model on a machine, and why others lose",
+        "find the best layout of a model on a machine, and print why others are slower",
         "--model FILE --hardware FILE|PRESET --devices N --batch.global_size B [--parallel.tensor 8 ...]",
         (_machine, _search, _training, _failures, _json, _pictures),
     ),
     "predict": Command(
-        "step time and memory of one layout",
+        "predict step time and memory of one layout",
         "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
         (_machine, _training, _failures, _json, _pictures),
     ),
     "explain": Command(
-        "the same with every term and where it comes from",
+        "predict one layout and print every term with its source",
         "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
         (_machine, _json),
     ),
     "compare": Command(
-        "several layouts side by side",
+        "predict several layouts side by side",
         "FILE [FILE ...] --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
         (_files, _machine, _json),
     ),
     "train-time": Command(
-        "days to train on a number of tokens",
+        "estimate the days that training on a number of tokens takes",
         "--model FILE --tokens T --devices N --hardware FILE|PRESET | --achieved_tflops X",
         (_machine, _train_time, _json),
     ),
@@ -222,17 +259,17 @@ COMMANDS: dict[str, Command] = {
         (_profile, _json),
     ),
     "links": Command(
-        "measure the links between the nodes of a job, into a hardware file",
+        "measure the links between the nodes of a job and write a hardware file",
         "--hardware FILE|PRESET --output FILE, started by torchrun on every node",
         (_links, _json),
     ),
     "fit": Command(
-        "fit a machine's efficiency to measured runs, and say how far off it is",
+        "fit a machine's efficiency to measured runs, and print the remaining errors",
         "--published NAME | --rows FILE --hardware FILE|PRESET [--output FILE]",
         (_fit, _json),
     ),
     "dry-run": Command(
-        "check a run of any size in one process: rules, schedule, shapes, memory",
+        "check the rules, schedule, shapes and memory of a run of any size in one process",
         "FILE [--devices N] [--hardware FILE|PRESET] [--group.field VALUE ...]",
         (_file, _machine, _json),
     ),
@@ -249,7 +286,9 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     except ConfigError as error:
         if kind is BertPretrainConfig or not _of_a_bert(command, arguments):
             raise
-        raise ConfigError([f"{problem}; a BERT's run has it: add --bert" for problem in error.problems]) from None
+        raise ConfigError(
+            [f"{problem}; BERT runs have this option: add --bert" for problem in error.problems]
+        ) from None
     return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)
 
 
@@ -269,7 +308,7 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     parser.prog = f"plan.py {command}"
     parser.usage = f"plan.py {command} {about.usage}"
     parser.add_argument(
-        "--bert", action="store_true", help="a BERT's run, as pretrain_bert.py reads it, and not a GPT's"
+        "--bert", action="store_true", help="plan a BERT run, as pretrain_bert.py reads it, instead of a GPT run"
     )
     for add in about.flags:
         add(parser)

@@ -19,11 +19,13 @@ def priced(hardware: Hardware, price: float | None) -> Hardware:
     if price is None:
         return hardware
     if not (math.isfinite(price) and price >= 0):
-        raise ConfigError(f"--price_per_hour is {price:g}; it is of one node, a finite number and at least 0")
+        raise ConfigError(
+            f"--price_per_hour is {price:g}; it is the price of one node and must be a finite number of at least 0"
+        )
     if len(hardware.groups) > 1:
         raise ConfigError(
-            f"--price_per_hour is of one kind of node, and hardware {hardware.name!r} has {len(hardware.groups)}; "
-            "write price_per_hour into each of its groups"
+            f"--price_per_hour sets one price, but hardware {hardware.name!r} has {len(hardware.groups)} kinds of "
+            "nodes; write price_per_hour into each group of the hardware file"
         )
     return replace(hardware, groups=(replace(hardware.groups[0], price_per_hour=price),))
 
@@ -56,7 +58,7 @@ def training_facts(request: Request, answer: Estimate, hardware: Hardware) -> di
 
 def training_told(facts: dict[str, Any]) -> str:
     """The same in a line."""
-    cost = "" if facts["cost"] is None else f", for {facts['cost']:,.0f} by the nodes' prices"
+    cost = "" if facts["cost"] is None else f", price {facts['cost']:,.0f}"
     return (
         f"{count_told(facts['tokens'])} tokens: {facts['steps']:,} steps (--training.steps {facts['steps']}), "
         f"{duration_told(facts['days'] * DAY)}{cost}; evaluation, saves and restarts not counted"

@@ -17,7 +17,7 @@ def run_fit(request: Request) -> int:
     check_folders(flags["output"])
     result, title, unit = _fit(request)
     if flags["output"] is not None:
-        write_text(flags["output"], written(result.hardware, f"Efficiency by plan.py fit: {title}."))
+        write_text(flags["output"], written(result.hardware, f"Efficiency fitted by plan.py fit: {title}."))
     if flags["json"]:
         print(json.dumps(result.as_json(), indent=2))
         return 0
@@ -25,7 +25,7 @@ def run_fit(request: Request) -> int:
     for line in report_lines(result, unit):
         print(line)
     if flags["output"] is not None:
-        print(f"written: {flags['output']}; plan with it by --hardware {flags['output']}")
+        print(f"wrote {flags['output']}; use it with --hardware {flags['output']}")
     return 0
 
 
@@ -33,12 +33,12 @@ def _fit(request: Request) -> tuple[FitResult, str, str]:
     """What was found, its title, and the unit of its speeds."""
     flags = request.flags
     if (flags["published"] is None) == (flags["rows"] is None):
-        raise ConfigError("give one of --published, a table of published rows, and --rows, a file of your own")
+        raise ConfigError("pass either --published, a table of published rows, or --rows, a file with your own rows")
     if flags["rows"] is not None:
         return fit_rows(flags["rows"], request.hardware()), f"rows of {flags['rows']}", "tokens/s"
     if flags["hardware"] is not None:
         raise ConfigError(
-            f"--hardware {flags['hardware']} goes with --rows; published rows ran on "
-            f"{find_table(flags['published']).hardware}: leave it out"
+            f"--hardware {flags['hardware']} can only be used with --rows, because the published rows were measured "
+            f"on {find_table(flags['published']).hardware}; leave it out"
         )
     return fit_table(flags["published"]), find_table(flags["published"]).title, "TFLOP/s"

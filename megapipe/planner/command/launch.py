@@ -46,11 +46,11 @@ def write_config(path: Path, config: PretrainConfig, remarks: list[str]) -> None
 def check_folders(*paths: Path | None) -> None:
     """Raise ConfigError where a file could not be written, before any work is done for it."""
     problems = [
-        f"{path} cannot be written: there is no folder {path.parent}; name a file in one that exists"
+        f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
         for path in paths
         if path is not None and not path.parent.is_dir()
     ]
-    problems += [f"{path} is a folder; name a file" for path in paths if path is not None and path.is_dir()]
+    problems += [f"{path} is a folder; choose a file name" for path in paths if path is not None and path.is_dir()]
     if problems:
         raise ConfigError(problems)
 
@@ -60,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name a file in a folder that exists") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose a file in a writable folder") from None
 
 
 def launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
@@ -85,4 +85,4 @@ def uneven_nodes(hardware: Hardware, devices: int) -> str | None:
         return None
     last = devices - sum(sizes[:-1])
     listed = ", ".join(str(size) for size in [*sizes[:-1], last])
-    return f"nodes run {listed} ranks: give each node its own --nproc_per_node"
+    return f"nodes run {listed} ranks: set --nproc_per_node on each node accordingly"

@@ -100,7 +100,7 @@ def run_explain(request: Request) -> int:
         for each in stages
     ]
     columns = ["stage", "rank", "layers", *(name.replace("_", " ") for name in PHASES)]
-    print_table(columns, rows, "each stage: one micro-batch; update, reduction and gather once a step")
+    print_table(columns, rows, "times of each stage: per micro-batch; update, reduction and gather per step")
     print()
     print_memory(answer)
     return 0
@@ -157,7 +157,11 @@ def print_memory(answer: Estimate) -> None:
         ]
         for place, memory in enumerate(answer.memory)
     ]
-    limit = f"a device has {bytes_told(answer.memory_limit)}" if alike else "device: what the smallest one there has"
+    limit = (
+        f"a device has {bytes_told(answer.memory_limit)}"
+        if alike
+        else ("device: memory of the smallest device at the coordinate")
+    )
     columns = ["coordinate", *names, *([] if alike else ["device"])]
     print_table(columns, rows, f"memory of a rank by pipeline coordinate; {limit}")
 

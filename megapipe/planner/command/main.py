@@ -68,11 +68,12 @@ def overview() -> str:
         [
             "usage: plan.py COMMAND [--group.field VALUE ...]",
             "",
-            "Which layout of a model fits a machine, how fast it will be, and why.",
+            "Find which layout of a model fits a machine, how fast it is, and why.",
             "",
             *lines,
             "",
-            "`plan.py COMMAND --help` lists a command's flags: its own, and every field of a training configuration.",
+            "`plan.py COMMAND --help` lists the flags of a command, which include every field of a training "
+            "configuration.",
         ]
     )
 

@@ -22,39 +22,39 @@ PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16",
 """Precisions, the fastest first that trains without care."""
 
 
-NEVER_MEASURED = "times were never measured on this code"
+NEVER_MEASURED = "predicted times, not measured with megapipe"
 
 
 def provenance(hardware: Hardware) -> str:
-    """Where an output's times come from, in a line."""
+    """Return one line that says where the times of an output come from."""
     if hardware.measured is not None:
-        return "times of layers were measured on one node of this machine; all else is a model that was not"
+        return "times of layers were measured on one node of this machine; all other times are predicted"
     fitted = {load_hardware(name).groups[0].device.efficiency: name for name in FITTED_PRESETS}
     devices = {group.device.name: group.device.efficiency for group in hardware.groups}
     parts = []
     for device, efficiency in devices.items():
         if efficiency == Efficiency():
             parts.append(
-                f"{device} has no known efficiency, so its speeds are an upper bound (plan.py profile measures it, "
-                "plan.py fit finds it from runs)"
+                f"the efficiency of {device} is unknown, so its speeds are upper bounds (plan.py profile measures it, "
+                "plan.py fit derives it from runs)"
             )
         elif efficiency in fitted:
             parts.append(f"{device} is fitted to Megatron-LM's published runs on {fitted[efficiency]}")
         else:
-            parts.append(f"{device} has the efficiency that the hardware file gives")
+            parts.append(f"the efficiency of {device} is that of the hardware file")
     return f"{NEVER_MEASURED}; {'; '.join(parts)}"
 
 
 def planned_config(
     request: Request, hardware: Hardware, *, layout_open: bool = False
 ) -> tuple[PretrainConfig, list[str]]:
-    """The configuration to plan, and remarks on what was chosen for it.
+    """Return the configuration to plan, and remarks on what was chosen for it.
 
-    layout_open: a search sets the layout, so rules between its fields are not checked here.
+    layout_open: a search sets the layout, so rules between fields of the layout are not checked here.
 
-    If neither a file nor a flag names a model, it is the default one, and a remark says which. If none names a
-    precision, it is the first of bf16, fp16, fp32 that all devices multiply in; with --config, it is fp32, in which
-    training would run that file. A remark says which and why. What auto would time follows from the devices' peaks.
+    If neither a file nor a flag sets the model, it is the default one. If neither sets the precision, it is the first
+    of bf16, fp16, fp32 that all devices support; with --config, it is fp32, because training would run that file in
+    fp32. Precision auto is resolved by the devices' peaks. A remark reports each of these choices.
 
     Raises ConfigError with every rule that single fields break; data.prefix may be missing.
     """
@@ -63,21 +63,21 @@ def planned_config(
     if not written:
         model = config.model
         remarks.append(
-            f"the model is the default one, {model.num_layers} layers of {model.hidden_size}, as none was given: "
-            "--model FILE or --model.field VALUE names another"
+            f"no model was given, so this is the default one with {model.num_layers} layers of hidden size "
+            f"{model.hidden_size}; set another with --model FILE or --model.FIELD VALUE"
         )
     if "training.precision" not in request.given and request.flags.get("config"):
         remarks.append(
-            f"training.precision {config.training.precision}, the default that training uses, as the configuration "
-            "names none; --training.precision bf16 plans mixed precision"
+            f"training.precision is {config.training.precision}, the default of training, because the configuration "
+            "does not set it; --training.precision bf16 plans mixed precision"
         )
     elif "training.precision" not in request.given:
         common = [name for name in PREFERRED if all(name in group.device.peak_flops for group in hardware.groups)]
         if common:
             config = replace(config, training=replace(config.training, precision=common[0]))
             remarks.append(
-                f"training.precision {common[0]}, the first of {', '.join(PREFERRED)} that the devices "
-                "have, as none was given"
+                f"training.precision was not given, so it is {common[0]}, the first of {', '.join(PREFERRED)} that "
+                "all devices support"
             )
     config, remark = with_named_precision(config, (group.device for group in hardware.groups))
     remarks += [] if remark is None else [remark]
@@ -87,8 +87,8 @@ def planned_config(
     reserved = request.default_reserve()
     if reserved:
         remarks.append(
-            f"{reserved:.0%} of each device's memory is reserved for CUDA, NCCL and fragments; --memory_reserve GB "
-            "sets another amount"
+            f"{reserved:.0%} of each device's memory is reserved for CUDA, NCCL and fragmentation; --memory_reserve "
+            "GB sets another amount"
         )
     return config, remarks
 
@@ -139,7 +139,8 @@ def checkpoint_facts(request: Request, step_seconds: float) -> dict[str, float] 
     if hours is None or save is None:
         missing = "save_seconds" if save is None else "mean_time_between_failures"
         raise ConfigError(
-            f"--{missing} is missing; how often to save follows from the time between failures and what a save takes"
+            f"--{missing} is missing; how often to save depends on both the time between failures and the time of a "
+            "save"
         )
     if hours <= 0 or save <= 0:
         raise ConfigError(f"--mean_time_between_failures {hours:g} and --save_seconds {save:g} must be above 0")
@@ -155,5 +156,5 @@ def checkpoint_told(facts: dict[str, Any]) -> str:
     """The rule's answer in a line."""
     return (
         f"save every {duration_told(facts['interval_s'])} (--checkpoint.every {facts['interval_steps']:.0f}): saves "
-        f"and work done twice take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
+        f"and repeated work take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
     )

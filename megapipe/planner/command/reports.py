@@ -48,9 +48,7 @@ def write_search(
         if each.estimate is not None and layout_told(each.estimate.config) != layout_told(best.config)
     ]
     pictures = {
-        "breakdown": draw_breakdown(
-            [Row("best", best), *others], "Time of a step in closed form, by what it goes into"
-        ),
+        "breakdown": draw_breakdown([Row("best", best), *others], "Time of a step in closed form, by term"),
         "pareto": draw_pareto([each.estimate for each in findings.pareto], best.memory_limit),
     }
     ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]
@@ -99,7 +97,7 @@ def _write_pictures(folder: Path, pictures: dict[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}; name another folder") from None
+        raise ConfigError(f"{folder} cannot be created: {error.strerror}; choose another folder") from None
     for name, picture in pictures.items():
         write_text(folder / f"{name}.svg", picture)
 
@@ -110,7 +108,7 @@ def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
         ("a step", cells["step"], "seconds of one optimizer step"),
         ("tokens/s", f"{answer.tokens_per_second:,.0f}", "of all devices together"),
         ("tokens/s/device", cells["tokens/s/device"], "of one device"),
-        ("TFLOP/s/device", cells["TFLOP/s/device"], "of the model; what is recomputed is not counted"),
+        ("TFLOP/s/device", cells["TFLOP/s/device"], "of the model, without recomputation"),
         (
             "fullest rank",
             bytes_told(answer.tightest_bytes),
@@ -128,12 +126,18 @@ def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) ->
         Section(
             "Memory",
             pictures["memory"],
-            "Weights to moments live between steps, and so do the slots of messages; activations and buffers are the "
-            "most that any moment of a step holds. Point at a part for its size.",
+            "Weights, gradients, optimizer state and message slots exist between steps too; activations and buffers "
+            "are the peak of a step. Point at a part to see its size.",
         ),
         Section("Time", pictures["breakdown"], run_told(answer.config, hardware, answer.world_size)),
     ]
     if "pareto" in pictures:
-        found.append(Section("Speed against memory", pictures["pareto"], "Layouts that no other one beats in both."))
+        found.append(
+            Section(
+                "Speed against memory",
+                pictures["pareto"],
+                "Layouts that no other layout beats in both speed and memory.",
+            )
+        )
     found.append(Section("Terms of a step", table_html(["term", "time", "of the step", "source"], terms)))
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
+from megapipe.config.progress import progress_bar
 from megapipe.planner.command.advice import advised, print_advice
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.budget import check_tokens, priced, training_facts, training_told
@@ -26,7 +27,6 @@ from megapipe.planner.command.planning import (
 from megapipe.planner.cost.model import predict
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.recompute_auto import limited
-from megapipe.planner.report.progress import progress
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
 from megapipe.planner.search.findings import Findings, Found
@@ -45,18 +45,18 @@ def run_search(request: Request) -> int:
     check_tokens(flags["tokens"])
     hardware, devices = priced(request.hardware(), flags["price_per_hour"]), _devices(request)
     if flags["top"] < 1:
-        raise ConfigError(f"--top is {flags['top']}; list at least 1 layout")
+        raise ConfigError(f"--top is {flags['top']}; it must be at least 1")
     config, remarks = planned_config(request, hardware, layout_open=True)
     pinned = request.given
     if config.recompute.method == "auto":
         pinned -= {"recompute.method"}
         config, hardware = limited(config, hardware)
         remarks.append(
-            "recompute.method auto: methods are searched with the layout, and a device's memory is what tensors may "
-            "take of it"
+            "recompute.method auto: the search also chooses the method, and the memory limit of a device is the "
+            "budget of recompute.method auto"
         )
     space, models, times = _space(request), _models(request), measured_times(hardware, devices)
-    with _uncollected(), progress("searching layouts") as report:
+    with _uncollected(), progress_bar("searching layouts") as report:
         findings = search(
             config,
             hardware,
@@ -83,7 +83,7 @@ def run_search(request: Request) -> int:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
         prediction = replace(prediction, estimate=best.estimate)  # the page prints the same figures as the table
-        from megapipe.planner.command.reports import write_search  # what draws, where something is drawn
+        from megapipe.planner.command.reports import write_search  # imported only if something is drawn
 
         write_search(request, hardware, prediction, findings, command, [*remarks, *said])
     if flags["write_config"] is not None:
@@ -109,7 +109,7 @@ def run_search(request: Request) -> int:
     print()
     print_memory(best.estimate)
     if best.node_order is not None:
-        print(f"\norder of the nodes, by measured links: {' '.join(map(str, best.node_order))}")
+        print(f"\norder of the nodes, chosen by measured links: {' '.join(map(str, best.node_order))}")
     print_advice(advice)
     for line in said:
         print(f"\n{line}")
@@ -132,7 +132,10 @@ def _uncollected() -> Iterator[None]:
 
 def print_findings(findings: Findings, top: int) -> None:
     """The layouts that a search ranked, what it compared, and why others lose."""
-    print(f"\n{findings.layouts:,} layouts, {findings.examined:,} of them estimated, the others ruled out unseen")
+    print(
+        f"\n{findings.layouts:,} layouts, of which {findings.examined:,} were estimated and the others ruled out by "
+        "lower bounds"
+    )
     rows = [
         {"": str(place)} | layout_cells(each.config) | _figures(each)
         for place, each in enumerate(findings.ranked[:top], start=1)
@@ -140,7 +143,7 @@ def print_findings(findings: Findings, top: int) -> None:
     columns = [name for name in rows[0] if name != "context" or any(row[name] != "1" for row in rows)]
     print_table(columns, [[row[name] for name in columns] for row in rows])
     if any(each.simulated for each in findings.ranked[:top]):
-        print("(* by simulation of the schedule, the others in closed form)")
+        print("(*: time from a simulation of the schedule, others: from closed forms)")
     if findings.trials:
         told = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
         print()
@@ -173,9 +176,11 @@ def _figures(found: Found) -> dict[str, str]:
 def _devices(request: Request) -> int:
     """A search needs them said: sizes that are not given are open."""
     if request.flags["devices"] is None:
-        raise ConfigError("--devices is missing; give the devices that may be used")
+        raise ConfigError("--devices is missing; set it to the number of devices that may be used")
     if "batch.global_size" not in request.given:
-        raise ConfigError("--batch.global_size is missing; give the samples of a step, which decide what is fast")
+        raise ConfigError(
+            "--batch.global_size is missing; set it to the samples per step, because the best layout depends on it"
+        )
     return request.devices()
 
 
@@ -185,7 +190,10 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
     if files is None:
         return []
     if objective != "size":
-        raise ConfigError(f"--models is for --objective size, which is {objective}; set it, or leave --models out")
+        raise ConfigError(
+            f"--models needs --objective size, but the objective is {objective}; set --objective size, or leave "
+            "--models out"
+        )
     try:
         return [(Path(file).stem, parse_as(request.kind, ["--model", file]).model) for file in files]
     except ConfigError as error:
@@ -208,12 +216,12 @@ def _file_remarks(hardware: Hardware, best: Found, command: str) -> list[str]:
 
 def _print_start(request: Request, hardware: Hardware, best: Found, command: str) -> None:
     if request.flags["write_config"] is None:
-        print(f"\nto start it: add --write_config {OUTPUT_NAME}, then on every node")
+        print(f"\nto train with it, add --write_config {OUTPUT_NAME}, then run on every node")
     else:
-        print(f"\nwritten: {request.flags['write_config']}; to start it, on every node")
+        print(f"\nwrote {request.flags['write_config']}; to train with it, run on every node")
     print(f"  {command}")
     if not best.config.data.prefixes[0]:
-        print(f"  ({NO_DATA}: the shard that tools/preprocess.py wrote)")
+        print(f"  ({NO_DATA}: path of the shard that tools/preprocess.py printed)")
     warning = uneven_nodes(hardware, best.estimate.world_size)
     if warning is not None:
         print(f"  {warning}")

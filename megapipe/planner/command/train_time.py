@@ -69,26 +69,29 @@ class Shortest:
 
 
 def run_train_time(request: Request) -> int:
-    """Print one training time, and with --bounds what a paper's analysis allows at best."""
+    """Print the training time, and with --bounds the lower bounds of a paper's analysis."""
     flags = request.flags
     tokens = flags["tokens"]
     if tokens is None:
-        raise ConfigError("--tokens is missing; give the tokens that the model is trained on, as in --tokens 300e9")
+        raise ConfigError(
+            "--tokens is missing; set it to the tokens that the model is trained on, as in --tokens 300e9"
+        )
     if flags["achieved_tflops"] is not None and flags["hardware"] is not None:
         raise ConfigError(
-            "--achieved_tflops and --hardware both decide the speed; give the one that you measured, or leave it out "
-            "to have the speed predicted"
+            "--achieved_tflops and --hardware both set the speed; pass --achieved_tflops for a measured speed, or "
+            "--hardware for a predicted one"
         )
     if flags["bounds"] and flags["hardware"] is None:
-        raise ConfigError("--bounds needs --hardware, whose nominal figures it uses; give a file or a preset")
+        raise ConfigError("--bounds needs --hardware, whose nominal figures it uses; set it to a file or a preset")
     _check_dense(request)
     parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
     _check({"tokens": tokens, "parameters": parameters, "achieved_tflops": flags["achieved_tflops"]})
     if flags["devices"] is not None and flags["devices"] < 1:
-        raise ConfigError(f"--devices is {flags['devices']}; a run takes 1 or more")
+        raise ConfigError(f"--devices is {flags['devices']}; it must be at least 1")
     if not 0 <= flags["least_efficiency"] < 1:
         raise ConfigError(
-            f"--least_efficiency is {flags['least_efficiency']:g}; it is a share, at least 0 and below 1"
+            f"--least_efficiency is {flags['least_efficiency']:g}; it is a fraction of the peak, at least 0 and below "
+            "1"
         )
     answer = _answer(request, parameters, tokens)
     methods: list[Shortest] = []
@@ -121,31 +124,32 @@ def run_train_time(request: Request) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """One training time. assumptions: what it rests on, a sentence each."""
+    """One training time. assumptions: one sentence for each."""
 
     seconds: float
     assumptions: list[str]
 
 
 def _answer(request: Request, parameters: float, tokens: float) -> Answer:
-    """By the FLOP/s that the user measured, or else by the layout that a search finds."""
+    """Return the time at the FLOP/s that the user measured, or else of the layout that a search finds."""
     devices = request.flags["devices"]
     achieved = _megatron(request, parameters, tokens)
     if achieved is not None:
         return Answer(
             achieved,
             [
-                f"{devices:,} devices at {request.flags['achieved_tflops']:g} TFLOP/s each, as you gave them",
+                f"{devices:,} devices at {request.flags['achieved_tflops']:g} TFLOP/s each, as given by "
+                "--achieved_tflops",
                 "8 T P / (n X): every forward is recomputed and counted (Narayanan et al. 2021, section 5.1)",
             ],
         )
     if request.flags["hardware"] is None or devices is None:
         raise ConfigError(
-            "the time needs a speed: give --hardware and --devices, or --devices and the --achieved_tflops of each"
+            "no speed is given: pass --devices with --hardware, or with the --achieved_tflops of each device"
         )
     if request.flags["parameters"] is not None:
         raise ConfigError(
-            "--parameters is for --achieved_tflops; with --hardware the model is planned: name it by --model"
+            "--parameters can only be used with --achieved_tflops; with --hardware, describe the model with --model"
         )
     hardware, samples = request.hardware(), _batch(request)
     config, remarks = planned_config(request, hardware, layout_open=True)
@@ -171,14 +175,14 @@ def _chosen(request: Request) -> str:
 
 
 def _check_dense(request: Request) -> None:
-    """The papers' formulas take every parameter to work on every token; a search does not."""
+    """Raise ConfigError for a mixture of experts with formulas that assume that every token uses every parameter."""
     model, flags = request.config.model, request.flags
     formula = flags["achieved_tflops"] is not None and flags["parameters"] is None
     if model.num_experts is not None and (formula or flags["bounds"]):
         active = active_parameters(model, layers_of(request.config))
         raise ConfigError(
-            f"model.num_experts is {model.num_experts}, and these formulas are of dense models; for the estimate of "
-            f"one run give --parameters {active}, those that a token uses, and no --bounds"
+            f"model.num_experts is {model.num_experts}, but these formulas are for dense models; pass --parameters "
+            f"{active}, the parameters that a token uses, and leave --bounds out"
         )
 
 
@@ -187,7 +191,9 @@ def _megatron(request: Request, parameters: float, tokens: float) -> float | Non
     if achieved is None:
         return None
     if devices is None:
-        raise ConfigError(f"--devices is missing; --achieved_tflops {achieved:g} is of each of how many?")
+        raise ConfigError(
+            f"--devices is missing; set it to the number of devices that reach --achieved_tflops {achieved:g} each"
+        )
     return training_seconds(parameters, tokens, devices, achieved * 1e12)
 
 
@@ -201,7 +207,7 @@ def _most_devices(hardware: Hardware, asked: int | None) -> int | None:
     if asked is not None and there is not None and asked > there:
         raise ConfigError(
             f"--devices is {asked:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has "
-            f"{there:,}; ask for fewer, or raise its num_nodes"
+            f"{there:,}; lower --devices, or raise num_nodes of the group"
         )
     return there if asked is None else asked
 
@@ -227,7 +233,7 @@ def _transformer(request: Request) -> Transformer:
 
 
 def _batch(request: Request) -> int:
-    """Sequences: as given, or the critical batch; of several devices a multiple, so that layouts divide it."""
+    """Return the sequences per batch: as given, or the critical batch, rounded down to a multiple of the devices."""
     if "batch.global_size" in request.given:
         return request.config.batch.global_size
     model, devices = _transformer(request), request.flags["devices"] or 1
@@ -281,13 +287,13 @@ def _thresholds(cluster: Cluster) -> dict[str, float]:
 def _print_shortest(request: Request, cluster: Cluster, methods: list[Shortest], batch: int) -> None:
     limits = _thresholds(cluster)
     print(
-        f"\nlower bounds by a paper's analysis with nominal peaks, not predictions\n"
-        f"batches of at most {batch:,} sequences of {request.config.data.sequence_length:,} "
-        f"tokens, efficiency at least {request.flags['least_efficiency']:.0%} of the peak (Lamy-Poirier 2021)"
+        f"\nlower bounds from a paper's analysis with nominal peaks, not predictions\nbatches of at most {batch:,} "
+        f"sequences of {request.config.data.sequence_length:,} tokens, efficiency at least "
+        f"{request.flags['least_efficiency']:.0%} of the peak (Lamy-Poirier 2021)"
     )
     print(
-        f"traffic hides behind compute above an intensity of {limits['outside']:,.0f} FLOP a byte between nodes; "
-        f"tensor traffic does not hide, and takes {limits['inside']:,.0f} over its intensity on top\n"
+        f"traffic between nodes is hidden by compute above an intensity of {limits['outside']:,.0f} FLOP per byte; "
+        f"tensor traffic is never hidden and adds {limits['inside']:,.0f} / intensity to the time\n"
     )
     rows = []
     for each in methods:

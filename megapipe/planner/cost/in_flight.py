@@ -27,7 +27,9 @@ def most_held(name: str, num_ranks: int, num_microbatches: int, chunks: int, opt
         return tuple(np.array([[min(num_ranks - rank, num_microbatches), 0.0]]) for rank in range(num_ranks))
     if name == "modular" and not options.get("two_bp", False):
         return (np.array([[num_microbatches] * chunks + [0.0] * chunks], dtype=np.float64),) * num_ranks
-    if name == "interleaved_1f1b" and "group_size" not in options:  # it depends on micro-batches that are not shown
+    if (
+        name == "interleaved_1f1b" and "group_size" not in options
+    ):  # the default depends on the total number of micro-batches
         options = {**options, "group_size": default_group_size(num_ranks, num_microbatches, chunks)}
     # Weight halves that are put off without a limit pile up to the end.
     rounds = ROUNDS * max(num_ranks, options.get("group_size", 1))

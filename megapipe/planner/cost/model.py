@@ -113,7 +113,13 @@ def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, so
     slower = step_terms(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
     late = sum(term.seconds for term in slower) - sum(term.seconds for term in terms)
     if late > 0.0:
-        terms += (Term("offload", late, "copies to and from host memory, longer than the compute beside them"),)
+        terms += (
+            Term(
+                "offload",
+                late,
+                "copies to and from host memory, as far as they take longer than the compute that overlaps with them",
+            ),
+        )
     return _answer(run, terms, exact_memories(run, schedule))
 
 
@@ -136,7 +142,11 @@ def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> t
     )
     if slowed <= alone:
         return ()
-    return (Term("slow-down", slowed - alone, "traffic of replicas beside compute (Galvatron, arXiv 2211.13878)"),)
+    return (
+        Term(
+            "slow-down", slowed - alone, "traffic of replicas that overlaps with compute (Galvatron, arXiv 2211.13878)"
+        ),
+    )
 
 
 def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:

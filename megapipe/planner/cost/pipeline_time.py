@@ -162,8 +162,8 @@ def _one_group(pipeline: Pipeline, count: int) -> float:
 
 
 def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
-    """A last group that is smaller than the pipeline leaves places empty: of all work where it is the only group, of
-    backwards where it follows others."""
+    """A last group that is smaller than the pipeline leaves idle places: for all work if it is the only group, for
+    backwards if it follows other groups."""
     size, chunks = pipeline.size, pipeline.chunks
     fill = _others(pipeline, pipeline.fill.sum(axis=0)) / chunks
     group = default_group_size(size, count, chunks)
@@ -255,7 +255,7 @@ def waiting_of(name: str, options: Options, pipeline: Pipeline, num_microbatches
     if name == "interleaved_1f1b":
         group = default_group_size(pipeline.size, num_microbatches, pipeline.chunks)
         usual_group = options.get("group_size", group) == group
-        options = {"group_size": group, **options}  # the default depends on micro-batches that are not simulated
+        options = {"group_size": group, **options}  # the default depends on the total number of micro-batches
     if name in FORMULAS and not options.get("two_bp", False) and usual_group:
         return FORMULAS[name](pipeline, num_microbatches)
     ranks = pipeline.size

@@ -128,7 +128,7 @@ def lay_run(
     problems = run_problems(config, placement.num_ranks)
     if moves_to_host(config):
         problems += [
-            f"offload: hardware {hardware.name!r} says nothing of the link between {node.device.name} and host "
+            f"offload: hardware {hardware.name!r} does not describe the link between {node.device.name} and host "
             f"memory; add host: {{bandwidth: ...}} to the group {node.name!r}, or leave offload out"
             for node in {id(node): node for node in placement.nodes}.values()
             if node.host is None
@@ -158,15 +158,16 @@ def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     problems = []
     if config.recompute.method == "auto":
         problems.append(
-            "recompute.method auto is chosen by the times and bytes of other methods: let "
-            "planner.recompute_auto.resolved do so first, or name none, selective or full"
+            "recompute.method auto must be resolved before costs are computed: call planner.recompute_auto.resolved, "
+            "or set none, selective or full"
         )
     if config.offload.activations == "auto":
         problems.append(
-            "offload.activations auto decides at the start of a run, by what it measures there; name none or blocks"
+            "offload.activations auto is decided by measurements at the start of a run; set none or blocks to plan "
+            "with"
         )
     if config.parallel.data is None and world_size is None:
-        problems.append("parallel.data is null and no number of devices is given; give either")
+        problems.append("parallel.data is null and no number of devices is given; set one of them")
     if problems:
         raise ConfigError(problems)
     if config.parallel.data is not None:

@@ -149,7 +149,7 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
     yield Term(
         "waiting",
         seconds - sum(part.seconds for part in parts),
-        "simulation of the schedule: bubble, messages, sums over replicas",
+        "simulation of the schedule: bubble, messages, gradient reduction over replicas",
     )
 
 

@@ -11,7 +11,7 @@ from megapipe.planner.cost.layer_costs import LayerCost
 from megapipe.planner.cost.run_layout import RunLayout
 
 Floats = npt.NDArray[np.float64]
-MEASURED_WAITS = "measured: what ranks that share a layer wait for one another"
+MEASURED_WAITS = "measured: time that ranks of a layer wait for one another"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
         reduction=total([kind.reduction for kind in kinds]),
         gather=total([kind.gather for kind in kinds]),
         tensor_source=MEASURED_WAITS if measured else "rings, doi 10.1177/1094342005051521, section 4.1",
-        context_source=MEASURED_WAITS if measured else "rings beside attention, arXiv 2310.01889, section 3",
+        context_source=MEASURED_WAITS
+        if measured
+        else ("rings that overlap with attention, arXiv 2310.01889, section 3"),
     )
 
 

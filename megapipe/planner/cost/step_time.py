@@ -83,7 +83,9 @@ class _Step:
         busiest = int(pipeline.work.argmax())
         yield from self._of_rank(busiest)
         exposed = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
-        yield Term("data", exposed, "sharded weights and gradients of every micro-batch beside compute (ZeRO)")
+        yield Term(
+            "data", exposed, "sharded weights and gradients of every micro-batch, overlapping with compute (ZeRO)"
+        )
         yield Term("bubble", waiting.bubble, waiting.source)
         messages = waiting.messages
         before = self.count * float(pipeline.work[busiest]) + waiting.bubble + messages
@@ -131,7 +133,7 @@ class _Step:
             return float(costs.by_rank(values)[rank]) * self.count
 
         yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), self.source)
-        yield Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {self.source}")
+        yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {self.source}")
         apart = self.splits
         tensor = costs.tensor + (costs.tensor_weight if apart else 0.0)
         context = costs.context + (costs.context_weight if apart else 0.0)
@@ -147,12 +149,14 @@ class _Step:
     def _at_the_end(self, pipeline: Pipeline, before: float) -> Iterator[Term]:
         """before: seconds up to the last backward."""
         sums = max(self._reductions(pipeline, before), self._streamed() - before)
-        yield Term("data", sums, "sums of gradients beside backwards, arXiv 2211.13878")
+        yield Term("data", sums, "gradient reduction that overlaps with backwards, arXiv 2211.13878")
         tied = tied_seconds(self.run) - sums - self._slack(before)[0]
-        yield Term("tied", max(0.0, tied), "sum of a tied weight's gradients over its stages, beside the others' sums")
+        yield Term(
+            "tied", max(0.0, tied), "reduction of tied gradients over their stages, alongside the other reductions"
+        )
         if self.flushes:
             yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
-        yield Term("update", self._update(pipeline), "bytes of the optimizer's state over memory bandwidth")
+        yield Term("update", self._update(pipeline), "bytes of the optimizer state / memory bandwidth")
         yield Term("data", self._gathers(pipeline), "gathers of updated weights (ZeRO 1 and 2)")
 
     def _update(self, pipeline: Pipeline) -> float:

@@ -84,7 +84,7 @@ def _counted(
     period = ranks
     if name == "interleaved_1f1b":
         given = {"group_size": default_group_size(ranks, count, len(shown[0][1]))} | dict(options)
-        options = tuple(sorted(given.items()))  # the default depends on micro-batches that are not shown
+        options = tuple(sorted(given.items()))  # the default depends on the total number of micro-batches
         period = max(ranks, int(given["group_size"]))  # type: ignore[call-overload]
     plain = _order(name, options, ranks, min(count, ROUNDS * period))
     few = plain.header.num_microbatches if plain.flushes else min(count, max(PERIODIC, ROUNDS * period))
@@ -146,9 +146,9 @@ def _places(
 
 
 def _moved(places: npt.NDArray[np.int64], units: tuple[int, ...], buffers: int) -> npt.NDArray[np.int64]:
-    """By chunk, how often a unit comes to lie in a buffer."""
+    """Return, for each chunk, how often one of its units is put into a buffer."""
     if buffers > 2:
         gathers = np.array(stays_of(places.tolist(), buffers).first_use, dtype=np.int64)
-    else:  # neighbours differ, so a unit is still there if it is one of the last two, which is the rule of `stays_of`
+    else:  # neighbours differ, so a unit is still in a buffer if it is one of the last two (see `stays_of`)
         gathers = np.flatnonzero(np.append(places[:buffers] >= 0, places[buffers:] != places[:-buffers]))
     return np.bincount(places[gathers] % len(units), minlength=len(units))

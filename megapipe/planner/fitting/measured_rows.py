@@ -66,7 +66,7 @@ def read_rows(path: str) -> tuple[MeasuredRow, ...]:
     try:
         content = decode_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"rows file {path!r} cannot be read: {error}; name a readable YAML file") from None
+        raise ConfigError(f"rows file {path!r} cannot be read: {error}; choose a readable YAML file") from None
     rows = content.get("rows") if isinstance(content, Mapping) else None
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"rows file {path!r} has no list `rows`; write `rows:` and one `- ` item for each run")
@@ -87,18 +87,18 @@ def read_rows(path: str) -> tuple[MeasuredRow, ...]:
 
 def _row_problems(row: Any) -> list[str]:
     if not isinstance(row, Mapping):
-        return [f"is {row!r}, no mapping: write {', '.join(REQUIRED)}"]
+        return [f"is {row!r}, but must be a mapping with {', '.join(REQUIRED)}"]
     problems = [f"has an unknown key {key!r} (known: {', '.join(FIELDS)})" for key in row if key not in FIELDS]
     problems += [f"lacks {key}; add it" for key in REQUIRED if key not in row]
     devices, seconds = row.get("devices", 1), row.get("step_seconds", 1.0)
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        problems.append(f"has devices {devices!r}; write a whole number, 1 or more")
+        problems.append(f"has devices {devices!r}; it must be a whole number of at least 1")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        problems.append(f"has step_seconds {seconds!r}; write a number above 0, such as 0.81")
+        problems.append(f"has step_seconds {seconds!r}; it must be a number above 0, such as 0.81")
     if not isinstance(row.get("overrides", {}), Mapping):
-        problems.append(f"has overrides {row['overrides']!r}; write a mapping such as {{batch.micro_size: 4}}")
+        problems.append(f"has overrides {row['overrides']!r}; it must be a mapping such as {{batch.micro_size: 4}}")
     if row.get("model", "gpt") not in ("gpt", "bert"):
-        problems.append(f"has model {row['model']!r}; write gpt or bert")
+        problems.append(f"has model {row['model']!r}; it must be gpt or bert")
     return problems
 
 

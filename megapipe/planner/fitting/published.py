@@ -101,7 +101,8 @@ class PublishedRun:
         fitting = [each for each in found if each.fits]
         if not fitting:
             raise ConfigError(
-                f"row {self.name}: none of {len(found)} layouts fits {hardware.name!r}; give it more memory"
+                f"row {self.name}: none of {len(found)} layouts fits the memory of {hardware.name!r}; use devices "
+                "with more memory"
             )
         return min(fitting, key=lambda each: each.step_seconds)
 

@@ -36,7 +36,8 @@ class LayerProfile:
         require_positive(dict(vars(self)), zero=True)
         if self.boundary_bytes > self.activation_bytes:
             raise ValueError(
-                f"boundary_bytes is a part of activation_bytes, got {self.boundary_bytes} of {self.activation_bytes}"
+                f"boundary_bytes must be at most activation_bytes, got {self.boundary_bytes} of "
+                f"{self.activation_bytes}"
             )
 
 

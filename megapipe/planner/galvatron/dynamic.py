@@ -45,12 +45,12 @@ class Tables:
         layers, strategies = self.seconds.shape if self.seconds.ndim == 2 else (0, 0)
         if not layers or not strategies:
             raise ValueError(
-                f"seconds must be of shape [layers, strategies], none of them 0, got {self.seconds.shape}"
+                f"seconds must have shape [layers, strategies] with both sizes above 0, got {self.seconds.shape}"
             )
         shapes = {"kept": (layers, strategies), "working": (layers, strategies), "transitions": (strategies,) * 2}
         for name, shape in shapes.items():
             if getattr(self, name).shape != shape:
-                raise ValueError(f"{name} must be of shape {list(shape)}, got {list(getattr(self, name).shape)}")
+                raise ValueError(f"{name} must have shape {list(shape)}, got {list(getattr(self, name).shape)}")
         for name, table in vars(self).items():
             if not (table >= 0).all():
                 raise ValueError(f"{name} must not have negative values or NaN, got {table[~(table >= 0)][0]}")

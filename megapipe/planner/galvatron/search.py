@@ -53,14 +53,14 @@ def search(
 ) -> Plan:
     """The plan of most sequences per second over batch sizes in growing order, up to the first that nothing fits.
 
-    tensor_valid: whether the model can be cut into so many tensor ranks. units: parts of memory in which the dynamic
-    programming counts. The numbers of micro-batches are powers of 2.
+    tensor_valid: whether the model can be split over a number of tensor ranks. units: number of parts into which the
+    dynamic programming divides the memory. The numbers of micro-batches are powers of 2.
 
     Raises:
         ValueError: no layers, devices that are no power of 2, or no batch size of which a plan fits.
     """
     if not layers:
-        raise ValueError("layers must name at least one layer, got none")
+        raise ValueError("layers is empty; name at least one layer")
     strategies(machine.devices)  # refuses devices that are no power of 2
     best: Plan | None = None
     sizes = sorted(set(batch_sizes))
@@ -72,8 +72,8 @@ def search(
             best = fastest
     if best is None:
         raise ValueError(
-            f"no strategy of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes a device at a batch of "
-            f"{min(sizes, default=0)}; give more memory or devices, or smaller batch sizes that powers of 2 divide"
+            f"no strategy of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device at a batch of "
+            f"{min(sizes, default=0)}; use more memory or devices, or smaller batch sizes that powers of 2 divide"
         )
     return best
 

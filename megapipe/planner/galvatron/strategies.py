@@ -68,7 +68,7 @@ def strategies(devices: int, *, pruned: bool = True, recompute: bool = False) ->
     """
     require_counts({"devices": devices})
     if devices & (devices - 1):
-        raise ValueError(f"devices must be a power of 2, as the tree's degrees are, got {devices}")
+        raise ValueError(f"devices must be a power of 2, got {devices}")
     depths = [2**power for power in range(devices.bit_length())]
     return tuple(each for depth in depths for each in stage_strategies(devices, depth, pruned, recompute))
 

@@ -73,7 +73,10 @@ def hierarchical_time(operation: Operation, num_bytes: float, group: GroupLinks)
         ValueError: members are spread unevenly.
     """
     if len(set(group.members)) > 1:
-        raise ValueError(f"members by node {group.members}: rings between nodes need as many on each; take one ring")
+        raise ValueError(
+            f"members by node {group.members}: rings between nodes need the same number of members on each node; use "
+            "a single ring"
+        )
     passes = 2 if operation == "all_reduce" else 1
     inside, outside = group.members[0], len(group.members)
     steps_in, steps_out = passes * (inside - 1), passes * (outside - 1)

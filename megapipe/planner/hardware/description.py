@@ -175,7 +175,7 @@ class Hardware:
             ConfigError: fewer than 1 device asked for, or more than there are.
         """
         if num_devices < 1:
-            raise ConfigError(f"{num_devices} devices asked for: a run takes 1 or more")
+            raise ConfigError(f"the number of devices is {num_devices}; it must be at least 1")
         found = []
         left = num_devices
         for node in self._supply():
@@ -184,8 +184,8 @@ class Hardware:
             if left <= 0:
                 return tuple(found)
         raise ConfigError(
-            f"{num_devices} devices asked for, but hardware {self.name!r} has {num_devices - left}; "
-            "ask for fewer, or raise num_nodes of a group"
+            f"{num_devices} devices are requested, but hardware {self.name!r} has {num_devices - left}; request "
+            "fewer, or raise num_nodes of a group"
         )
 
     def price_per_hour(self, num_devices: int) -> float | None:
@@ -203,15 +203,15 @@ class Hardware:
         smallest = min(self.groups, key=lambda group: group.device.memory_bytes).device
         if not 0 <= num_bytes < smallest.memory_bytes:
             raise ConfigError(
-                f"a reserve of {num_bytes / 1e9:g} GB leaves device {smallest.name!r} nothing of its "
-                f"{smallest.memory_bytes / 1e9:g} GB, or is less than 0; give one between"
+                f"the memory reserve is {num_bytes / 1e9:g} GB; it must be at least 0 and below the "
+                f"{smallest.memory_bytes / 1e9:g} GB of device {smallest.name!r}"
             )
         devices = (replace(group.device, memory_bytes=group.device.memory_bytes - num_bytes) for group in self.groups)
         groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
         return replace(self, groups=tuple(groups))
 
     def with_share(self, share: float) -> "Hardware":
-        """The same with this share of every device's memory, above 0, at most 1."""
+        """Return this hardware with a fraction of every device's memory. share: above 0, at most 1."""
         devices = (replace(each.device, memory_bytes=each.device.memory_bytes * share) for each in self.groups)
         groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
         return replace(self, groups=tuple(groups))

@@ -81,14 +81,16 @@ def _check_contention(values: Values, node: yaml.Node, path: str, rows: tuple[Co
     ranks = [each.ranks for each in rows]
     if MISSING not in ranks and ranks != sorted({1, *ranks}):
         values.tell(
-            node, path, f"is for {', '.join(map(str, ranks))} ranks: write each number once, ascending, 1 the first"
+            node,
+            path,
+            f"is for {', '.join(map(str, ranks))} ranks: write each number once, in ascending order, starting with 1",
         )
 
 
 def _date(values: Values, node: yaml.Node, path: str) -> Any:
     text = values.text(node, path)
     if text is not MISSING and not ISO_DAY.fullmatch(text):
-        return values.tell(node, path, f"is {text!r}, no day: write it as 2026-01-31")
+        return values.tell(node, path, f"is {text!r}, which is not a date: write it as 2026-01-31")
     return text
 
 

@@ -42,11 +42,16 @@ class OrderCost:
         self, hardware: Hardware, sizes: Mapping[str, int], message_bytes: float, gradient_bytes: float
     ) -> None:
         if hardware.link_matrix is None:
-            raise ConfigError(f"hardware {hardware.name!r} has no link_matrix: without one all orders are alike")
+            raise ConfigError(
+                f"hardware {hardware.name!r} has no link_matrix, without which all node orders are equal; add one"
+            )
         placement = Placement(hardware, sizes)
         if placement.inside is None:
             shape = " x ".join(f"{name} {size}" for name, size in placement.sizes.items())
-            raise ConfigError(f"mesh {shape} does not cut nodes of hardware {hardware.name!r} evenly; leave the order")
+            raise ConfigError(
+                f"mesh {shape} does not divide the nodes of hardware {hardware.name!r} evenly, so nodes cannot be "
+                "reordered; leave the node order out"
+            )
         self.num_nodes = len(placement.nodes)
         self._matrix = hardware.link_matrix
         node, inside = placement.nodes[0], placement.inside

@@ -44,7 +44,7 @@ class Placement:
                     f"unknown mesh dimension {name!r}{nearest(name, DIMENSIONS)}: the dimensions are {known}"
                 )
             if size < 1:
-                raise ConfigError(f"mesh dimension {name} has size {size}, but sizes are 1 or more")
+                raise ConfigError(f"mesh dimension {name} has size {size}; it must be at least 1")
         self.hardware = hardware
         self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
         self.num_ranks = math.prod(self.sizes.values())
@@ -62,10 +62,10 @@ class Placement:
             return
         if sorted(self.node_order) != list(range(len(self.nodes))):
             raise ConfigError(
-                f"node_order {list(self.node_order)} must hold each of the nodes 0 to {len(self.nodes) - 1} once"
+                f"node_order {list(self.node_order)} must contain each of the nodes 0 to {len(self.nodes) - 1} once"
             )
         if len({node.devices_per_node for node in self.nodes}) > 1:
-            raise ConfigError("node_order needs nodes of as many devices each; leave it out on this hardware")
+            raise ConfigError("node_order needs nodes with equal numbers of devices; leave it out for this hardware")
 
     def node_of(self, rank: int) -> int:
         """The node that a rank stands on."""

@@ -22,7 +22,9 @@ def with_named_precision(config: PretrainConfig, devices: Iterable[Device]) -> t
     devices = tuple(devices)
     choice: Literal["bf16", "fp32"] = "bf16" if all(_is_faster_in_bf16(device) for device in devices) else "fp32"
     names = ", ".join(dict.fromkeys(device.name for device in devices))
-    remark = f"training.precision auto: {choice}, by the peaks of {names}; a run times both when it starts"
+    remark = (
+        f"training.precision auto: planned as {choice}, by the peaks of {names}; a run measures both when it starts"
+    )
     return replace(config, training=replace(config.training, precision=choice)), remark
 
 

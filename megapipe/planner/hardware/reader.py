@@ -25,7 +25,7 @@ from megapipe.planner.hardware.sections import MISSING, Section, Values
 PRESETS = tuple(sorted(each.stem for each in Path(str(files(__package__) / "presets")).glob("*.yaml")))
 """Names of the files that come with the package."""
 LARGEST_FILE = 16_000_000
-"""Characters, enough for a link matrix of 1,000 nodes: a larger file takes minutes to read."""
+"""Maximum number of characters, enough for a link matrix of 1,000 nodes; a larger file takes minutes to read."""
 
 
 def load_hardware(name_or_file: str) -> Hardware:
@@ -38,14 +38,16 @@ def load_hardware(name_or_file: str) -> Hardware:
         return read_hardware((files(__package__) / "presets" / f"{name_or_file}.yaml").read_text(), name_or_file)
     if not any(mark in name_or_file for mark in "./\\"):
         raise ConfigError(
-            f"unknown hardware {name_or_file!r}{_meant(name_or_file)} (presets: {', '.join(PRESETS)}; "
-            "a file of your own needs its ending, as in machine.yaml)"
+            f"unknown hardware {name_or_file!r}{_meant(name_or_file)} (presets: {', '.join(PRESETS)}; write a file "
+            "name with its ending, as in machine.yaml)"
         )
     try:
         text = read_bytes(Path(name_or_file), ConfigError, LARGEST_FILE).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"hardware file {name_or_file!r} cannot be read: {why}; name a readable YAML file") from None
+        raise ConfigError(
+            f"hardware file {name_or_file!r} cannot be read: {why}; choose a readable YAML file"
+        ) from None
     return read_hardware(text, name_or_file)
 
 
@@ -82,7 +84,7 @@ class _Reader(Values):
             self.tell(
                 section.fields["groups"],
                 "groups",
-                f"leave num_nodes of {endless[0]!r} open: of several groups each needs its num_nodes",
+                f"do not set num_nodes of {endless[0]!r}, but with several groups each needs its own; set it",
             )
         if matrix is not None:
             self.check_matrix(section.fields["link_matrix"], matrix, groups)
@@ -101,9 +103,13 @@ class _Reader(Values):
                 f"{nodes} nodes by num_nodes: write one row and one column for each",
             )
         elif any(value == 0 for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j):
-            self.tell(node, "link_matrix", "has a 0 off its diagonal: write the bytes per second between two nodes")
+            self.tell(
+                node, "link_matrix", "has a 0 off its diagonal: write the bytes per second between each pair of nodes"
+            )
         elif any(value for row, values in enumerate(matrix) for value in values[row : row + 1]):
-            self.tell(node, "link_matrix", "has more than 0 on its diagonal: a node sends nothing to itself; write 0")
+            self.tell(
+                node, "link_matrix", "has a value above 0 on its diagonal, where a node would send to itself: write 0"
+            )
 
     def matrix(self, node: yaml.Node, place: str) -> Any:
         return self.items(node, place, lambda row, name: self.items(row, name, self.rate))
@@ -140,7 +146,7 @@ class _Reader(Values):
     def peaks(self, node: yaml.Node, path: str) -> dict[str, float]:
         section = Section(self, node, path, DTYPES)
         if isinstance(node, yaml.MappingNode) and not node.value:
-            self.tell(node, path, f"is empty: give FLOP/s for one or more of {', '.join(DTYPES)}")
+            self.tell(node, path, f"is empty: write the FLOP/s of at least one of {', '.join(DTYPES)}")
         return {dtype: section.take(dtype, self.amount) for dtype in DTYPES if dtype in section.fields}
 
     def efficiency(self, node: yaml.Node, path: str) -> Efficiency:
@@ -162,7 +168,7 @@ class _Reader(Values):
             self.tell(
                 section.fields["pair_bandwidth"],
                 f"{path}.pair_bandwidth",
-                f"is {pair:g}, more than bandwidth {bandwidth:g}, which a device has to all others; lower it",
+                f"is {pair:g}; it must be at most bandwidth {bandwidth:g}, which a device has to all others together",
             )
         measured = section.take(
             "collectives",

@@ -59,7 +59,9 @@ def matrix_product_time(
     """
     for name, size in {"rows": rows, "inner": inner, "columns": columns, "batch": batch}.items():
         if size < 1:
-            raise ValueError(f"{name} is {size}, but a matrix product has 1 or more; leave empty products out")
+            raise ValueError(
+                f"{name} is {size}, but sizes of a matrix product must be at least 1; leave empty products out"
+            )
     found = device.efficiency
     padded = (rows + found.half_size) * (inner + found.half_size) * (columns + found.half_size)
     peak, size = device.peak(dtype), DTYPE_BYTES[dtype]
@@ -96,9 +98,11 @@ def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> E
         ConfigError: fewer than 3 products, or times that are not above 0.
     """
     if len(products) < 3:
-        raise ConfigError(f"{len(products)} products measured: three parameters need 3 or more of different sizes")
+        raise ConfigError(
+            f"{len(products)} products were measured; the three parameters need at least 3 products of different sizes"
+        )
     if any(product.seconds <= 0 for product in products):
-        raise ConfigError("a measured product took 0 seconds or less; measure it again, over more repetitions")
+        raise ConfigError("a measured product took 0 seconds or less; measure it again with more repetitions")
 
     sizes = np.array([(each.rows, each.inner, each.columns) for each in products], dtype=np.float64)
     batches, seconds = (np.array([getattr(each, name) for each in products]) for name in ("batch", "seconds"))

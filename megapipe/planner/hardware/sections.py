@@ -23,19 +23,19 @@ class Section:
         self.reader, self.path, self.node = reader, path, node
         self.fields: dict[str, yaml.Node] = {}
         if not isinstance(node, yaml.MappingNode):
-            reader.tell(node, path or "the file", "is no mapping: write `key: value` lines")
+            reader.tell(node, path or "the file", "is not a mapping: write `key: value` lines")
             return
         known = tuple(known)
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                reader.tell(key, path or "the file", "has a list or mapping for a key: write a name")
+                reader.tell(key, path or "the file", "has a list or mapping as a key: write a name")
                 continue
             place = f"{path}.{key.value}" if path else key.value
             if key.value not in known:
                 hint = nearest(key.value, known)
                 reader.tell(key, place, f"is an unknown key{hint} (known here: {', '.join(known)})")
             elif key.value in self.fields:
-                reader.tell(key, place, "stands twice in one mapping; keep one of them")
+                reader.tell(key, place, "appears twice in one mapping; keep one of them")
             else:
                 self.fields[key.value] = value
 
@@ -63,7 +63,7 @@ class Values:
 
     def text(self, node: yaml.Node, place: str) -> Any:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
-            return self.tell(node, place, "is no text: write a name")
+            return self.tell(node, place, "is not text: write a name")
         return node.value
 
     def one_of(self, node: yaml.Node, place: str, known: tuple[str, ...]) -> Any:
@@ -79,9 +79,11 @@ class Values:
         try:
             value = float(written)
         except ValueError:
-            return self.tell(node, place, f"is {written!r}, no number: it must be {rule}, without its unit")
+            return self.tell(
+                node, place, f"is {written!r}, which is not a number: it must be {rule}, without its unit"
+            )
         if not math.isfinite(value) or value < 0 or not valid(value):
-            return self.tell(node, place, f"is {written}, but must be {rule}; correct it")
+            return self.tell(node, place, f"is {written}, but must be {rule}")
         return value
 
     def amount(self, node: yaml.Node, place: str) -> Any:
@@ -110,5 +112,5 @@ class Values:
 
     def items(self, node: yaml.Node, place: str, read: Callable[[yaml.Node, str], Any]) -> Any:
         if not isinstance(node, yaml.SequenceNode) or not node.value:
-            return self.tell(node, place, "is no list: write one or more `- ` items")
+            return self.tell(node, place, "is not a list: write one or more `- ` items")
         return tuple(read(each, f"{place}[{index}]") for index, each in enumerate(node.value))

@@ -50,7 +50,7 @@ def simulate_contended(
         ScheduleError: the schedule is not lowered, moves tensors to host memory, or deadlocks; blocking sends.
     """
     if not schedule.header.lowered:
-        raise ScheduleError(f"{schedule.header.name} holds compute actions alone; lower it, then simulate")
+        raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it before simulating it")
     if costs.blocking_sends:
         raise ScheduleError("blocking sends are not simulated on ranks that share a machine; use `simulate`")
     table = Table.unroll(schedule, steps)
@@ -171,7 +171,7 @@ class _Run:
                 self._left[row] = left if left > ROUNDING * self._durations[row] else 0.0
             self._finish()
         if any(rank.next < rank.last for rank in self._ranks):
-            raise ScheduleError(f"{self._table.header.name} deadlocks; validate it to see where")
+            raise ScheduleError(f"{self._table.header.name} deadlocks; validate it to see where it blocks")
 
     def _begin_all(self) -> None:
         """Begin whatever can begin now; what begins may free another rank at the same moment."""

@@ -47,7 +47,7 @@ class MeasuredTimes:
     def measured(self) -> Measurements:
         """Raises ValueError where the hardware has none."""
         if self.hardware.measured is None:
-            raise ValueError(f"hardware {self.hardware.name!r} has no measurements; use RooflineTimes")
+            raise ValueError(f"hardware {self.hardware.name!r} has no measured times; use RooflineTimes")
         return self.hardware.measured
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
@@ -69,7 +69,7 @@ class MeasuredTimes:
             share = seconds("backward") / (backward_input + backward_weight)
             backward_input, backward_weight = share * backward_input, share * backward_weight
         again = seconds("recompute") if config.recompute.method == "full" and layer.kind == "block" else 0.0
-        beside = f", {busy} ranks of a node computing" if self.contended and slower > 1.0 else ""
+        beside = f", with {busy} ranks of a node computing" if self.contended and slower > 1.0 else ""
         source = (
             f"measured {self.measured.date} on {self.hardware.name}: tensor {parallel.tensor}, context "
             f"{parallel.context}{beside}"
@@ -151,7 +151,7 @@ class MeasuredTimes:
             backward * found.backward_weight,
             forward * found.recompute,
             now * self._elements(config, layer) * self.measured.update_seconds,
-            f"{found.source}, in proportion to what was {measured.source}; {why}",
+            f"{found.source}, scaled by times {measured.source}; {why}",
             waits,
         )
 

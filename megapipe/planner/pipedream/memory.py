@@ -55,7 +55,7 @@ def stage_bytes(
     versions, in_flight = (2 if schedule == "2bw" else 1), depth
     if schedule == "gpipe":
         if microbatches is None:
-            raise ValueError("GPipe's memory grows with its micro-batches: give microbatches")
+            raise ValueError("microbatches is missing; GPipe's memory depends on the number of micro-batches")
         in_flight = microbatches
     whole = 1 if execution == "recomputed" else in_flight
     return versions * weights + whole * activations + in_flight * footprint.boundary

@@ -106,7 +106,7 @@ def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
     """
     _check(layers)
     if not levels:
-        raise ValueError("levels must name at least one link; give the devices' own")
+        raise ValueError("levels is empty; name at least one link")
     compute, weights = _sums(layers)
 
     def on_one(first: int, last: int) -> Partition:
@@ -177,4 +177,4 @@ def _sums(layers: Sequence[Layer]) -> tuple[Callable[[int, int], float], Callabl
 
 def _check(layers: Sequence[Layer]) -> None:
     if not layers:
-        raise ValueError("layers must name at least one layer, got none")
+        raise ValueError("layers is empty; name at least one layer")

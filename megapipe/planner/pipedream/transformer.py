@@ -80,7 +80,7 @@ def largest_that_fits(shape: TransformerShape, machine: Machine) -> TransformerS
         fitting, layers = trial, layers + machine.devices
     if fitting is None:
         raise ValueError(
-            f"one layer of hidden size {shape.hidden_size} a stage takes {memory:.4g} of {machine.memory_bytes:.4g} "
-            "bytes a device; give more memory or a narrower model"
+            f"a stage of one layer of hidden size {shape.hidden_size} needs {memory:.4g} bytes, but a device has "
+            f"{machine.memory_bytes:.4g}; use more memory or a narrower model"
         )
     return fitting

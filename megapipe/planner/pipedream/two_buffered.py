@@ -135,8 +135,9 @@ def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     found = max(configurations(model, machine, batch_size), key=lambda each: each.sequences_per_second, default=None)
     if found is None:
         raise ValueError(
-            f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes a device and a "
-            f"batch of {batch_size} sequences; give more devices, more memory, or blocks that more stages divide"
+            f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device and a "
+            f"batch of {batch_size} sequences; use more devices, more memory, or a number of blocks that more stages "
+            "divide"
         )
     return found
 

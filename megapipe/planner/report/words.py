@@ -58,7 +58,7 @@ def layout_cells(config: PretrainConfig) -> dict[str, str]:
 
 
 def sequence_told(config: PretrainConfig) -> str:
-    """`sequence`, or `sequence x 4` where its traffic overlaps with products in four chunks."""
+    """Return `sequence`, or `sequence x 4` if its traffic overlaps with products in four chunks."""
     chunks = config.parallel.sequence_chunks
     return f"sequence x {chunks}" if chunks > 1 else "sequence"
 

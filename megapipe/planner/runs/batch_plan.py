@@ -68,6 +68,6 @@ def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
             near = " or ".join(str(each) for each in (size // share * share, (size // share + 1) * share) if each)
             found.append(
                 f"{name} {size} is not divisible by batch.micro_size {batch.micro_size} x data-parallel size "
-                f"{share // batch.micro_size}; use for example {near}"
+                f"{share // batch.micro_size}; use {near}, for example"
             )
     return found

@@ -66,8 +66,8 @@ class StageLayout:
         """
         if config.method == "auto":
             raise ConfigError(
-                "recompute.method auto is chosen before a run is laid out: let planner.recompute_auto.resolved do so, "
-                "or name none, selective or full"
+                "recompute.method auto must be resolved before layers are placed: call "
+                "planner.recompute_auto.resolved, or set none, selective or full"
             )
         if config.method != "full":
             return []

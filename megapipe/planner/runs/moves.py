@@ -24,7 +24,8 @@ def named_offload(config: PretrainConfig, layout: StageLayout, recomputed: Spans
     offload = config.offload
     if offload.activations == "auto":
         raise ConfigError(
-            "offload.activations auto decides at the start of a run, by what it measures there; name none or blocks"
+            "offload.activations auto is decided by measurements at the start of a run; set none or blocks to plan "
+            "with"
         )
     units: tuple[tuple[int, ...], ...] = ()
     if offload.activations == "blocks":
@@ -34,8 +35,8 @@ def named_offload(config: PretrainConfig, layout: StageLayout, recomputed: Spans
         )
         if not any(units):
             raise ConfigError(
-                "offload.activations blocks with recompute.method full leaves no block that keeps activations; set "
-                "recompute.num_blocks, or leave one of the two out"
+                "offload.activations blocks has nothing to move, because recompute.method full recomputes every "
+                "block; set recompute.num_blocks, or leave one of the two out"
             )
     return Offload(units, offload.prefetch or 1, offload.optimizer, offload.buffers)
 

@@ -118,7 +118,8 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
     """A file is for one number of micro-batches; the rest is held against the run when it is built for the model."""
     if config.batch.ramp_start is not None:
         return [
-            "schedule.file is for one number of micro-batches a step, and batch.ramp_start changes it; use one alone"
+            "schedule.file is for a fixed number of micro-batches per step, which batch.ramp_start changes; leave one "
+            "of the two out"
         ]
     header = read_file(Path(config.schedule.file)).header
     per_step = config.batch.global_size // share
@@ -128,16 +129,16 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
         ("micro-batches a step", header.num_microbatches, per_step),
     ):
         if said != here:
-            problems.append(f"schedule.file {config.schedule.file} is for {said} {what}, and this run has {here}")
+            problems.append(f"schedule.file {config.schedule.file} is for {said} {what}, but this run has {here}")
     if header.lowered and config.recompute.method != "none":
         problems.append(
-            f"recompute.method {config.recompute.method}: schedule.file {config.schedule.file} is lowered and says by "
-            "itself what runs again; set recompute.method none, or give compute actions alone"
+            f"recompute.method is {config.recompute.method}, but schedule.file {config.schedule.file} is lowered and "
+            "defines recomputation itself; set recompute.method none, or use a file with only compute actions"
         )
     if header.lowered and (config.offload.activations != "none" or config.offload.optimizer or config.offload.weights):
         problems.append(
-            f"offload: schedule.file {config.schedule.file} is lowered and says by itself what goes to host memory; "
-            "leave the group out, or give compute actions alone"
+            f"offload is set, but schedule.file {config.schedule.file} is lowered and defines copies to host memory "
+            "itself; leave offload out, or use a file with only compute actions"
         )
     return problems or _asynchronous_problems(config, header.updates_per_step)
 
@@ -148,7 +149,7 @@ def _named_problems(config: PretrainConfig, share: int) -> list[str]:
         try:
             check_microbatches(name, pipeline, size // share, **schedule_options(config))
         except ScheduleError as error:
-            at = f" (a step of {size} samples on the way up the ramp)" if size != config.batch.global_size else ""
+            at = f" (at a step of {size} samples during the ramp)" if size != config.batch.global_size else ""
             return [f"schedule.name: {error}{at}"]
     generator = find_generator(name)
     chunks = num_stages(config) // pipeline
@@ -171,18 +172,18 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
     if config.optimizer.clip_norm is not None:
         problems.append(
             f"optimizer.clip_norm {config.optimizer.clip_norm} needs the gradient norm over all ranks before an "
-            f"update, and this schedule updates {updates_per_step} times a step, each rank when it likes; set "
+            f"update, but this schedule updates {updates_per_step} times per step, each rank at its own time; set "
             "optimizer.clip_norm null, or use 2bw, which clips exactly"
         )
     if config.training.precision == "fp16":
         problems.append(
-            "training.precision fp16 skips steps whose gradients overflow, and this schedule updates before that is "
+            "training.precision fp16 skips steps whose gradients overflow, but this schedule updates before that is "
             "known; set training.precision bf16, or use 2bw"
         )
     if config.model.tie_embeddings and config.parallel.pipeline > 1:
         problems.append(
-            "model.tie_embeddings: the tied weight lies on the first and the last rank, which this schedule updates "
-            "at different times; set model.tie_embeddings false, or use 2bw"
+            "model.tie_embeddings is true, but the tied weight is on the first and the last rank, which this schedule "
+            "updates at different times; set model.tie_embeddings false, or use 2bw"
         )
     return problems
 
@@ -199,9 +200,9 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
     if not config.recompute.logits or not splits_backwards(config):
         return []
     return [
-        "recompute.logits is true, and this schedule runs the two halves of a backward apart, which would each "
-        "compute the logits; set recompute.logits false, or take a schedule with whole backwards, such as 1f1b "
-        "without schedule.two_bp"
+        "recompute.logits is true, but this schedule splits the backward into two halves, which would each compute "
+        "the logits; set recompute.logits false, or use a schedule with whole backwards, such as 1f1b without "
+        "schedule.two_bp"
     ]
 
 
@@ -210,8 +211,8 @@ def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:
     if not config.offload.weights or _flushes(config, config.batch.global_size // share):
         return []
     return [
-        f"offload.weights: {config.schedule.file or config.schedule.name} never flushes and keeps the weights of "
-        "several versions on the device; set offload.weights false, or take a schedule that flushes, such as 1f1b"
+        f"offload.weights is true, but {config.schedule.file or config.schedule.name} never flushes and keeps several "
+        "weight versions on the device; set offload.weights false, or use a schedule that flushes, such as 1f1b"
     ]
 
 
@@ -229,16 +230,16 @@ def _stage_problems(config: PretrainConfig, name: str) -> list[str]:
     layers, stages, pipeline = config.model.num_layers + 2, num_stages(config), config.parallel.pipeline
     if stages > layers:
         chunks = stages // pipeline
-        each = f" x {chunks} stages a rank of {name}" if chunks > 1 else ""
+        each = f" x {chunks} stages per rank of {name}" if chunks > 1 else ""
         return [
             f"parallel.pipeline {pipeline}{each} exceeds the {layers} layers of the model (embedding, "
-            f"{config.model.num_layers} blocks, head); every stage needs one: use at most {layers // chunks}"
+            f"{config.model.num_layers} blocks, head); every stage needs at least one: use at most {layers // chunks}"
         ]
     if config.parallel.layers_per_stage is not None:
         try:
             check_assignment(config.parallel.layers_per_stage, layers, stages)
         except ScheduleError as error:
-            return [f"parallel.layers_per_stage: {error} (embedding and head count as one each)"]
+            return [f"parallel.layers_per_stage: {error} (the embedding and the head count as one layer each)"]
     return []
 
 

@@ -38,7 +38,7 @@ def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 
 def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Why a schedule file does not fit the model and the layout, one message at most."""
+    """Return at most one message about a schedule file that does not fit the model and the layout."""
     if not config.schedule.file:
         return []
     replicas = data_parallel_size(config, world_size) * config.parallel.context
@@ -71,21 +71,21 @@ def context_problems(config: PretrainConfig) -> list[str]:
     if length % parts:
         near = " or ".join(str(each) for each in (length // parts * parts, (length // parts + 1) * parts) if each)
         problems.append(
-            f"data.sequence_length {length} is not divisible by {parts}, the chunks of a sample on parallel.context "
-            f"{size} ranks ({token_order(config)}); use for example {near}"
+            f"data.sequence_length {length} is not divisible by {parts}, the number of chunks of a sample with "
+            f"parallel.context {size} ({token_order(config)}); use {near}, for example"
         )
     heads = config.model.num_heads // config.parallel.tensor
     if kind == "all_to_all" and heads % size:
         working = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
         problems.append(
-            f"model.num_heads {config.model.num_heads} over parallel.tensor {config.parallel.tensor} are {heads} a "
-            f"rank, which parallel.context_attention all_to_all cannot share out over parallel.context {size}; use "
-            f"ring, or parallel.context one of {working}"
+            f"model.num_heads {config.model.num_heads} with parallel.tensor {config.parallel.tensor} gives {heads} "
+            f"heads per tensor rank, which parallel.context {size} does not divide, as parallel.context_attention "
+            f"all_to_all requires; set it to ring, or parallel.context to one of {working}"
         )
     if kind == "ring" and config.model.attention == "flex":
         problems.append(
-            "model.attention is 'flex', which parallel.context_attention ring has no use for; set the one to auto or "
-            "the other to all_to_all"
+            "model.attention is 'flex', which parallel.context_attention ring does not support; set model.attention "
+            "to auto, or parallel.context_attention to all_to_all"
         )
     return problems
 

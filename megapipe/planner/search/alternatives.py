@@ -86,7 +86,7 @@ def _rule_of_megatron(
     node = min(group.devices_per_node for group in hardware.nodes(devices))
     tensors = {layout.shape.tensor for layout in explorer.layouts}
     tensor = max((size for size in tensors if size <= node), default=1)
-    name = f"tensor {tensor}, then just enough pipeline, rest data (arXiv 2104.04473, section 3)"
+    name = f"tensor {tensor}, then as little pipeline as fits, the remaining ranks data (arXiv 2104.04473, section 3)"
 
     def holds(layout: Layout, pipeline: int | None) -> bool:
         plain = layout.zero == 0 and layout.recompute == "full" and not layout.sequence
@@ -109,7 +109,7 @@ def _judged(explorer: Explorer, kind: Kind, base: PretrainConfig, devices: int, 
     if nearest is not None:
         return Alternative(kind.name, nearest, out_of_memory(nearest))
     problems = run_problems(kind.example(base), devices)
-    why = f"cannot run: {problems[0]}" if problems else "ruled out by what is pinned, or by the values to try"
+    why = f"cannot run: {problems[0]}" if problems else "ruled out by pinned fields or by the values to try"
     return Alternative(kind.name, None, why)
 
 
@@ -128,5 +128,5 @@ def _why_slower(estimate: Estimate, best: Estimate) -> str:
     terms = ", ".join(term_differences(estimate, best))
     return (
         f"{faster_or_slower(estimate, best)}: {terms + '; ' if terms else ''}bubble "
-        f"{bubble / estimate.step_seconds:.1%} of the step, {seconds(exposed)} of communication that nothing hides"
+        f"{bubble / estimate.step_seconds:.1%} of the step, {seconds(exposed)} of exposed communication"
     )

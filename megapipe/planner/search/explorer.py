@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
+from megapipe.config.progress import Report
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.report.progress import Report
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 
 Kind = Callable[[Layout], bool]
 REPORTED = 50
-"""Shapes between two reports of progress."""
+"""Number of shapes between two reports of progress."""
 
 
 class Bounds(Protocol):
@@ -57,7 +57,7 @@ class Explorer:
         bounds: lower bounds of their costs.
         costs: of each layout.
         memory_limit: bytes of the largest device.
-        report: called with the share of the layouts whose bounds are known.
+        report: receives the fraction of the layouts whose bounds are known.
 
     layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout
     that is estimated later, for another question, counts all the same.
@@ -81,8 +81,7 @@ class Explorer:
         self.add(layouts.shapes(), report)
 
     def add(self, shapes: Iterable[Shape], report: Report = lambda share: None) -> None:
-        """Also look at the valid layouts of these shapes, which are new. report: called with the share that is
-        done."""
+        """Add the valid layouts of new shapes. report: receives the fraction of the shapes that is done."""
         shapes = list(shapes)
         for number, shape in enumerate(shapes):
             if number % REPORTED == 0:
@@ -97,7 +96,7 @@ class Explorer:
         self._by_bytes: list[int] = by_time[np.argsort(of_bytes[by_time], kind="stable")].tolist()
 
     def promising(self, most: int) -> list[Shape]:
-        """Up to so many shapes of pipelines, no two alike in all but the schedule, with the least bounds of time."""
+        """Return up to `most` pipeline shapes with the lowest time bounds, which differ in more than the schedule."""
         found: dict[Shape, Shape] = {}
         for at in self._by_time:
             shape = self.layouts[at].shape

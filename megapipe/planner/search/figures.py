@@ -180,14 +180,14 @@ class LayerFigures:
         key = parallel.tensor, parallel.context, config.batch.micro_size
         if parallel.tensor > 1:
             chunks = parallel.sequence_chunks
-            talk = self._waiting_of(*key, chunks if parallel.sequence else 0, "tensor")[kind]
-            # As `cost.layer_costs` overlaps the chunks of sequence parallelism, without a slow-down.
-            exposed = _outlasting(talk.scaled(1.0 - 1.0 / chunks), products)
-            waiting = exposed.plus(talk.scaled(1.0 / chunks)) if chunks > 1 else talk
+            traffic = self._waiting_of(*key, chunks if parallel.sequence else 0, "tensor")[kind]
+            # Chunks of sequence parallelism overlap as in `cost.layer_costs`, but without a slow-down.
+            exposed = _outlasting(traffic.scaled(1.0 - 1.0 / chunks), products)
+            waiting = exposed.plus(traffic.scaled(1.0 / chunks)) if chunks > 1 else traffic
         if parallel.context > 1 and found.waits is None:
-            talk = self._waiting_of(*key, 0, "context")[kind]
-            # A ring travels alongside attention, which takes at most all of the products.
-            waiting = waiting.plus(_outlasting(talk, products) if parallel.context_attention == "ring" else talk)
+            traffic = self._waiting_of(*key, 0, "context")[kind]
+            # Rings overlap with attention, which is at most all of the products.
+            waiting = waiting.plus(_outlasting(traffic, products) if parallel.context_attention == "ring" else traffic)
         return LayerWork(
             found.forward + waiting.forward,
             backward + waiting.backward_input,
@@ -197,7 +197,7 @@ class LayerFigures:
     def _waiting(
         self, tensor: int, context: int, micro_size: int, sequence: int, group: str
     ) -> dict[tuple[str, int], PhaseSeconds]:
-        """For tensor or context ranks, of every layer that is asked for, by its kind and index."""
+        """Return the exchange times of a group, tensor or context, for each layer by its kind and index."""
         config = self._config(tensor, context, micro_size, sequence, "none")
         costs = self._costs(config)
         sizes = {"data": config.parallel.data or 1, "context": context, "tensor": tensor}
@@ -249,6 +249,6 @@ class LayerFigures:
         return Traffic(group_seconds(gathers, group), group_seconds(reductions, group))
 
 
-def _outlasting(talk: PhaseSeconds, work: PhaseSeconds) -> PhaseSeconds:
-    """By phase, how much longer traffic takes than the work alongside it."""
-    return PhaseSeconds(*(max(0.0, each - beside) for each, beside in zip(talk, work, strict=True)))
+def _outlasting(traffic: PhaseSeconds, work: PhaseSeconds) -> PhaseSeconds:
+    """Return, for each phase, the time by which traffic exceeds the work that it overlaps with."""
+    return PhaseSeconds(*(max(0.0, sent - hidden) for sent, hidden in zip(traffic, work, strict=True)))

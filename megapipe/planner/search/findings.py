@@ -80,9 +80,9 @@ class Findings:
 
     ranked: layouts that fit, the best first. pareto: of speed against memory, the fastest first: no other layout that
     fits is as fast with less memory. alternatives: see there. trials: where the objective compares several numbers of
-    devices or models. hints: requests close to this one that are much faster. not_searched: what the space leaves out,
-    in words. examined: layouts whose cost was estimated. pruned: rule -> layouts that it ruled out unseen. layouts:
-    valid ones of the space, examined or pruned. seconds: that the search took.
+    devices or models. hints: similar requests that are much faster, as sentences. not_searched: what the search
+    leaves out, as phrases. examined: number of estimated layouts. pruned: rule -> number of layouts that it ruled out
+    without an estimate. layouts: number of valid layouts in the space. seconds: duration of the search.
     """
 
     objective: Objective

@@ -1,4 +1,4 @@
-"""Requests that are much slower than a neighbouring one: awkward numbers of devices or samples, unlike devices."""
+"""Hints at similar requests that are much faster: other numbers of devices or samples, or a single kind of device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,18 +10,18 @@ from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.hardware.description import Hardware
 
 Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
-"""The best layout of a run on a number of devices. Raises ConfigError where none can run."""
+"""Returns the best layout of a run on a number of devices. Raises ConfigError if none can run."""
 
 MUCH = 1.1
-"""Times as many tokens per second that a hint must gain."""
+"""Minimum ratio of tokens per second for a hint about devices or samples."""
 NEIGHBOURS = 2
-"""Numbers of devices, and sizes of a batch, that are tried."""
+"""How many numbers of devices, and batch sizes, are tried."""
 BATCH_CHANGE = 0.1
-"""Share by which a hint may change the batch."""
+"""Maximum relative change of the batch size."""
 
 
 def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate, fastest: Fastest) -> Iterator[str]:
-    """Sentences, each with a request that is at least `MUCH` times as fast as the best layout of this one."""
+    """Yield one sentence for each similar request that is much faster than the best layout of this one."""
 
     def gain(config: PretrainConfig, machine: Hardware, count: int) -> float:
         try:
@@ -46,27 +46,27 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
     if counts.get((count, size), 0.0) >= MUCH:
         batch = "" if size == own else f" with --batch.global_size {size}"
         yield (
-            f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which few sizes "
-            "divide"
+            f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which has few "
+            "divisors"
         )
     sizes = {size: gain_of_batch(size, devices) for size in batches(devices)}
     size = max(sizes, key=lambda each: sizes[each], default=0)
     if sizes.get(size, 0.0) >= MUCH:
         yield (
-            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as "
-            f"{own:,}, which few sizes divide"
+            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as {own:,}, which "
+            "has few divisors"
         )
     for machine, count in single_groups(hardware, devices):
         alone, name = gain(base, machine, count), machine.groups[0].device.name
         if alone > 1.0:
             yield (
-                f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: every step "
+                f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: each step "
                 "waits for the slowest device"
             )
 
 
 def neighbour_devices(hardware: Hardware, devices: int) -> list[int]:
-    """Fewer devices that more sizes divide, if those do not fill whole nodes."""
+    """Return smaller numbers of devices with more divisors, if the devices do not fill whole nodes."""
     node = hardware.nodes(1)[0].devices_per_node
     step = node if devices > node else max(1, node // 2)
     if devices % step == 0:
@@ -76,7 +76,7 @@ def neighbour_devices(hardware: Hardware, devices: int) -> list[int]:
 
 
 def neighbour_batches(samples: int, devices: int) -> list[int]:
-    """Batches close to this one that more sizes divide, if neither it divides the devices nor they it."""
+    """Return similar batch sizes with more divisors, unless the batch size or the devices divide each other."""
     if samples % devices == 0 or devices % samples == 0:
         return []
     found = [near] if abs((near := round(samples / devices) * devices) - samples) <= BATCH_CHANGE * samples else []
@@ -90,7 +90,7 @@ def neighbour_batches(samples: int, devices: int) -> list[int]:
 
 
 def single_groups(hardware: Hardware, devices: int) -> Iterator[tuple[Hardware, int]]:
-    """Each kind of device alone, with how many the run has of it; none where all are alike."""
+    """Yield each kind of device alone with its number in the run; nothing if there is only one kind."""
     nodes = hardware.nodes(devices)
     if len({node.device.name for node in nodes}) == 1:
         return

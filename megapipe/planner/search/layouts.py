@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A shape, and what is sharded and computed again in it.
+    """A shape, with its sharding and recomputation.
 
     sequence: 0 for no sequence parallelism, else parallel.sequence_chunks, 1 for no overlap.
     """
@@ -129,7 +129,7 @@ class Layouts:
             yield from self.of(shape)
 
     def shapes(self) -> Iterator[Shape]:
-        """All shapes that could run, under the schedules that are tried everywhere."""
+        """Yield all shapes that could run, with the schedules that are tried everywhere."""
         names = tuple(self._values("schedule.name", self.base.schedule.name, self.space.schedules))
         for tensor, context, pipeline, data in self._meshes():
             for micro_size in self._micro_sizes(data):
@@ -137,7 +137,7 @@ class Layouts:
                     yield Shape(data, tensor, pipeline, context, micro_size, schedule, chunks)
 
     def with_other_schedules(self, shapes: Iterable[Shape]) -> Iterator[Shape]:
-        """The same divisions of ranks under each of the space's other schedules; none where the schedule is pinned."""
+        """Yield these shapes with each of the space's other schedules; nothing if the schedule is pinned."""
         if not {"schedule.name", "schedule.chunks"}.isdisjoint(self._pinned):
             return
         names = [name for name in self.space.other_schedules if name not in self.space.schedules]
@@ -148,7 +148,7 @@ class Layouts:
     def of(self, shape: Shape) -> Iterator[Layout]:
         """The valid layouts of one shape."""
         share = shape.data * shape.micro_size
-        # Of all of a layout's options only recomputation matters to a schedule, and to one from a file alone.
+        # Of these options only recomputation can conflict with a schedule, and only with one from a file.
         methods = tuple(
             recompute
             for recompute in self._methods()
@@ -166,7 +166,7 @@ class Layouts:
     def _find_options(
         self, tensor: int, context: int, replicas: int, methods: tuple[Recompute, ...]
     ) -> list[tuple[int, ZeroStage, Recompute]]:
-        """What a layout adds to a shape: sequence parallelism, ZeRO and one of these methods of recomputation."""
+        """Return the valid combinations of sequence parallelism, ZeRO stage and one of these recomputation methods."""
         return [
             (sequence, zero, recompute)
             for recompute in methods
@@ -177,14 +177,14 @@ class Layouts:
         ]
 
     def _find_sequences(self) -> tuple[int, ...]:
-        """Sequence parallelism and its chunks, as `Layout.sequence`."""
+        """Return the values of `Layout.sequence` to try."""
         parallel, pinned = self.base.parallel, self._pinned
         found = self.space.sequence
         if "parallel.sequence" in pinned:
             found = tuple(each for each in found if (each > 0) == parallel.sequence)
         if "parallel.sequence_chunks" in pinned:
             on = (parallel.sequence_chunks,) if any(found) else ()
-            # Chunks without sequence parallelism are refused by a rule of their own.
+            # A configuration rule refuses chunks without sequence parallelism.
             return on if parallel.sequence_chunks > 1 else (*(each for each in found if each == 0), *on)
         return found
 

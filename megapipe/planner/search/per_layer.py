@@ -17,7 +17,7 @@ from megapipe.planner.galvatron.strategies import Strategy
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.search.profiles import layer_figures, machine_figures
 
-ADVICE = "a paper's result that megapipe cannot train: it trains all layers with one strategy"
+ADVICE = "this is a paper's method; megapipe cannot train it, because it uses one strategy for all layers"
 
 
 def per_layer(

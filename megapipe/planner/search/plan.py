@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.progress import Report
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.report.progress import Report
 from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.alternatives import alternatives, out_of_memory
 from megapipe.planner.search.bounds import LayoutBounds
@@ -36,7 +36,7 @@ class Effort:
     keep: layouts that are ranked. slowest: of the Pareto front, in times of the best layout's step; 0 for no front.
     tolerance: share of time or memory by which the front may miss a layout. actions: as in `Refiner`; 0 simulates
     nothing. alternatives: whether to judge them. stages: layers may be moved between stages by their times.
-    hints: whether requests close to this one are searched too, for the best layout of each alone.
+    hints: whether to search similar requests too, for hints.
     """
 
     keep: int = 5
@@ -49,9 +49,9 @@ class Effort:
 
 
 QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False, hints=False)
-"""Of searches that only compare."""
+"""For searches whose results are only compared."""
 BEST_ALONE = Effort(slowest=0.0, alternatives=False, hints=False)
-"""Of searches for one layout, whose time is simulated."""
+"""For searches that need only the best layout, with a simulated time."""
 
 
 def search_speed(
@@ -66,7 +66,7 @@ def search_speed(
     assumptions: Assumptions = ENGINE,
     report: Report = lambda share: None,
 ) -> Findings:
-    """The layouts of most tokens per second on all devices. report: called with the share of the work that is done.
+    """Return the layouts with the most tokens per second. report: receives the fraction of the work that is done.
 
     Layouts are compared by `planner.cost.model.estimate`; the best of them are then simulated, as far as `effort`
     allows, and ordered by that. No pruning leaves out a layout that would have been among the answers.
@@ -137,7 +137,7 @@ def _hints(
     assumptions: Assumptions,
     best: Found,
 ) -> Iterator[str]:
-    """As `planner.search.hints`; sizes that are pinned fit no other number of devices or samples."""
+    """Yield the hints of `planner.search.hints`, except with measured times or a pinned parallel.data."""
     if hardware.measured is not None or "parallel.data" in pinned:
         return
 
@@ -157,7 +157,8 @@ def slowest_times(
     """
     if base.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
+            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 to plan "
+            "with"
         )
     found = [node.device for node in hardware.nodes(devices)]
     slowest = min(found, key=lambda device: device.peak(base.training.precision))
@@ -181,9 +182,9 @@ def _priced(found: Found, price: float | None) -> Found:
 def _nothing_fits(nearest: Estimate, hardware: Hardware, devices: int) -> NothingFits:
     layout = ", ".join(f"{name} {value}" for name, value in nearest.as_json()["layout"].items())
     return NothingFits(
-        f"no layout fits {devices} devices of {hardware.name!r}; the one that needs least is {out_of_memory(nearest)} "
-        f"({layout}); take more devices or devices with more memory, a smaller model or shorter samples, or unpin "
-        "fields",
+        f"no layout fits {devices} devices of {hardware.name!r}; the layout that needs the least memory is "
+        f"{out_of_memory(nearest)} ({layout}); use more devices or devices with more memory, a smaller model or "
+        "shorter samples, or set fewer fields",
         nearest,
     )
 
@@ -194,7 +195,7 @@ def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]
     problems = run_problems(left_open, devices)
     named = ", ".join(sorted(pinned)) or "nothing"
     return problems or [
-        f"no layout of {devices} devices can run: no sizes that divide them divide heads, layers and "
-        f"batch.global_size {base.batch.global_size} as well, with {named} pinned; take another number of devices or "
-        "another batch, or unpin fields"
+        f"no layout of {devices} devices can run: no sizes that divide the devices also divide heads, layers and "
+        f"batch.global_size {base.batch.global_size}, with {named} set; use another number of devices or another "
+        "batch size, or set fewer fields"
     ]

@@ -68,7 +68,8 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
     """The same model on one device. Raises ConfigError where no time can be told."""
     if config.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto is chosen by timing at the start of a run; name fp32, bf16 or fp16 to plan with"
+            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 to plan "
+            "with"
         )
     parallel = replace(
         config.parallel,

@@ -7,11 +7,11 @@ from functools import partial
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
+from megapipe.config.progress import Report
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.report.progress import Report
 from megapipe.planner.search.family import family, members
 from megapipe.planner.search.findings import Findings, NothingFits, Objective, Trial
 from megapipe.planner.search.plan import QUICK, Effort, search_speed
@@ -52,13 +52,13 @@ def search(
         NothingFits: layouts can run and none fits.
     """
     if objective not in ("speed", "cost", "time", "size"):
-        raise ConfigError(f"unknown objective {objective!r}: it is one of speed, cost, time, size")
+        raise ConfigError(f"unknown objective {objective!r}; it must be one of speed, cost, time, size")
     if objective == "time" and (tokens is None or tokens <= 0):
-        raise ConfigError("objective time needs the tokens to train on, above 0: give them, as in --tokens 300e9")
+        raise ConfigError("objective time needs the number of tokens to train on; set it, as in --tokens 300e9")
     if objective == "cost" and hardware.price_per_hour(devices) is None:
         raise ConfigError(
-            f"objective cost needs prices, and hardware {hardware.name!r} has groups without price_per_hour; "
-            "write it into the hardware file"
+            f"objective cost needs prices, but hardware {hardware.name!r} has groups without price_per_hour; add it "
+            "to the hardware file, or pass --price_per_hour"
         )
     started = time.perf_counter()
     speed = partial(search_speed, space=space, times=times, assumptions=assumptions)

@@ -15,10 +15,10 @@ Recompute = Literal["none", "selective", "full"]
 
 
 MIN_CONTEXT_TOKENS = 2048
-"""Tokens of a sample that a context rank holds at least, by default."""
+"""Minimum number of tokens of a sample on each context rank, by default."""
 
 PROMISING = 24
-"""Divisions of ranks, by their bounds, that are also tried with other schedules."""
+"""Number of divisions of ranks, the best by their bounds, that are also tried with other schedules."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class SearchSpace:
     A search sets parallel.data, tensor, pipeline, context, sequence and sequence_chunks, batch.micro_size,
     schedule.name and chunks, zero.stage and recompute.method; it leaves all other fields as they are. Sizes of tensor,
     pipeline, context and data parallelism are all divisors of the devices, micro-batch sizes all divisors of a
-    replica's batch, numbers of chunks all up to `all_chunks_up_to`, and above it those that cut the blocks evenly.
-    The bounds here limit these.
+    replica's batch, and numbers of chunks all up to `all_chunks_up_to`, or above it those that divide the blocks
+    evenly. The fields below limit these.
 
-    schedules: names of pipeline schedules, tried with every division of ranks. other_schedules: names tried with the
-    `PROMISING` best divisions alone. 2bw and pipedream train with older weights, so the caller must name them.
-    sequence: 0 for no sequence parallelism, 1 for it, n above 1 for it with parallel.sequence_chunks n, whose traffic
-    overlaps with products. max_context: by default as many ranks as leave `MIN_CONTEXT_TOKENS` to each.
+    schedules: names of pipeline schedules, tried with every division of ranks. other_schedules: names tried only with
+    the `PROMISING` best divisions. 2bw and pipedream train with older weights, so the caller must name them.
+    sequence: 0 for no sequence parallelism, 1 for sequence parallelism, n above 1 for sequence parallelism with
+    parallel.sequence_chunks n, whose traffic overlaps with products. max_context: by default, each context rank has
+    at least `MIN_CONTEXT_TOKENS` tokens.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b")
@@ -50,7 +51,7 @@ class SearchSpace:
     all_chunks_up_to: int = 8
 
     def not_searched(self, base: PretrainConfig, pinned: frozenset[str]) -> list[str]:
-        """What a search of this space leaves out, in words; `base` and `pinned` as of `Layouts`."""
+        """Return phrases for what a search of this space leaves out; `base` and `pinned` as in `Layouts`."""
         found = []
         if not {"schedule.name", "schedule.chunks"} & pinned and not base.schedule.file:
             if self.other_schedules:
@@ -59,11 +60,11 @@ class SearchSpace:
                 )
             tried = (*self.schedules, *self.other_schedules)
             left = [name for name in GENERATORS if name not in tried]
-            found += [f"schedules {', '.join(left)} (--schedules names them)"] if left else []
+            found += [f"schedules {', '.join(left)} (--schedules adds them)"] if left else []
         if "schedule.chunks" not in pinned:
-            found.append(f"more than {self.all_chunks_up_to} chunks that do not cut the blocks evenly")
+            found.append(f"more than {self.all_chunks_up_to} chunks, unless they divide the blocks evenly")
         if "parallel.context" not in pinned and base.data.sequence_length >= MIN_CONTEXT_TOKENS:
-            found.append(f"parallel.context with fewer than {MIN_CONTEXT_TOKENS:,} tokens a rank")
+            found.append(f"parallel.context with fewer than {MIN_CONTEXT_TOKENS:,} tokens per rank")
         if "parallel.sequence_chunks" not in pinned:
             chunks = ", ".join(str(each) for each in self.sequence if each)
             found.append(f"parallel.sequence_chunks other than {chunks}" if chunks else "sequence parallelism")
@@ -84,7 +85,7 @@ class SearchSpace:
                 found.append(f"{name} is {value}; it must be at least 1")
         for name in ("schedules", "zero_stages", "recompute", "sequence"):
             if not getattr(self, name):
-                found.append(f"{name} is empty; name at least one value to try")
+                found.append(f"{name} is empty; set at least one value to try")
         for name in (*self.schedules, *self.other_schedules):
             try:
                 find_generator(name)
@@ -97,22 +98,22 @@ def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], sp
     """Raise one ConfigError with all that is wrong before any layout is looked at."""
     known = set(_paths(base))
     problems = [
-        f"pinned field {path!r} is in no configuration{nearest(path, known)}"
+        f"pinned field {path!r} is not a field of a configuration{nearest(path, known)}"
         for path in sorted(pinned)
         if path not in known
     ]
     if devices < 1:
-        problems.append(f"{devices} devices asked for: a run takes 1 or more")
+        problems.append(f"the number of devices is {devices}; it must be at least 1")
     problems += space.problems() + base.model.problems()
     if moves_to_host(base):
         problems.append(
-            "offload: searches know nothing of copies to host memory; leave the group out, and give it to predict "
-            "with the layout that was found"
+            "offload is set, but a search does not model copies to host memory; leave it out here, and use it with "
+            "plan.py predict on the best layout"
         )
     if base.recompute.method == "auto":
         problems.append(
-            "recompute.method auto: let planner.recompute_auto.limited open it for the search, or name none, "
-            "selective or full"
+            "recompute.method auto must be resolved before a search: call planner.recompute_auto.limited, or set "
+            "none, selective or full"
         )
     if not base.schedule.file:
         try:

@@ -72,7 +72,7 @@ class Layout:
             raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {self.method!r}")
         require_counts({name: value for name, value in vars(self).items() if name != "method"})
         if self.method == "layered" and self.pipeline > 1:
-            raise ValueError(f"layered accumulation has no pipeline, got {self.pipeline} stages; take modular")
+            raise ValueError(f"layered accumulation has no pipeline, got {self.pipeline} stages; use modular")
 
     @property
     def devices(self) -> int:
@@ -117,7 +117,7 @@ def bubble(model: Transformer, layout: Layout) -> float:
     """
     stages, microbatches = layout.pipeline, layout.microbatches
     if model.num_layers % stages:
-        raise ValueError(f"{model.num_layers} layers do not divide over {stages} stages; take a divisor")
+        raise ValueError(f"{model.num_layers} layers cannot be divided evenly over {stages} stages; use a divisor")
     chunks = model.num_layers // stages if layout.method == "modular" else 1
     # A micro-batch comes back to a stage for its next chunk after at least as many steps as there are stages.
     steps = (chunks - 1) * max(stages, microbatches) + microbatches + stages - 1
@@ -214,10 +214,11 @@ def shortest(
                 if fast and (best is None or key < best[:2]):
                     best = (*key, layout)
     if best is None:
-        need = f"the least that one takes is {least / 1e9:,.2f} GB" if least < math.inf else "max_devices leaves none"
+        need = f"the smallest one needs {least / 1e9:,.2f} GB" if least < math.inf else "max_devices leaves none"
         raise ValueError(
-            f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} GB a device at "
-            f"efficiency {least_efficiency:g}: {need}; give more memory or devices, a smaller model or efficiency"
+            f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} GB per device at "
+            f"efficiency {least_efficiency:g}: {need}; use more memory or devices, a smaller model, or a lower "
+            "efficiency"
         )
     return best[2], best[0]
 

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="a table over schedules")
     compare.add_argument("--schedule", default=",".join(GENERATORS), help="names, separated by commas; all by default")
     _flags(compare)
-    overlay = commands.add_parser("overlay", help="a measured trace over its prediction")
+    overlay = commands.add_parser("overlay", help="compare a measured trace with its prediction")
     add_overlay(overlay)
     _json(overlay)
     return top
@@ -114,14 +114,14 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--group-size",
         type=int,
-        help="interleaved_1f1b: micro-batches in a row through a chunk (default: see docs/schedules.md)",
+        help="interleaved_1f1b: consecutive micro-batches that pass through a chunk (default: see docs/schedules.md)",
     )
     options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
     options.add_argument(
-        "--vertical-sync", action="store_true", default=None, help="pipedream: one version everywhere"
+        "--vertical-sync", action="store_true", default=None, help="pipedream: use one weight version on all ranks"
     )
     options.add_argument(
-        "--two-bp", action="store_true", default=None, help="split backwards, weight halves when idle"
+        "--two-bp", action="store_true", default=None, help="split backwards and run weight halves in idle time"
     )
     options.add_argument("--max-pending", type=int, help="with --two-bp: maximum number of postponed weight halves")
     options.add_argument(
@@ -160,12 +160,12 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
         if getattr(flags, flag) != value:
             shown = f"--{flag.replace('_', '-')}"
             raise ScheduleError(
-                f"{shown} changes what lowering adds to the compute actions; add --lowered, or drop it"
+                f"{shown} only changes the actions that lowering adds; pass --lowered too, or leave it out"
             )
     if flags.file is not None:
         schedule = read_file(flags.file)
         if schedule.header.lowered:
-            raise ScheduleError(f"{flags.file} is lowered already; add --lowered to print it")
+            raise ScheduleError(f"{flags.file} is already lowered; pass --lowered to print it")
         return schedule
     return order(name, flags.ranks, flags.microbatches, **_arguments(flags, name))
 
@@ -187,7 +187,7 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     generator = find_generator(name)
     if flags.placement is not None and flags.placement != generator.placement.__name__:
         raise ScheduleError(
-            f"{name} places its stages {generator.placement.__name__}, not {flags.placement}; drop --placement"
+            f"{name} places its stages {generator.placement.__name__}, not {flags.placement}; leave --placement out"
         )
     costs = _times(flags)
     options: dict[str, object] = {
@@ -211,14 +211,18 @@ def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
     if flags.recompute is None:
         return []
     if flags.recompute < 1:
-        raise ScheduleError(f"--recompute {flags.recompute} is below 1; leave it out to keep all activations")
+        raise ScheduleError(
+            f"--recompute is {flags.recompute}; it must be at least 1, or left out to keep all activations"
+        )
     units = range(flags.units)
     return [[units[at : at + flags.recompute] for at in units[:: flags.recompute]]] * num_stages
 
 
 def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
     if flags.offload is not None and flags.offload < 1:
-        raise ScheduleError(f"--offload {flags.offload} is below 1; leave it out to keep all activations")
+        raise ScheduleError(
+            f"--offload is {flags.offload}; it must be at least 1, or left out to keep all activations"
+        )
     units = () if flags.offload is None else (tuple(range(0, flags.units, flags.offload)),) * num_stages
     state = flags.offload_state or flags.offload_weights > 0
     return Offload(units, flags.prefetch, state, flags.offload_weights)
@@ -235,10 +239,10 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
     """The times of the flags for the stages of a schedule."""
     if (flags.bandwidth is None) != (flags.message is None):
         raise ScheduleError(
-            "--bandwidth (bytes per time unit) and --message (bytes) go together: give both or neither"
+            "--bandwidth (bytes per time unit) and --message (bytes) need each other; pass both or neither"
         )
     if flags.bandwidth is not None and flags.bandwidth <= 0:
-        raise ScheduleError(f"--bandwidth {flags.bandwidth:g} must be above 0")
+        raise ScheduleError(f"--bandwidth is {flags.bandwidth:g}; it must be above 0")
     transfer = 0.0 if flags.bandwidth is None else flags.message / flags.bandwidth
     return rank_costs(
         header, forward=flags.forward, recompute=flags.recompute_time, backward=flags.backward,
@@ -253,11 +257,11 @@ def steps_of(flags: argparse.Namespace, schedule: Schedule) -> int:
     """Optimizer steps to simulate."""
     steps: int = flags.steps if flags.steps is not None else 1 if schedule.flushes else NEVER_FLUSHING_STEPS
     if steps < 1:
-        raise ScheduleError(f"--steps {steps} is below 1")
+        raise ScheduleError(f"--steps is {steps}; it must be at least 1")
     forwards = schedule.header.num_microbatches * len(schedule.header.stages)
     if steps * forwards > MOST_FORWARDS:
         raise ScheduleError(
-            f"--steps {steps} of {forwards:,} forwards each are too many to simulate; the maximum is "
+            f"--steps is {steps} with {forwards:,} forwards per step; the maximum to simulate is "
             f"{max(1, MOST_FORWARDS // forwards):,} steps"
         )
     return steps

@@ -48,7 +48,7 @@ def _list(flags: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        print(f"{row['name']:<17} {row['class']}  {row['placement']:<12} {row['summary'].replace('``', '')}")
+        print(f"{row['name']:<17} {row['class']}  {row['placement']:<12} {row['summary']}")
 
 
 def _validate(flags: argparse.Namespace) -> None:
@@ -68,7 +68,10 @@ def _validate(flags: argparse.Namespace) -> None:
     for key, values in numbers.items():
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
     if any(place.replica for place in schedule.header.stages):
-        print("  note: training refuses it, because it does not add up the gradients of several copies of a model")
+        print(
+            "  note: training does not accept this schedule, because it does not sum the gradients of several copies "
+            "of a model"
+        )
     if not report.lazy_links:
         print("  note: its links must be connected before step 1, as megapipe does; with links that connect at their")
         print("  first use (NCCL's default) the first step would hang")
@@ -177,7 +180,7 @@ def _draw(flags: argparse.Namespace) -> None:
     try:
         flags.output.write_text(draw(simulation), encoding="utf-8")
     except OSError as error:
-        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; name another file") from None
+        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; choose another file") from None
     if flags.json:
         print(json.dumps({"output": str(flags.output), **_figures(flags, schedule, simulation)}))
     else:

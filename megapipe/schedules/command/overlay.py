@@ -22,11 +22,13 @@ STAGE_TIMES: Final = ("forward", "backward", "backward_input", "backward_weight"
 
 def add_overlay(command: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    command.add_argument("directory", type=Path, help="folder that --profile.trace named")
+    command.add_argument("directory", type=Path, help="folder of the recording, set by --profile.trace")
     command.add_argument("-o", "--output", type=Path, help="picture: .html, .svg or .json (Chrome/Perfetto trace)")
-    command.add_argument("--step", type=int, help="step to show, as the log counts them (default: a typical one)")
-    command.add_argument("--pipeline", type=int, default=0, help="which replica of the pipeline (default 0)")
-    times = command.add_argument_group("times in milliseconds that replace measured medians; of a rank's whole share")
+    command.add_argument("--step", type=int, help="step to show, numbered as in the log (default: a typical one)")
+    command.add_argument("--pipeline", type=int, default=0, help="replica of the pipeline to show (default 0)")
+    times = command.add_argument_group(
+        "times in milliseconds, for a rank's share of the model, that replace measured medians"
+    )
     for name in STAGE_TIMES:
         times.add_argument(f"--{name.replace('_', '-')}" + "-time" * (name == "update"), dest=name, type=float)
     times.add_argument("--latency", type=float, help="of a message between ranks")
@@ -45,7 +47,7 @@ def run_overlay(flags: argparse.Namespace) -> None:
     try:
         flags.output.write_text(draw(overlay), encoding="utf-8")
     except OSError as error:
-        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; name another file") from None
+        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; choose another file") from None
     if not flags.json:
         print(f"wrote {flags.output}")
 
@@ -63,7 +65,7 @@ def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -
     for name in (*STAGE_TIMES, "latency", "scalars_time"):
         given = getattr(flags, name)
         if given is not None and given < 0:
-            raise ScheduleError(f"--{name.replace('_', '-')} {given:g} is below 0; times are milliseconds")
+            raise ScheduleError(f"--{name.replace('_', '-')} is {given:g}; it must be at least 0, in milliseconds")
     stage_times: dict[str, Any] = {
         name: tuple(getattr(flags, name) / share for share in header.stages_sharing)
         for name in STAGE_TIMES

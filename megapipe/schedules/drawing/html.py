@@ -15,7 +15,7 @@ def draw_html(simulation: Simulation) -> str:
         [
             "bubble from the first forward on",
             f"{simulation.bubble:.2%}",
-            "its idle time over its work, first wait left out",
+            "its idle time over its work, without the first wait",
         ],
         [
             "idle from first to last action",

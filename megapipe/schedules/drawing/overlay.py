@@ -75,10 +75,10 @@ def draw_overlay_html(overlay: Overlay) -> str:
         ["measured, ms", f"{measured.span:.4g}", f"on rank {overlay.slowest}, the slowest"],
         ["predicted, ms", f"{predicted.span:.4g}", "the same rank, with the median times of its actions"],
         ["difference", f"{overlay.excess:+.1%}", "of the slowest rank's time"],
-        ["bubble", f"{measured.bubble:.1%}", "measured: time that compute does not fill, over compute"],
+        ["bubble", f"{measured.bubble:.1%}", "measured: time without compute, over compute"],
         ["predicted bubble", f"{predicted.bubble:.1%}", "the same, predicted"],
     ]
-    title = "Behind the prediction, in ms, a curve a rank"
+    title = "Delay against the prediction in ms, one curve per rank"
     curves = Curves(title, "ms later than predicted", overlay.lag, 0.001)
     return html_page(headline(overlay), figures, lines, bars, overlay.finish, curves)
 

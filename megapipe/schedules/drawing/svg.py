@@ -33,7 +33,7 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
 
 
 def _idle(simulation: Simulation) -> str:
-    """The bubble, and what the picture shows where that is more: ranks also wait for their first forward."""
+    """Return the bubble, and the picture's idle time if waits for first forwards make it larger."""
     bubble, idle = f"{simulation.bubble:.1%}", f"{simulation.idle:.1%}"
     if bubble == idle:
         return f"bubble {bubble} of the ideal time"

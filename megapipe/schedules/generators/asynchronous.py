@@ -35,7 +35,7 @@ def check_enough_microbatches(name: str, num_ranks: int, num_microbatches: int) 
     if num_microbatches < num_ranks:
         raise ScheduleError(
             f"{name} needs at least as many micro-batches as pipeline ranks: {num_microbatches} micro-batches on "
-            f"{num_ranks} ranks would ask for weights that do not exist yet; use {num_ranks} micro-batches or more"
+            f"{num_ranks} ranks would need weights that do not exist yet; use at least {num_ranks} micro-batches"
         )
 
 

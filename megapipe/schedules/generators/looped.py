@@ -10,7 +10,7 @@ from megapipe.schedules.generators.flush import alternate
 from megapipe.schedules.schedule import Sections
 
 MORE_HELD: Final = 2
-"""Micro-batches of activations that the default group of a ragged batch may add to a rank's peak."""
+"""Micro-batches of activations that the default group size may add to a rank's peak."""
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, group_size: int | None = None) -> Sections:
@@ -18,8 +18,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, grou
     section 2.2).
 
     Micro-batches pass the rank's chunks in groups of ``group_size`` (:func:`default_group_size` by default); the last
-    group may be smaller. Any number of micro-batches works: the order is made for whole groups, and the rows of
-    micro-batches beyond the last one are left out.
+    group may be smaller. Any number of micro-batches works: the order is built for whole groups, and rows of
+    micro-batches that do not exist are removed.
     """
     if group_size is None:
         group_size = default_group_size(num_ranks, num_microbatches, chunks)
@@ -30,11 +30,11 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, grou
 
 @lru_cache(maxsize=4096)
 def default_group_size(num_ranks: int, num_microbatches: int, chunks: int) -> int:
-    """Return the micro-batches that pass a chunk in a row unless the caller says otherwise.
+    """Return the default number of consecutive micro-batches that pass through a chunk.
 
-    A last group smaller than the pipeline leaves places empty. So where the ranks do not divide the micro-batches,
-    groups of ceil(m / floor(m / p)) are used instead of p, which is never slower, unless a rank would hold more than
-    ``MORE_HELD`` micro-batches more.
+    A last group that is smaller than the pipeline leaves ranks idle. So if the ranks do not divide the micro-batches,
+    the group size is ceil(m / floor(m / p)) instead of p, which is never slower, unless this adds more than
+    ``MORE_HELD`` micro-batches to the peak of a rank.
     """
     rounds = num_microbatches // num_ranks
     larger = -(-num_microbatches // rounds) if rounds else num_ranks
@@ -45,7 +45,7 @@ def default_group_size(num_ranks: int, num_microbatches: int, chunks: int) -> in
 
 
 def _in_groups(num_ranks: int, num_microbatches: int, chunks: int, group_size: int, rank: int) -> Rows:
-    """The rows of one rank."""
+    """Return the rows of one rank."""
     group_size = min(group_size, num_microbatches)
     groups = -(-num_microbatches // group_size)
     group, chunk, place = (grid.ravel() for grid in np.mgrid[:groups, :chunks, :group_size])
@@ -53,7 +53,7 @@ def _in_groups(num_ranks: int, num_microbatches: int, chunks: int, group_size: i
     rows = alternate(
         rows_of(Kind.FORWARD, chunk * num_ranks + rank, microbatch),
         rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, microbatch),
-        # A rank may run at most twice the group ahead of the last one, or a chunk waits for itself around the loop.
+        # A rank may run at most two groups ahead of the last rank, or a chunk would wait for itself around the loop.
         warmup=(chunks - 1) * group_size + min(2 * (num_ranks - 1 - rank), 2 * group_size),
     )
     return rows[rows[:, MICROBATCH] < num_microbatches]

@@ -23,7 +23,7 @@ def two_buffered_policy(num_ranks: int, num_microbatches: int, *, update: Litera
     """Two versions everywhere. A lazy update waits right before the rank's first forward that needs it, so reductions
     hide behind the backwards in between, for one more gradient buffer."""
     if update not in ("eager", "lazy"):
-        raise ScheduleError(f"update {update!r} is none of eager, lazy")
+        raise ScheduleError(f"update is {update!r}; it must be eager or lazy")
     return Policy((2,) * num_ranks, gradient_buffers=2 if update == "lazy" else 1)
 
 

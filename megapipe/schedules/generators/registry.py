@@ -77,9 +77,11 @@ class Generator:
         known = {"chunks", *self.order_options, *self.policy_options, *(TWO_BP_OPTIONS if self.takes_two_bp else ())}
         for name in options:
             if name not in known:
-                raise ScheduleError(f"{self.name} does not take {name!r}; it takes {', '.join(sorted(known))}")
+                raise ScheduleError(
+                    f"{self.name} does not accept the option {name!r}; it accepts {', '.join(sorted(known))}"
+                )
         if ("max_pending" in options or "times" in options) and self.takes_two_bp and not options.get("two_bp", False):
-            raise ScheduleError(f"{self.name} takes 'max_pending' and 'times' with two_bp alone")
+            raise ScheduleError(f"{self.name} accepts 'max_pending' and 'times' only with two_bp")
 
     def number_of_chunks(self, options: Options) -> int:
         """Stages a rank."""
@@ -124,7 +126,7 @@ def find_generator(name: str) -> Generator:
         return GENERATORS[name]
     if is_file_name(name):
         raise ScheduleError(
-            f"unknown schedule {name!r}; a schedule file is given by --file in tools/schedule.py, and by "
+            f"unknown schedule {name!r}; to use a schedule file, pass --file to tools/schedule.py, or set "
             "schedule.file in a run"
         )
     nearest = difflib.get_close_matches(name, GENERATORS, n=1, cutoff=0.4)

@@ -49,7 +49,8 @@ def split_backwards(sections: Sections, placement: Placement, times: Times, max_
     the latest when ``max_pending`` wait, the rest at the end."""
     if max_pending is not None and max_pending < 1:
         raise ScheduleError(
-            f"max_pending {max_pending} is below 1: each backward's weight half has to wait at least once"
+            f"max_pending is {max_pending}; it must be at least 1, because each backward's weight half is postponed "
+            "at least once"
         )
     programs = tuple(_as_steps(rows) for rows in sections.body)
     timed = fill_idle_time(programs, placement, times, max_pending)

@@ -116,8 +116,8 @@ def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Ints
     if np.any(post < section_start):
         index = int(np.argmax(post < section_start))
         raise ScheduleError(
-            f"{table.header.name} cannot be lowered: stage {table.stage[messages.consumer[index]]} would have to "
-            f"post the receive of micro-batch {messages.microbatch[index]} before its section begins"
+            f"{table.header.name} cannot be lowered: stage {table.stage[messages.consumer[index]]} would have to post "
+            f"the receive of micro-batch {messages.microbatch[index]} before its section starts"
         )
     return post
 

@@ -37,7 +37,9 @@ def lower(
     Raises ScheduleError where the compute actions do not fit together.
     """
     if receive_ahead < 1:
-        raise ScheduleError(f"receive_ahead {receive_ahead} is below 1: post receives before they are needed")
+        raise ScheduleError(
+            f"receive_ahead is {receive_ahead}; it must be at least 1, because receives are posted before their use"
+        )
     _require_compute_only(schedule)
     offload.check(schedule.header, recompute if schedule.header.mode == "train" else ())
     if offload.weight_buffers:
@@ -87,10 +89,14 @@ def _with_recompute(table: Table, messages: Messages, post: Ints, spans: Spans) 
 
 def _require_compute_only(schedule: Schedule) -> None:
     if schedule.header.lowered:
-        raise ScheduleError(f"{schedule.header.name} is lowered already; lower the compute actions it was made from")
+        raise ScheduleError(
+            f"{schedule.header.name} is already lowered; lower the compute actions that it was made from"
+        )
     for rows in (*schedule.sections.prologue, *schedule.sections.body, *schedule.sections.epilogue):
         if not np.all(kind_mask(rows[:, 0], *COMPUTE_KINDS)):
-            raise ScheduleError(f"{schedule.header.name} holds communication actions; lowering adds them")
+            raise ScheduleError(
+                f"{schedule.header.name} contains communication actions, but lowering adds them; remove them"
+            )
 
 
 def _with_versions(table: Table) -> Table:

@@ -21,14 +21,14 @@ Spans = Sequence[Sequence[range]]
 def check_spans(header: Header, spans: Spans) -> None:
     """Raise ScheduleError unless each stage's spans are ascending, apart, and made of its units."""
     if len(spans) != len(header.stages):
-        raise ScheduleError(f"recompute names spans of {len(spans)} stages, and there are {len(header.stages)}")
+        raise ScheduleError(f"recompute has spans for {len(spans)} stages, but there are {len(header.stages)}")
     for stage, (units, own) in enumerate(zip(header.units_per_stage, spans, strict=True)):
         free = 0
         for span in own:
             if span.step != 1 or not free <= span.start < span.stop <= units:
                 raise ScheduleError(
-                    f"recompute of stage {stage}: {span} must be one or more units in a row, of 0 to {units - 1}, "
-                    "behind the span before it"
+                    f"recompute of stage {stage}: {span} must be one or more consecutive units from 0 to {units - 1}, "
+                    "after the previous span"
                 )
             free = span.stop
 

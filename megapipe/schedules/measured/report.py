@@ -29,9 +29,9 @@ def sentence(overlay: Overlay) -> str:
     mine = [parting for parting in overlay.partings if overlay.window.table.rank[parting.row] == rank]
     wait, work, between = (sum(getattr(each, name) for each in mine) for name in ("wait", "work", "between"))
     return (
-        f"rank {rank}, the slowest, took {_shown(measured.span)} ms where {_shown(predicted.span)} were predicted "
-        f"({overlay.excess:+.1%}): waiting {_lost(wait)} ms, the actions themselves "
-        f"{_lost(work)}, time between them {_lost(between)}"
+        f"rank {rank}, the slowest, took {_shown(measured.span)} ms, predicted were {_shown(predicted.span)} ms "
+        f"({overlay.excess:+.1%}): waiting {_lost(wait)} ms, actions {_lost(work)} ms, between actions "
+        f"{_lost(between)} ms"
     )
 
 
@@ -97,17 +97,17 @@ def text(overlay: Overlay) -> str:
         pairs = ((_shown(side.span), f"{side.bubble:.1%}", _shown(side.wait)) for side in (measured, predicted))
         cells = [cell for pair in zip(*pairs, strict=True) for cell in pair]
         lines.append(_row(str(rank), *cells, _shown(measured.between)))
-    lines += ["", f"where they part most, ms lost against the prediction (of {len(overlay.partings)} actions)"]
+    lines += ["", f"largest differences, ms lost against the prediction (of {len(overlay.partings)} actions)"]
     lines.append(_row("rank", "action", "step", "lost", "waiting", "slower", "between"))
     for row in found["partings"]:
         times = (_lost(row[name]) for name in ("lost", "wait", "work", "between"))
         lines.append(_row(str(row["rank"]), row["action"], str(row["step"]), *times))
-    lines += ["", "predicted from these medians, ms", *_times(overlay)]
+    lines += ["", "medians used for the prediction, ms", *_times(overlay)]
     if found["between_steps"] is not None:
-        lines.append(f"  between two steps, not in the figures above: {_shown(found['between_steps'])}")
+        lines.append(f"  between two steps, not included above: {_shown(found['between_steps'])}")
     if overlay.run.clock_error:
         lines.append(f"  clocks of the hosts agree to within {overlay.run.clock_error / MILLISECOND:.2g} ms")
-    # Ranks of one host read one clock (an error of 0): there an early arrival comes from the events themselves.
+    # Ranks of one host share a clock (error 0), so there an early arrival is an artifact of the recorded events.
     if 0 < overlay.run.clock_error / MILLISECOND < overlay.costs.clock_excess:
         lines.append(
             f"  warning: a message seems to arrive {overlay.costs.clock_excess:.2g} ms before it was sent; the "

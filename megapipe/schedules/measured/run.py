@@ -68,13 +68,13 @@ def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
     first = chosen[0]
     if fingerprint(dumps(schedule)) != first.fingerprint:
         raise ScheduleError(
-            f"{directory / SCHEDULE_FILE} is not the schedule that {files[first.rank]} was recorded with; trace again "
-            "into an empty folder"
+            f"{directory / SCHEDULE_FILE} is not the schedule of {files[first.rank]}; record again into an empty "
+            "folder"
         )
     recorded = _recorded(schedule, chosen)
     if not recorded:
         raise ScheduleError(
-            f"{directory} holds no step that all ranks finished; trace more steps (--profile.steps), or earlier ones "
+            f"{directory} has no step that all ranks finished; record more steps (--profile.steps), or earlier ones "
             "(--profile.first_step)"
         )
     return MeasuredRun(schedule, first.layout, first.about, max(trace.clock_error for trace in chosen), recorded)
@@ -89,21 +89,21 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
                 what = "run" if name == "run" else "schedule"
                 raise ScheduleError(
                     f"{directory}: rank-{trace.rank}.json and rank-{first.rank}.json were recorded in different "
-                    f"{what}s; trace again into an empty folder"
+                    f"{what}s; record again into an empty folder"
                 )
     layout, world = first.layout, prod(first.layout.values())
     missing = sorted(set(range(world)) - {trace.rank for trace in traces})
     if missing:
         raise ScheduleError(
-            f"{directory} lacks {', '.join(f'rank-{rank}.json' for rank in missing)}: the run had {world} ranks, and "
-            "each writes its file on its own host; copy them into one folder"
+            f"{directory} lacks {', '.join(f'rank-{rank}.json' for rank in missing)}: the run had {world} ranks, each "
+            "of which writes its file on its own host; copy all files into one folder"
         )
     pipelines: dict[tuple[int, ...], dict[int, RankTrace]] = {}
     for trace in sorted(traces, key=lambda one: one.rank):
         replica = tuple(trace.coordinates[name] for name in layout if name != "pipeline")
         pipelines.setdefault(replica, {})[trace.coordinates["pipeline"]] = trace
     if not 0 <= number < len(pipelines):
-        raise ScheduleError(f"there is no pipeline {number}: the run had {len(pipelines)}, counted from 0")
+        raise ScheduleError(f"pipeline {number} does not exist: the run had {len(pipelines)}, numbered from 0")
     ranks = list(pipelines.values())[number]
     return [ranks[rank] for rank in range(layout["pipeline"])]
 
@@ -124,8 +124,8 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
             if not 0 <= event.position < len(expected) or expected[event.position] != event.action:
                 raise ScheduleError(
                     f"rank-{trace.rank}.json has {event.action} as action {event.position} of its {event.section}, "
-                    f"which the schedule {schedule.header.name} in the same folder does not have; trace again "
-                    "into an empty folder"
+                    f"which the schedule {schedule.header.name} in the same folder does not have; record again into "
+                    "an empty folder"
                 )
             mine.setdefault(Execution(event.section, event.step), {})[event.position] = event
         found.append(mine)

@@ -85,11 +85,11 @@ def write_whole(path: Path, text: str) -> None:
 def rank_files(directory: Path) -> dict[int, Path]:
     """The rank files of a folder, by rank. Raises ScheduleError where there are none."""
     if not directory.is_dir():
-        raise ScheduleError(f"{directory} is not a folder; give the one that --profile.trace named")
+        raise ScheduleError(f"{directory} is not a folder; pass the folder of --profile.trace")
     matches = ((RANK_FILE.fullmatch(path.name), path) for path in directory.iterdir())
     found = {int(match[1]): path for match, path in matches if match}
     if not found:
-        raise ScheduleError(f"{directory} holds no rank-N.json; give the folder that --profile.trace named")
+        raise ScheduleError(f"{directory} has no rank-N.json; pass the folder of --profile.trace")
     return dict(sorted(found.items()))
 
 
@@ -101,7 +101,7 @@ def read_rank(path: Path) -> RankTrace:
         raise ScheduleError(f"cannot read {path}: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else None
-        raise ScheduleError(f"{path} has format {found!r}, and this version reads {FORMAT!r}")
+        raise ScheduleError(f"{path} has format {found!r}, but this version reads {FORMAT!r}")
     try:
         fields = {name: document[name] for name in RankTrace.__dataclass_fields__}
         for name, declared in get_type_hints(RankTrace).items():
@@ -111,7 +111,7 @@ def read_rank(path: Path) -> RankTrace:
     except KeyError as error:
         raise ScheduleError(f"{path} lacks {error}") from None
     except DECODING_ERRORS as error:
-        raise ScheduleError(f"{path} holds an event that is none: {error}") from None
+        raise ScheduleError(f"{path} contains an invalid event: {error}") from None
 
 
 def _event(row: Any) -> Event:

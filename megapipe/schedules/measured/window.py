@@ -53,7 +53,9 @@ def choose(run: MeasuredRun, step: int | None) -> Window:
         episodes = [episode for episode in episodes if episode]
         if not episodes:
             known = sorted({each.step + 1 for each in run.recorded})
-            raise ScheduleError(f"step {step + 1} was not recorded; there are {', '.join(map(str, known))}")
+            raise ScheduleError(
+                f"step {step + 1} was not recorded; the recorded steps are {', '.join(map(str, known))}"
+            )
     longest = max(map(len, episodes))
     candidates = sorted((e for e in episodes if len(e) == longest), key=lambda episode: _duration(run, episode))
     return _window(run, candidates[(len(candidates) - 1) // 2])

@@ -74,14 +74,14 @@ def rank_costs(
         backward = 2.0 * forward if backward is None else backward
         backward_input = backward_weight = backward / 2.0
     if backward_input is None or backward_weight is None:
-        raise ScheduleError("give both halves of the backward (input and weight), or neither")
+        raise ScheduleError("set both halves of the backward (input and weight), or neither")
     backward = backward_input + backward_weight if backward is None else backward
     times = (
         forward, recompute, backward, backward_input, backward_weight, update, reduce_gradients, gather_weights,
         offload, offload_state,
     )  # fmt: skip
     if min(*times, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
-        raise ScheduleError(f"times must not be negative and compute must take some: got {times}")
+        raise ScheduleError(f"times must be at least 0 and compute times above 0, got {times}")
     per_stage = [tuple(time / count for count in header.stages_sharing) for time in times]
     return Costs(
         forward=per_stage[0],

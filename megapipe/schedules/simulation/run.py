@@ -74,7 +74,7 @@ def run(dependencies: Dependencies, costs: Costs, durations: Durations) -> Timel
             moved = moved or at > row
             next_row[rank] = at
     if next_row != last_row:
-        raise ScheduleError(f"{table.header.name} deadlocks; validate it to see where")
+        raise ScheduleError(f"{table.header.name} deadlocks; validate it to see where it blocks")
     clocks.close_collectives()
     return Timeline(clocks.start, clocks.end, clocks.cause)
 

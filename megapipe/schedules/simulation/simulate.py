@@ -109,7 +109,7 @@ def simulate(schedule: Schedule, costs: Costs, steps: int = 1) -> Simulation:
     Raises ScheduleError if the schedule is not lowered, or if its ranks wait for one another in a circle.
     """
     if not schedule.header.lowered:
-        raise ScheduleError(f"{schedule.header.name} holds compute actions alone; lower it, then simulate")
+        raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it before simulating it")
     table = Table.unroll(schedule, steps)
     durations = Durations.of(table, costs)
     timeline = run(Dependencies(table), costs, durations)

@@ -31,7 +31,7 @@ def check_buffers(table: Table) -> None:
             index = int(np.argmax(early))
             first, second = int(order[index]), int(order[index + 1])
             user = describe(action_at(table, int(lives.end[first])))
-            problem = f"the slot is in use by micro-batch {lives.microbatch[first]} until {user} is done"
+            problem = f"the slot is used by micro-batch {lives.microbatch[first]} until {user} ends"
             raise failure(table, int(lives.start[second]), problem)
         _check_readers(table, receive, table.is_kind(*readers), opens)
 

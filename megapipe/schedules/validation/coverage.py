@@ -36,14 +36,14 @@ def _check_compute(table: Table, on_route: Mask) -> None:
     if table.header.mode == "forward":
         return
     split = done[Kind.BACKWARD_INPUT] | done[Kind.BACKWARD_WEIGHT]
-    _refuse(table, Kind.BACKWARD, split & done[Kind.BACKWARD], "the backward is there whole and in halves")
+    _refuse(table, Kind.BACKWARD, split & done[Kind.BACKWARD], "the backward is present both whole and in halves")
     _require_pairs(table, Kind.BACKWARD, done[Kind.BACKWARD] | split, on_route)
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
         _require_pairs(table, kind, done[kind], split)
     _check_recompute(table)
     for kind in _GRADIENT:
         differs = done[kind] & (whole[kind] != whole[Kind.FORWARD])
-        _refuse(table, kind, differs, "forward and backward of a micro-batch must both be whole or both come in units")
+        _refuse(table, kind, differs, "forward and backward of a micro-batch must both be whole or both be in units")
 
 
 def _check_recompute(table: Table) -> None:
@@ -57,7 +57,7 @@ def _check_recompute(table: Table) -> None:
         raise _repeated(table, again, place[again])
     known = np.isin(place[again], place[table.rows_with(Kind.FORWARD)])
     if not known.all():
-        raise failure(table, int(again[np.argmin(known)]), "no forward of this chunk or unit runs, so none runs again")
+        raise failure(table, int(again[np.argmin(known)]), "there is no forward of this chunk or unit to recompute")
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
@@ -74,7 +74,7 @@ def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
         raise _repeated(table, parts[order], part_key)
     counts = np.bincount(table.key[parts], minlength=len(units))
     partial = (counts > 0) & ((counts != units) | (wholes > 0))
-    _refuse(table, kind, partial, "some of its units are missing, or it is there both whole and in units")
+    _refuse(table, kind, partial, "some of its units are missing, or it is present both whole and in units")
     return (wholes + counts) > 0, wholes > 0
 
 

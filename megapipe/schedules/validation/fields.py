@@ -56,14 +56,14 @@ def check_fields(table: Table) -> None:
     if len(unknown):
         row = int(unknown[0])
         place = f"rank {table.rank[row]}, action {row - table.offsets[table.rank[row]]}"
-        raise ScheduleError(f"{table.header.name}, {place}: there is no kind {table.kind[row]} of action")
-    _require(table, table.is_kind(*kinds), f"such actions have no place in a schedule of mode {table.header.mode!r}")
+        raise ScheduleError(f"{table.header.name}, {place}: {table.kind[row]} is not a kind of action")
+    _require(table, table.is_kind(*kinds), f"a schedule of mode {table.header.mode!r} cannot have such actions")
     for name, column in (("stage", STAGE), ("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
         _check_use(table, name, column)
     _require(table, table.rows[:, SLICE] == -1, "micro-batches of this schedule are not sliced, slice must be unused")
     microbatch = table.rows[:, MICROBATCH]
     in_steps = (microbatch >= 0) & (microbatch < table.num_microbatches)
-    _require(table, in_steps, f"micro-batches count from 0 to {table.num_microbatches - 1} here")
+    _require(table, in_steps, f"micro-batches are numbered from 0 to {table.num_microbatches - 1}")
     _check_stages(table)
     _check_units(table)
     _check_last_included(table)
@@ -93,7 +93,7 @@ def _check_stages(table: Table) -> None:
     at_home = (stage < 0) | (header.stage_ranks[stage] == table.rank)
     if not at_home.all():
         row = int(np.argmin(at_home))
-        raise failure(table, row, f"stage {stage[row]} lives on rank {header.stage_ranks[stage[row]]}")
+        raise failure(table, row, f"stage {stage[row]} is on rank {header.stage_ranks[stage[row]]}")
 
 
 def _check_units(table: Table) -> None:

@@ -1,8 +1,8 @@
-"""Does the first step get through where the first use of a link or group is a rendezvous?
+"""Check that the first step cannot deadlock if the first use of a link or group blocks the host.
 
 NCCL connects two ranks when they first send or receive on a communicator, one direction at a time, and the members of
-a group in their first collective. The call does not return, on any member's host, until every member has made it. So
-a rank that posts an early receive does not go on to the send that the other side waits for.
+a group in their first collective. The call blocks the host of every member until all members have made it. So a rank
+that posts an early receive does not reach the send that the other side waits for.
 """
 
 from collections.abc import Collection
@@ -20,19 +20,19 @@ from megapipe.schedules.validation.failure import action_at
 _SENDERS: Final = {Kind.SEND_ACTIVATION: "following", Kind.SEND_GRADIENT: "preceding"}
 _RECEIVERS: Final = {Kind.RECV_ACTIVATION: "preceding", Kind.RECV_GRADIENT: "following"}
 _Meeting = Connection | frozenset[int]
-"""A link, or the ranks of a group that reduces."""
+"""A link, or the ranks of a group with a reduction."""
 
 
 @dataclass(frozen=True)
 class FirstUses:
-    """What each rank uses first in a lowered schedule, in program order: a link or a group, and the action."""
+    """The first use of each link and group by each rank of a lowered schedule, in program order, with its action."""
 
     header: Header
     by_rank: list[list[tuple[_Meeting, Action]]]
 
     @classmethod
     def of(cls, table: Table) -> "FirstUses":
-        """The first uses of an unrolled table."""
+        """Return the first uses in an unrolled table."""
         uses: list[list[tuple[_Meeting, Action]]] = [[] for _ in range(table.header.num_ranks)]
         met: set[tuple[int, _Meeting]] = set()
         for row in _candidates(table):
@@ -43,10 +43,10 @@ class FirstUses:
         return cls(table.header, uses)
 
     def deadlock(self, connected: Collection[Connection]) -> str:
-        """Return where ranks wait for one another for ever; "" where all get through.
+        """Return where ranks deadlock, or an empty string if they do not.
 
         Args:
-            connected: links that all ranks connect at start, one after the other in this order.
+            connected: links that all ranks connect at the start, in this order.
         """
         ranks = [place.rank for place in self.header.stages]
         programs: list[list[tuple[_Meeting, Action | None]]] = [[] for _ in self.by_rank]
@@ -63,7 +63,7 @@ class FirstUses:
 
 
 def _candidates(table: Table) -> list[int]:
-    """Rows among which are all first uses, in program order: the first of each kind, stage and route or unit."""
+    """Return rows that include all first uses, in program order: the first of each kind, stage and route or unit."""
     routes, header = len(table.header.routes), table.header
     found: list[Ints] = []
     for kind in (*_SENDERS, *_RECEIVERS):

@@ -41,7 +41,7 @@ def _check_turns(table: Table, rows: Ints, place: Ints) -> None:
         (release, True), (gather, False)))  # fmt: skip
     before_gather = np.append(np.where(same, gather[1:], True), True)
     _refuse(table, rows, use & after_release, "the weights of its unit are not gathered here")
-    _refuse(table, rows, gather & ~after_release, "the weights of its unit are gathered already")
+    _refuse(table, rows, gather & ~after_release, "the weights of its unit are already gathered")
     _refuse(table, rows, release & after_release, "the weights of its unit are not gathered here")
     _refuse(table, rows, release & after_gather, "nothing uses the weights between their gather and this")
     _refuse(table, rows, ~release & before_gather, "the weights of its unit are never released after it")

@@ -19,7 +19,7 @@ def check_offload(table: Table) -> None:
     updates = table.rows_with(Kind.UPDATE)
     if table.header.weights_in_host and len(states_moved(table, Kind.RELOAD)) == 0:
         everything = np.ones(len(updates), dtype=np.bool_)
-        _refuse(table, updates, everything, "weights lie in host memory, and this changes them where they are not")
+        _refuse(table, updates, everything, "weights are in host memory, but this updates them on the device")
     if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
         return
     out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
@@ -27,7 +27,7 @@ def check_offload(table: Table) -> None:
     _require_once(table, (out, back), places)
     forward, again = (places[table.rows_with(kind)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
     _refuse(table, out, ~np.isin(places[out], forward), "no forward of this chunk or unit leaves activations")
-    _refuse(table, out, np.isin(places[out], again), "these activations are made again: they need not be kept")
+    _refuse(table, out, np.isin(places[out], again), "these activations are recomputed and must not be offloaded")
     _check_pairs(table, out, back, places)
     _check_states(table)
 
@@ -41,10 +41,15 @@ def _check_states(table: Table) -> None:
     _require_once(table, (out, back), places)
     _check_pairs(table, out, back, places)
     _refuse(table, out, ~np.isin(places[out], places[updates]), "no update changes this state")
-    _refuse(table, updates, ~np.isin(places[updates], places[out]), "other updates have their state moved, this not")
+    _refuse(
+        table,
+        updates,
+        ~np.isin(places[updates], places[out]),
+        "the state of other updates is moved, but not that of this one",
+    )
     moves = np.sort(np.concatenate([out, back]))
     there = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of a rank's leave: each starts from 0
-    _refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is on the device already")
+    _refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
 
 
 def _require_once(table: Table, kinds: tuple[Ints, ...], places: Ints) -> None:
@@ -55,8 +60,8 @@ def _require_once(table: Table, kinds: tuple[Ints, ...], places: Ints) -> None:
 
 
 def _check_pairs(table: Table, out: Ints, back: Ints, places: Ints) -> None:
-    _refuse(table, out, ~np.isin(places[out], places[back]), "what leaves here is never reloaded")
-    _refuse(table, back, ~np.isin(places[back], places[out]), "what it reloads is never offloaded")
+    _refuse(table, out, ~np.isin(places[out], places[back]), "the data that it offloads is never reloaded")
+    _refuse(table, back, ~np.isin(places[back], places[out]), "the data that it reloads is never offloaded")
 
 
 def _refuse(table: Table, rows: Ints, wrong: Mask, problem: str) -> None:

@@ -21,7 +21,7 @@ def check_links(dependencies: Dependencies) -> None:
         index = int(np.argmax(sent != received))
         send, receive = int(messages.send[sent[index]]), int(messages.receive[received[index]])
         problem = (
-            f"rank {table.rank[send]} sends {describe(action_at(table, send))} on this link at that point; receives "
+            f"rank {table.rank[send]} sends {describe(action_at(table, send))} on this link at this point; receives "
             "must be posted in the order of the sends"
         )
         raise failure(table, receive, problem)
@@ -55,7 +55,7 @@ def _check_same(
             index = int(np.argmax(differs))
             other = describe(action_at(table, int(members[0][index])))
             raise failure(
-                table, int(rows[index]), f"rank {table.rank[members[0][index]]} starts {other} at that point"
+                table, int(rows[index]), f"rank {table.rank[members[0][index]]} starts {other} at this point"
             )
 
 

@@ -50,7 +50,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     """
     header = schedule.header
     if not header.lowered:
-        raise ScheduleError(f"{header.name} holds compute actions alone; lower it, then validate")
+        raise ScheduleError(f"{header.name} has only compute actions; lower it before validating it")
     check_header(header)
     check_weight_buffers(schedule)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):

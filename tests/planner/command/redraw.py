@@ -1,7 +1,7 @@
-"""Writes what the planner answers into docs/planning.md, the README's plan and the layouts of examples/launch:
+"""Write the planner's output into docs/planning.md, the README and the layouts of examples/launch:
 ``python -m tests.planner.command.redraw``.
 
-Commands run as they stand there, in a folder of their own.
+Commands run as written there, in a temporary folder.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ TIMELINE = "predict"
 
 
 def answered(text: str, pictures: Path, most_lines: int | None = None) -> str:
-    """The text with every command's output behind it. pictures: folder to draw into. most_lines: of each output."""
+    """Return the text with current outputs. pictures: folder to draw into. most_lines: maximum lines per output."""
     with _folder():
         return BLOCK.sub(lambda block: _answer(block, pictures, most_lines), text)
 
@@ -60,7 +60,7 @@ def _answer(block: re.Match[str], pictures: Path, most_lines: int | None) -> str
 
 @contextlib.contextmanager
 def _folder() -> Iterator[None]:
-    """A working folder that has the examples and nothing else."""
+    """Change into a temporary folder that contains only the examples."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -86,7 +86,7 @@ FLAGS = re.compile(r"    --(?:layout|parallel)(?:[^\n]*\n)+?(?=    --optimizer)"
 
 
 def launched(name: str) -> str:
-    """A script of examples/launch with the planner's layout in it."""
+    """Return a script of examples/launch with the planner's layout."""
     flags = f"{LAUNCHES[name]} --hardware a100-80 --training.precision bf16"
     request = parse_request("search", shlex.split(flags.replace("examples/", f"{ROOT}/examples/")))
     hardware = request.hardware()

@@ -35,7 +35,7 @@ def test_steps_days_and_money_follow_from_the_step(capsys):
     assert training["cost"] == pytest.approx(days * 24 * 2 * 33)  # 16 devices are two nodes
     told = output(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
     assert f"7.5B tokens: {steps:,} steps (--training.steps {steps})" in told
-    assert f"for {training['cost']:,.0f} by the nodes' prices" in told
+    assert f"price {training['cost']:,.0f}" in told
 
 
 def test_without_prices_there_is_no_cost_and_without_tokens_nothing(capsys):
@@ -62,7 +62,7 @@ def test_a_search_tells_them_of_its_best_and_ranks_by_the_price_of_the_flag(caps
     [
         ("--tokens=0", "--tokens is 0; it must be a finite number above 0"),
         ("--tokens=-5e9", "--tokens is -5e+09"),
-        ("--price-per-hour=-1", "--price_per_hour is -1; it is of one node"),
+        ("--price-per-hour=-1", "--price_per_hour is -1; it is the price of one node"),
     ],
 )
 def test_a_wrong_budget_is_told(capsys, command, flag, words):
@@ -74,4 +74,4 @@ def test_nodes_of_two_kinds_have_their_prices_in_the_file(capsys, tmp_path):
     (tmp_path / "machine.yaml").write_text(MACHINE)
     flags = [each for each in LAYOUT if "hardware" not in each] + ["--hardware", str(tmp_path / "machine.yaml")]
     (line,) = refusal(capsys, "predict", *flags, "--price-per-hour=33")
-    assert "write price_per_hour into each of its groups" in line
+    assert "write price_per_hour into each group of the hardware file" in line

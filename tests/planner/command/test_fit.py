@@ -27,10 +27,10 @@ def test_published_rows_are_fitted_and_the_machine_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "give one of --published"),
-        (["--published=sc21", "--rows=rows.yaml"], "give one of --published"),
+        ([], "pass either --published"),
+        (["--published=sc21", "--rows=rows.yaml"], "pass either --published"),
         (["--published=sc22"], "sc22"),
-        (["--published=sc21", "--hardware=h100"], "--hardware h100 goes with --rows"),
+        (["--published=sc21", "--hardware=h100"], "--hardware h100 can only be used with --rows"),
         (["--rows=nowhere.yaml"], "--hardware is missing"),
         (["--rows=nowhere.yaml", "--hardware=h100"], "nowhere.yaml"),
         (["--published=sc21", "--output=/proc/nowhere/all.yaml"], "/proc/nowhere/all.yaml cannot be written"),

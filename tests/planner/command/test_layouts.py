@@ -31,18 +31,18 @@ def test_predict_says_what_the_cost_model_says(capsys):
 
 
 def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(capsys, tmp_path):
-    assert "note: training.precision bf16, the first of" in output(capsys, "predict", *LAYOUT)
+    assert "note: training.precision was not given, so it is bf16, the first of" in output(capsys, "predict", *LAYOUT)
     v100 = [each.replace("a100-80", "v100-32") for each in LAYOUT]
-    assert "note: training.precision fp16, the first of" in output(capsys, "predict", *v100)
+    assert "note: training.precision was not given, so it is fp16, the first of" in output(capsys, "predict", *v100)
     (tmp_path / "run.yaml").write_text("training: {steps: 5}\n")
     text = output(capsys, "predict", "--config", str(tmp_path / "run.yaml"), *LAYOUT)
     assert "in fp32" in text
-    assert "note: training.precision fp32, the default that training uses" in text
+    assert "note: training.precision is fp32, the default of training" in text
 
 
 def test_a_model_that_was_not_named_is_told(capsys):
     machine = ["--hardware", "a100-80", "--devices", "8"]
-    told = "note: the model is the default one, 12 layers of 768, as none was given"
+    told = "note: no model was given, so this is the default one with 12 layers of hidden size 768"
     for command in ("predict", "explain"):
         assert told in output(capsys, command, *machine)
         assert any(told in f"note: {each}" for each in json_of(capsys, command, *machine)["remarks"])
@@ -98,7 +98,7 @@ def test_how_often_to_save_follows_young_and_daly(capsys):
     [
         (["--hardware", "a100-8"], "unknown hardware 'a100-8'; did you mean 'a100-80'"),
         (["--hardware", "none.yaml"], "hardware file 'none.yaml' cannot be read"),
-        (["--devices", "0"], "--devices is 0; a run takes 1 or more"),
+        (["--devices", "0"], "--devices is 0; it must be at least 1"),
         (["--devices", "15"], "world size 15 is not a multiple"),
         (["--parallel.tensor", "7"], "model.num_heads 24 is not divisible by parallel.tensor 7"),
         (["--parallel.tensr", "7"], "unknown configuration key 'parallel.tensr'; did you mean 'parallel.tensor'?"),
@@ -115,7 +115,7 @@ def test_wrong_input_is_told_in_one_line(capsys, change, words):
 def test_what_is_missing_is_named(capsys):
     assert "--hardware is missing" in refusal(capsys, "predict", "--model", MODEL, "--devices", "8")[0]
     missing = refusal(capsys, "predict", "--model", MODEL, "--hardware", "h100")
-    assert missing == ["--devices is missing; give it, or parallel.data beside the other sizes"]
+    assert missing == ["--devices is missing; set it, or set parallel.data and the other sizes"]
 
 
 def test_devices_follow_from_a_layout_that_says_all_sizes(capsys):
@@ -146,7 +146,7 @@ def test_a_reserve_is_kept_free(capsys):
         found = json_of(capsys, "predict", *LAYOUT, "--memory_reserve", str(reserve))
         assert found["fits"] is fits
         assert found["memory_limit_bytes"] == pytest.approx(needed + spare)
-    told = "of its 80 GB, or is less than 0; give one between"
+    told = "it must be at least 0 and below the 80 GB of device"
     for reserve in ("80", "-1"):
         (line,) = refusal(capsys, "predict", *LAYOUT, "--memory_reserve", reserve)
         assert told in line

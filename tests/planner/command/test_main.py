@@ -55,7 +55,7 @@ def test_neither_help_nor_a_prediction_imports_torch(arguments):
 def test_the_program_runs_and_exits_with_2_on_wrong_input():
     finished = run("predict", *LAYOUT, "--devices", "0")
     assert (finished.returncode, finished.stdout) == (2, "")
-    assert finished.stderr == "error: --devices is 0; a run takes 1 or more\n"
+    assert finished.stderr == "error: --devices is 0; it must be at least 1\n"
 
 
 @pytest.mark.slow

@@ -88,10 +88,10 @@ def test_the_largest_model_of_some_files_and_the_soonest_done(capsys):
     found = json_of(capsys, "search", *SEARCH, "--objective=time", "--tokens=1e9")
     days = {each["name"]: each["value"] for each in found["search"]["trials"] if each["value"] is not None}
     assert days["16 devices"] == min(days.values())
-    assert "needs the tokens" in refusal(capsys, "search", *SEARCH, "--objective=time")[0]
+    assert "needs the number of tokens" in refusal(capsys, "search", *SEARCH, "--objective=time")[0]
     assert "has groups without price_per_hour" in refusal(capsys, "search", *SEARCH, "--objective=cost")[0]
     assert (
-        "--models is for --objective size, which is speed"
+        "--models needs --objective size, but the objective is speed"
         in refusal(capsys, "search", *SEARCH, "--models", files[0])[0]
     )
 
@@ -103,7 +103,7 @@ def test_other_planners_are_asked_on_demand(capsys):
     assert set(advice) == {"per_layer", "two_buffered"}
     assert advice["two_buffered"]["width"] * advice["two_buffered"]["depth"] <= 16
     text = output(capsys, "search", *SEARCH, *flags)
-    assert "a paper's result that megapipe cannot train" in text
+    assert "this is a paper's method; megapipe cannot train it" in text
     assert f"depth {advice['two_buffered']['depth']}, width {advice['two_buffered']['width']}, " in text
     layers = [layer["name"] for stage in advice["per_layer"]["stages"] for layer in stage["layers"]]
     assert layers[0] == "embedding"
@@ -113,14 +113,14 @@ def test_other_planners_are_asked_on_demand(capsys):
 
 def test_speeds_without_a_known_efficiency_are_called_bounds(capsys):
     nominal = [each.replace("a100-80", "b200") for each in SEARCH]
-    assert "has no known efficiency, so its speeds are an upper bound" in output(capsys, "search", *nominal, "--top=1")
+    assert "is unknown, so its speeds are upper bounds" in output(capsys, "search", *nominal, "--top=1")
     assert "are bounds" not in output(capsys, "search", *SEARCH, "--top=1")
 
 
 def test_the_written_configuration_is_the_plan_and_runs(capsys, tmp_path):
     file = tmp_path / "plan.yaml"
     text = output(capsys, "search", *SEARCH, *LENGTH, "--write-config", str(file))
-    assert f"written: {file}; to start it, on every node" in text
+    assert f"wrote {file}; to train with it, run on every node" in text
     assert f"--config {file} --data.prefix DATA" in text
     found = json_of(capsys, "search", *SEARCH, *LENGTH)
     config = parse(["--config", str(file)])
@@ -157,13 +157,13 @@ def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--devices=0"], "--devices is 0; a run takes 1 or more"),
+        (["--devices=0"], "--devices is 0; it must be at least 1"),
         (["--devices=-4"], "--devices is -4"),
-        (["--devices=1000000000"], "--devices is 1,000,000,000; plans are made for at most 1,000,000"),
-        (["--objective=size", "--models=absent.yaml"], "--models absent.yaml: there is no such file"),
+        (["--devices=1000000000"], "--devices is 1,000,000,000; it must be at most 1,000,000"),
+        (["--objective=size", "--models=absent.yaml"], "--models absent.yaml: the file does not exist"),
         (["--hardware=a100"], "did you mean 'a100-40' or 'a100-80' or 'a100-80-25gbe'?"),
         (["--hardware=h200s"], "unknown hardware 'h200s'; did you mean 'h200'?"),
-        (["--top=0"], "--top is 0; list at least 1 layout"),
+        (["--top=0"], "--top is 0; it must be at least 1"),
         (["--objective=best"], "objective"),
         (["--parallel.tensor=3"], "model.num_heads 32 is not divisible by parallel.tensor 3"),
         (["--parallel.pipeline=5"], "world size 16 is not a multiple of parallel.pipeline 5"),
@@ -178,6 +178,8 @@ def test_wrong_input_is_told_in_one_line(capsys, flags, words):
 
 def test_what_is_missing_is_named(capsys):
     missing = [each for each in SEARCH if "devices" not in each]
-    assert refusal(capsys, "search", *missing) == ["--devices is missing; give the devices that may be used"]
+    assert refusal(capsys, "search", *missing) == [
+        "--devices is missing; set it to the number of devices that may be used"
+    ]
     missing = [each for each in SEARCH if "global_size" not in each]
     assert "--batch.global_size is missing" in refusal(capsys, "search", *missing)[0]

@@ -50,9 +50,9 @@ def test_the_one_time_is_the_search_s(capsys):
     text = output(capsys, "train-time", *run, "--tokens=3e11")
     assert f" tokens: {days:.1f} days\n" in text
     assert text.count(" days") == 1
-    assert text.count("never measured on this code") == 1
+    assert text.count("not measured with megapipe") == 1
     (line,) = refusal(capsys, "train-time", *run, "--tokens=3e11", "--achieved_tflops=400")
-    assert "--achieved_tflops and --hardware both decide the speed" in line
+    assert "--achieved_tflops and --hardware both set the speed" in line
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_one_time_is_the_search_s(capsys):
     [
         ([], "--tokens is missing"),
         (["--tokens=-1"], "--tokens is -1; it must be a finite number above 0"),
-        (["--tokens=1e9"], "the time needs a speed: give --hardware and --devices"),
+        (["--tokens=1e9"], "no speed is given: pass --devices with --hardware"),
         (["--tokens=1e9", "--achieved_tflops=100"], "--devices is missing"),
         (["--tokens=1e9", "--achieved_tflops=100", "--devices=0"], "--devices is 0"),
         (["--tokens=1e9", "--hardware=h100", "--least_efficiency=1"], "--least_efficiency is 1"),
@@ -75,7 +75,7 @@ def test_formulas_of_dense_models_are_not_used_on_experts(capsys):
     flags = ["train-time", "--model", str(ROOT / "examples" / "models" / "mixtral_8x7b.yaml"), "--tokens=1e12"]
     run = ["--devices=64", "--achieved_tflops=200"]
     (told,) = refusal(capsys, *flags, *run)
-    assert "give --parameters 12879925248, those that a token uses" in told
+    assert "pass --parameters 12879925248, the parameters that a token uses" in told
     assert json_of(capsys, *flags, *run, "--parameters=12879925248")["days"] > 0
     assert refusal(capsys, *flags, "--hardware=h100", "--devices=64", "--bounds") != []
 
@@ -90,4 +90,4 @@ def test_no_more_devices_are_taken_than_the_file_has(capsys, tmp_path):
     assert all(each["devices"] <= 16 for each in found if "devices" in each)
     assert any("devices" in each for each in found)
     (line,) = refusal(capsys, "train-time", *model, "--devices=17")
-    assert "17 devices asked for, but hardware" in line
+    assert "17 devices are requested, but hardware" in line

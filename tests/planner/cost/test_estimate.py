@@ -200,7 +200,7 @@ def test_data_may_be_left_open_and_answers_are_json() -> None:
     ("groups", "told"),
     [
         ({"parallel": {"data": None}}, "parallel.data is null and no number of devices is given"),
-        ({"offload": {"activations": "auto", "memory": 1}}, "decides at the start of a run, by what it measures"),
+        ({"offload": {"activations": "auto", "memory": 1}}, "is decided by measurements at the start of a run"),
         ({"parallel": {"tensor": 3}}, "is not divisible by parallel.tensor 3"),
         ({"parallel": {"pipeline": 40}}, "exceeds the 18 layers of the model"),
         ({"batch": {"global_size": 7, "micro_size": 2}}, "batch.global_size 7 is not divisible"),

@@ -110,7 +110,7 @@ def test_a_row_that_fits_no_device_is_told() -> None:
     hardware = load_hardware("a100-80")
     (group,) = hardware.groups
     tiny = replace(hardware, groups=(replace(group, device=replace(group.device, memory_bytes=1e9)),))
-    with pytest.raises(ConfigError, match=r"row 1\.7B: none of 4 layouts fits 'A100-80'; give it more memory"):
+    with pytest.raises(ConfigError, match=r"row 1\.7B: none of 4 layouts fits the memory of 'A100-80'"):
         TABLES["sc21"].runs()[0].predict(tiny)
 
 

@@ -77,10 +77,10 @@ def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[floa
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"devices": 0}, r"rows\[1\] has devices 0; write a whole number"),
-        ({"step_seconds": "fast"}, r"rows\[1\] has step_seconds 'fast'; write a number above 0"),
-        ({"overrides": 3}, r"rows\[1\] has overrides 3; write a mapping"),
-        ({"model": "t5"}, r"rows\[1\] has model 't5'; write gpt or bert"),
+        ({"devices": 0}, r"rows\[1\] has devices 0; it must be a whole number"),
+        ({"step_seconds": "fast"}, r"rows\[1\] has step_seconds 'fast'; it must be a number above 0"),
+        ({"overrides": 3}, r"rows\[1\] has overrides 3; it must be a mapping"),
+        ({"model": "t5"}, r"rows\[1\] has model 't5'; it must be gpt or bert"),
         ({"speed": 3}, r"rows\[1\] has an unknown key 'speed'"),
         ({"overrides": {"parallel.tensr": 2}}, r"rows\[1\] unknown configuration key 'parallel.tensr'"),
         ({"config": "gone.yaml"}, r"rows\[1\] .*gone.yaml"),
@@ -104,4 +104,4 @@ def test_a_row_that_lacks_something_is_told(tmp_path: Path) -> None:
         read_rows(str(tmp_path / "rows.yaml"))
     told = "\n".join(found.value.problems)
     assert all(f"rows[0] lacks {key}; add it" in told for key in ("config", "devices", "step_seconds"))
-    assert "rows[1] is 3, no mapping" in told
+    assert "rows[1] is 3, but must be a mapping" in told

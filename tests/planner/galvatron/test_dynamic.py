@@ -76,11 +76,11 @@ def test_uniform_layers_take_one_strategy_unless_memory_binds(seed: int) -> None
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     ones = np.ones((2, 3))
-    with pytest.raises(ValueError, match=r"transitions must be of shape \[3, 3\], got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"transitions must have shape \[3, 3\], got \[2, 3\]"):
         Tables(ones, ones, ones, ones)
     with pytest.raises(ValueError, match=r"kept must not have negative values or NaN, got -1.0"):
         Tables(ones, -ones, ones, np.ones((3, 3)))
-    with pytest.raises(ValueError, match=r"seconds must be of shape \[layers, strategies\]"):
+    with pytest.raises(ValueError, match=r"seconds must have shape \[layers, strategies\]"):
         Tables(np.ones((0, 3)), ones, ones, np.ones((3, 3)))
     with pytest.raises(ValueError, match="units must be an integer of at least 1, got 0"):
         choose(Tables(ones, ones, ones, np.ones((3, 3))), 1.0, units=0)

@@ -191,13 +191,13 @@ def test_plans_of_four_devices_stay_within_memory(budget: float) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     small = Machine(4, 2, 100.0, fast=40.0, slow=10.0)
-    with pytest.raises(ValueError, match="no strategy of 4 devices fits 100 bytes a device at a batch of 4"):
+    with pytest.raises(ValueError, match="no strategy of 4 devices fits 100 bytes per device at a batch of 4"):
         search([LAYER] * 2, small, [8, 4])
-    with pytest.raises(ValueError, match="layers must name at least one layer, got none"):
+    with pytest.raises(ValueError, match="layers is empty; name at least one layer"):
         search([], small, [4])
-    with pytest.raises(ValueError, match="devices must be a power of 2, as the tree's degrees are, got 3"):
+    with pytest.raises(ValueError, match="devices must be a power of 2, got 3"):
         search([LAYER], Machine(3, 1, 1.0, 1.0, 1.0), [4])
     with pytest.raises(ValueError, match=r"slow_down must be at least 1, got 0\.5"):
         Machine(2, 1, 1.0, 1.0, 1.0, slow_down=0.5)
-    with pytest.raises(ValueError, match=r"boundary_bytes is a part of activation_bytes, got 3\.0 of 2\.0"):
+    with pytest.raises(ValueError, match=r"boundary_bytes must be at most activation_bytes, got 3\.0 of 2\.0"):
         LayerProfile(1.0, 1.0, 2.0, 3.0)

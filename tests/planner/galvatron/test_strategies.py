@@ -46,5 +46,5 @@ def test_placement_follows_the_nesting() -> None:
 
 
 def test_devices_that_are_no_power_of_two_are_refused() -> None:
-    with pytest.raises(ValueError, match="devices must be a power of 2, as the tree's degrees are, got 12"):
+    with pytest.raises(ValueError, match="devices must be a power of 2, got 12"):
         strategies(12)

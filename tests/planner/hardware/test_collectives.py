@@ -118,7 +118,7 @@ def test_one_rank_alone_takes_no_time_and_uneven_nodes_one_ring() -> None:
         assert collective_time(operation, 1e9, alone).seconds == 0
     uneven = GroupLinks((4, 2), FAST, 25e9, 1e-5)
     assert collective_time("all_reduce", 1e9, uneven) == ring_time("all_reduce", 1e9, uneven)
-    with pytest.raises(ValueError, match=r"members by node \(4, 2\).*take one ring"):
+    with pytest.raises(ValueError, match=r"members by node \(4, 2\).*use a single ring"):
         hierarchical_time("all_reduce", 1e9, uneven)
 
 

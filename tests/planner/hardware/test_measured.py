@@ -74,8 +74,12 @@ def broken(hardware: Hardware, *path: str | int, value: object) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        (("measured", "date"), "yesterday", "measured.date is 'yesterday', no day: write it as 2026-01-31"),
-        (("measured", "layers"), [], "measured.layers is no list: write one or more `- ` items"),
+        (
+            ("measured", "date"),
+            "yesterday",
+            "measured.date is 'yesterday', which is not a date: write it as 2026-01-31",
+        ),
+        (("measured", "layers"), [], "measured.layers is not a list: write one or more `- ` items"),
         (
             ("measured", "layers", 0, "kind"),
             "blok",
@@ -83,9 +87,13 @@ def broken(hardware: Hardware, *path: str | int, value: object) -> str:
         ),
         (("measured", "layers", 0, "forward"), -1, "measured.layers[0].forward is -1, but must be 0 or more"),
         (("measured", "layers", 0, "speed"), 1, "measured.layers[0].speed is an unknown key"),
-        (("measured", "contention", 0, "ranks"), 3, "is for 3, 2, 4 ranks: write each number once, ascending, 1 the"),
+        (
+            ("measured", "contention", 0, "ranks"),
+            3,
+            "is for 3, 2, 4 ranks: write each number once, in ascending order",
+        ),
         (("measured", "contention", 1, "factor"), 0, "measured.contention[1].factor is 0, but must be above 0"),
-        (("measured", "action_seconds"), "quick", "measured.action_seconds is 'quick', no number"),
+        (("measured", "action_seconds"), "quick", "measured.action_seconds is 'quick', which is not a number"),
         (
             ("groups", 0, "inside", "collectives", 0, "over"),
             "tcp",

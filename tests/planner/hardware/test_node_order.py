@@ -79,9 +79,9 @@ def test_annealing_is_never_dearer_than_the_order_by_number(seed: int) -> None:
 
 
 def test_without_a_choice_it_is_said() -> None:
-    with pytest.raises(ConfigError, match="has no link_matrix: without one all orders are alike"):
+    with pytest.raises(ConfigError, match="has no link_matrix, without which all node orders are equal"):
         OrderCost(machine(None), {"data": 8}, 1, 1)
-    with pytest.raises(ConfigError, match=r"mesh data 4 x .* tensor 3 does not cut nodes"):
+    with pytest.raises(ConfigError, match=r"mesh data 4 x .* tensor 3 does not divide the nodes"):
         OrderCost(machine(uneven(3, 0)), {"data": 4, "tensor": 3}, 1, 1)
     alone = OrderCost(machine(uneven(1, 0)), {"tensor": 4}, 1, 1)
     assert (best_node_order(alone), alone((0,))) == ((0,), 0.0)

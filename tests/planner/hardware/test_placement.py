@@ -169,8 +169,8 @@ def test_measured_links_count_along_the_ring_in_its_order() -> None:
     ("sizes", "order", "told"),
     [
         ({"tensr": 2}, None, "unknown mesh dimension 'tensr'; did you mean 'tensor'"),
-        ({"tensor": 0}, None, "dimension tensor has size 0, but sizes are 1 or more"),
-        ({"data": 3}, (0, 0, 1), r"node_order \[0, 0, 1\] must hold each of the nodes 0 to 2 once"),
+        ({"tensor": 0}, None, "dimension tensor has size 0; it must be at least 1"),
+        ({"data": 3}, (0, 0, 1), r"node_order \[0, 0, 1\] must contain each of the nodes 0 to 2 once"),
     ],
 )
 def test_wrong_placements_are_told(sizes: dict[str, int], order: tuple[int, ...] | None, told: str) -> None:

@@ -35,7 +35,7 @@ def device(**peaks: float) -> Device:
 def test_the_higher_peak_on_every_device_is_taken(devices: list[Device], choice: str) -> None:
     config, remark = with_named_precision(auto(), devices)
     assert config.training.precision == choice
-    assert str(remark).startswith(f"training.precision auto: {choice}, by the peaks of made up")
+    assert str(remark).startswith(f"training.precision auto: planned as {choice}, by the peaks of made up")
 
 
 def test_gpus_of_this_decade_have_it_and_others_do_not() -> None:
@@ -59,6 +59,9 @@ def test_the_cost_model_plans_with_it() -> None:
 
 def test_commands_say_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
     printed = output(capsys, "predict", *LAYOUT, "--training.precision=auto")
-    assert "note: training.precision auto: bf16, by the peaks of A100-SXM4-80GB; a run times both" in printed
+    assert (
+        "note: training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB; a run measures both"
+        in printed
+    )
     found = json_of(capsys, "predict", *LAYOUT, "--training.precision=auto")
     assert found["step_time_s"] == json_of(capsys, "predict", *LAYOUT, "--training.precision=bf16")["step_time_s"]

@@ -60,9 +60,9 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
     hardware = read_hardware(FILE)
     assert [node.name for node in hardware.nodes(9)] == ["old", "old", "new"]
     assert [hardware.price_per_hour(devices) for devices in (1, 4, 5, 8, 9, 16)] == [10, 10, 20, 20, 50.5, 50.5]
-    with pytest.raises(ConfigError, match="17 devices asked for, but hardware 'two kinds' has 16; ask for fewer"):
+    with pytest.raises(ConfigError, match="17 devices are requested, but hardware 'two kinds' has 16; request fewer"):
         hardware.nodes(17)
-    with pytest.raises(ConfigError, match="0 devices"):
+    with pytest.raises(ConfigError, match="number of devices is 0"):
         hardware.nodes(0)
     assert load_hardware("h100").price_per_hour(8) is None
 
@@ -72,29 +72,29 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
     [
         ("memory_bytes: 80e9", "memory_byte: 80e9", "memory_byte is an unknown key; did you mean 'memory_bytes'"),
         ("  num_nodes: 1\n", "  num_nodes: 1.5\n", "machine.yaml:11: groups[1].num_nodes is 1.5, but must be a whole"),
-        ("ceiling: 0.8", "ceiling: 1.2", "efficiency.ceiling is 1.2, but must be above 0 and at most 1; correct it"),
-        ("ceiling: 0.8", "memory: 0", "efficiency.memory is 0, but must be above 0 and at most 1; correct it"),
-        ("ceiling: 0.8", "links: 2", "efficiency.links is 2, but must be above 0 and at most 1; correct it"),
+        ("ceiling: 0.8", "ceiling: 1.2", "efficiency.ceiling is 1.2, but must be above 0 and at most 1"),
+        ("ceiling: 0.8", "memory: 0", "efficiency.memory is 0, but must be above 0 and at most 1"),
+        ("ceiling: 0.8", "links: 2", "efficiency.links is 2, but must be above 0 and at most 1"),
         ("half_size: 200", "half_size: -1", "efficiency.half_size is -1, but must be 0 or more"),
-        ("bandwidth: 3e9", "bandwidth: 25 GbE", "outside.bandwidth is '25 GbE', no number: it must be from 1e3"),
+        ("bandwidth: 3e9", "bandwidth: 25 GbE", "outside.bandwidth is '25 GbE', which is not a number"),
         ("bandwidth: 3e9", "bandwidth: 0", "groups[0].outside.bandwidth is 0, but must be from 1e3"),
-        ("bandwidth: 3e9", "bandwidth: .inf", "groups[0].outside.bandwidth is '.inf', no number"),
-        ("bandwidth: 3e9", "bandwidth: [3e9]", "bandwidth is 'a list or mapping', no number"),
+        ("bandwidth: 3e9", "bandwidth: .inf", "groups[0].outside.bandwidth is '.inf', which is not a number"),
+        ("bandwidth: 3e9", "bandwidth: [3e9]", "bandwidth is 'a list or mapping', which is not a number"),
         ("{fp16: 125e12}", "{fp61: 125e12}", "peak_flops.fp61 is an unknown key; did you mean 'fp16'"),
-        ("{fp16: 125e12}", "{}", "peak_flops is empty: give FLOP/s for one or more of fp32, tf32"),
-        ("pair_bandwidth: 25e9", "pair_bandwidth: 250e9", "pair_bandwidth is 2.5e+11, more than bandwidth 1.5e+11"),
-        ("  num_nodes: 2\n", "", "leave num_nodes of 'old' open: of several groups each needs its num_nodes"),
+        ("{fp16: 125e12}", "{}", "peak_flops is empty: write the FLOP/s of at least one of fp32, tf32"),
+        ("pair_bandwidth: 25e9", "pair_bandwidth: 250e9", "2.5e+11; it must be at most bandwidth 1.5e+11"),
+        ("  num_nodes: 2\n", "", "do not set num_nodes of 'old', but with several groups each needs its own"),
         ("- [3e9, 1e9, 0]\n", "", "link_matrix has 2 rows of 3 numbers, but the groups have 3 nodes"),
         ("- [3e9, 1e9, 0]", "- [3e9, 1e9]", "link_matrix has 3 rows of 2, 3 numbers"),
         ("- [3e9, 1e9, 0]", "- [3e9, 0, 0]", "link_matrix has a 0 off its diagonal"),
         ("- [3e9, 1e9, 0]", "- [3, 1e9, 0]", "link_matrix[2][0] is 3, but must be from 1e3 to 1e24, in bytes"),
-        ("- [3e9, 1e9, 0]", "- [3e9, 1e9, 2e9]", "link_matrix has more than 0 on its diagonal: a node sends nothing"),
+        ("- [3e9, 1e9, 0]", "- [3e9, 1e9, 2e9]", "link_matrix has a value above 0 on its diagonal"),
         ("latency: 1e-5, bandwidth: 3e9", "latency: 14, bandwidth: 3e9", "latency is 14, but must be from 0 to 1, in"),
         ("memory_bytes: 80e9", "memory_bytes: 80", "memory_bytes is 80, but must be from 1e3 to 1e24, in bytes (80e9"),
-        ("  num_nodes: 2\n", "  num_nodes: two\n", "num_nodes is 'two', no number: it must be a whole number from 1"),
+        ("  num_nodes: 2\n", "  num_nodes: two\n", "num_nodes is 'two', which is not a number"),
         ("  num_nodes: 1\n", "  num_nodes: 1\n  host: {bandwidth: 12}\n", "host.bandwidth is 12, but must be"),
         ("name: two kinds\n", "", "machine.yaml:1: name is missing; add it"),
-        ("name: two kinds\n", "name: one\nname: two\n", "machine.yaml:2: name stands twice in one mapping"),
+        ("name: two kinds\n", "name: one\nname: two\n", "machine.yaml:2: name appears twice in one mapping"),
         ("name: two kinds\n", "name: [\n", "machine.yaml is not readable YAML"),
         ("  devices_per_node: 4\n", "  devices_per_node: 0\n", "devices_per_node is 0, but must be a whole number"),
     ],
@@ -117,14 +117,14 @@ def test_a_bandwidth_that_cannot_be_read_is_one_problem() -> None:
     wrong = FILE.replace("inside: {latency: 1e-6, bandwidth: 300e9}", "inside: {latency: 1e-6, bandwidth: x}")
     assert wrong != FILE
     (line,) = problems(wrong).splitlines()
-    assert ".inside.bandwidth is 'x', no number" in line
+    assert ".inside.bandwidth is 'x', which is not a number" in line
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (f"name: x\ngroups: {'[' * 3000}{']' * 3000}\n", "nested deeper than 100 levels"),
-        ("[1, 2]: box\n", "the file has a list or mapping for a key"),
+        ("[1, 2]: box\n", "the file has a list or mapping as a key"),
         (f"name: x # {'x' * LARGEST_FILE}\n", "at most 16,000,000 are read"),
         ("name: x\ngroups: &g\n- *g\n", "line 3: aliases (*g) are not read"),
         (FILE.replace("memory_bytes: 80e9", "memory_bytes: 80"), "memory_bytes is 80, but must be from 1e3 to 1e24"),
@@ -160,7 +160,7 @@ def test_a_name_that_is_no_preset_and_a_file_that_is_not_there(tmp_path: Path) -
     with pytest.raises(ConfigError, match="did you mean 'a100-40' or 'a100-80' or 'a100-80-25gbe'"):
         load_hardware("a100")
     with pytest.raises(
-        ConfigError, match=r"absent.yaml' cannot be read: No such file or directory; name a readable YAML file"
+        ConfigError, match=r"absent.yaml' cannot be read: No such file or directory; choose a readable YAML file"
     ):
         load_hardware(str(tmp_path / "absent.yaml"))
     (tmp_path / "mine.yaml").write_text(FILE)

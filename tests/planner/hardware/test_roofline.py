@@ -87,7 +87,7 @@ def test_wrong_products_are_told() -> None:
         matrix_product_time(DEVICE, 1, 0, 1, "bf16")
     with pytest.raises(ConfigError, match="no peak for 'fp8'"):
         matrix_product_time(DEVICE, 1, 1, 1, "fp8")
-    with pytest.raises(ConfigError, match="2 products measured: three parameters need 3"):
+    with pytest.raises(ConfigError, match="2 products were measured; the three parameters need at least 3"):
         fit_efficiency(DEVICE, "bf16", [Product(1, 1, 1, 1.0)] * 2)
     with pytest.raises(ConfigError, match="took 0 seconds or less"):
         fit_efficiency(DEVICE, "bf16", [Product(1, 1, 1, 0.0)] * 3)

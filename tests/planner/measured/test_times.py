@@ -118,7 +118,7 @@ def test_other_layouts_of_a_measured_layer_are_in_proportion(config, why, layer)
     assert found.recompute == pytest.approx(3 * exact.recompute)
     if layer is BLOCK:
         assert why in found.source
-        assert "in proportion to what was measured" in found.source
+        assert "scaled by times measured" in found.source
 
 
 def in_proportion(forward: float, backward: float) -> Hardware:
@@ -277,5 +277,5 @@ def test_a_machine_without_measurements_has_no_measured_times() -> None:
     bare = replace(machine(), measured=None)
     assert not shares_a_machine(Placement(bare, {}))
     assert at_ease(bare) is bare
-    with pytest.raises(ValueError, match="no measurements"):
+    with pytest.raises(ValueError, match="no measured times"):
         MeasuredTimes(bare).of(run(), BLOCK)

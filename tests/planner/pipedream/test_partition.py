@@ -103,9 +103,9 @@ def test_a_straight_pipeline_keeps_a_mini_batch_per_stage_in_flight() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="layers must name at least one layer, got none"):
+    with pytest.raises(ValueError, match="layers is empty; name at least one layer"):
         flat([], 2, 1.0)
-    with pytest.raises(ValueError, match="levels must name at least one link"):
+    with pytest.raises(ValueError, match="levels is empty; name at least one link"):
         hierarchical([Layer(1, 1, 1)], [])
     with pytest.raises(ValueError, match="weight_bytes must be a finite number of at least 0, got -1"):
         Layer(1, 1, -1)

@@ -81,11 +81,11 @@ def test_throughput_is_the_cost_model_by_hand() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     small = Machine(2, 2, memory_bytes=1e6, fast=1, slow=1)
-    with pytest.raises(ValueError, match=r"no width and depth of 2 devices fits 1e\+06 bytes a device"):
+    with pytest.raises(ValueError, match=r"no width and depth of 2 devices fits 1e\+06 bytes per device"):
         plan(TransformerShape(2, 64, 1).blocks(1e12), small, 4)
-    with pytest.raises(ValueError, match="one layer of hidden size 64 a stage takes"):
+    with pytest.raises(ValueError, match="a stage of one layer of hidden size 64 needs"):
         largest_that_fits(TransformerShape(2, 64, 1), small)
-    with pytest.raises(ValueError, match="give microbatches"):
+    with pytest.raises(ValueError, match="microbatches is missing"):
         stage_bytes(Footprint(1, 1, 1), 2, schedule="gpipe")
     with pytest.raises(ValueError, match="schedule must be one of 2bw, flush, gpipe, got 'zb'"):
         stage_bytes(Footprint(1, 1, 1), 2, schedule="zb")  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def test_a_per_layer_plan_names_a_strategy_for_every_layer_within_memory(memory:
     base = run(num_layers=4)
     plan = per_layer(base, machine(memory), 4)
     assert json.loads(json.dumps(plan)) == plan
-    assert plan["note"].startswith("a paper's result that megapipe cannot train")
+    assert plan["note"].startswith("this is a paper's method; megapipe cannot train it")
     assert len(plan["stages"]) == plan["pipeline"]
     layers = [layer for stage in plan["stages"] for layer in stage["layers"]]
     assert [each["name"] for each in layers] == ["embedding", *(f"blocks.{index}" for index in range(4)), "head"]
@@ -101,5 +101,5 @@ def test_what_2bw_cannot_plan_is_said() -> None:
     with pytest.raises(ConfigError, match="2bw plan: no width and depth of 4 devices fits"):
         two_buffered_plan(run(), machine(1e6), 4)
     auto = replace(run(), training=replace(run().training, precision="auto"))
-    with pytest.raises(ConfigError, match=r"training\.precision auto is chosen by timing"):
+    with pytest.raises(ConfigError, match=r"training\.precision auto is decided by measurements"):
         two_buffered_plan(auto, machine(), 4)

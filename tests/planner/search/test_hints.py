@@ -1,4 +1,4 @@
-"""Requests that a neighbour beats: which neighbours are tried, and what is said of unlike devices."""
+"""Hints at faster requests: the neighbours that are tried, and hardware with several kinds of devices."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_a_hint_names_the_batch_that_it_needs() -> None:
 
     base = PretrainConfig(batch=BatchConfig(global_size=1024))
     said = list(hints(base, load_hardware("a100-80"), 63, _Speed(1.0), fastest))  # type: ignore[arg-type]
-    assert said == ["60 devices with --batch.global_size 1020 are 1.5 times as fast as 63, which few sizes divide"]
+    assert said == ["60 devices with --batch.global_size 1020 are 1.5 times as fast as 63, which has few divisors"]
 
 
 def test_presets_of_one_chip_share_its_fitted_efficiency() -> None:

@@ -120,14 +120,14 @@ def test_the_shortest_is_that_of_brute_force(method: Method, max_devices: int | 
         assert seconds == pytest.approx(min(times), rel=1e-12)
         assert memory_bytes(SMALL, layout) <= memory
     else:
-        with pytest.raises(ValueError, match="the least that one takes"):
+        with pytest.raises(ValueError, match="the smallest one needs"):
             shortest(*arguments, max_micro_size=3, max_devices=max_devices)
 
 
 def test_layouts_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="layered accumulation has no pipeline, got 2 stages; take modular"):
+    with pytest.raises(ValueError, match="layered accumulation has no pipeline, got 2 stages; use modular"):
         Layout("layered", 1, 2, 1, 1, 1)
     with pytest.raises(ValueError, match="method must be one of 3d, sharded, layered, modular, got 'zero'"):
         Layout("zero", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="4 layers do not divide over 3 stages"):
+    with pytest.raises(ValueError, match="4 layers cannot be divided evenly over 3 stages"):
         bubble(SMALL, Layout("3d", 1, 3, 1, 1, 1))
