@@ -208,8 +208,8 @@ class BackgroundSaver:
             if any(each.late for each in ranks):
                 outcome.given_up = True
                 outcome.error = outcome.error or CheckpointError(
-                    f"the save after step {job.step} was given up: it was not durable in the time that a signal "
-                    "leaves, checkpoint.signal_deadline_seconds; older checkpoints are untouched"
+                    f"the save after step {job.step} was given up: it was not durable within "
+                    "checkpoint.signal_deadline_seconds of the signal; older checkpoints are untouched"
                 )
                 job.give_up(outcome.error)
                 break

@@ -81,8 +81,8 @@ def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], N
     try:
         DISK.rename(path, target)
     except OSError as problem:
-        raise CheckpointError(f"{error}; it cannot be set aside as {target.name}: {problem.strerror}") from problem
-    say(f"checkpoint {path.name} is damaged and now called {target.name}: {error}")
+        raise CheckpointError(f"{error}; it cannot be renamed to {target.name}: {problem.strerror}") from problem
+    say(f"checkpoint {path.name} is damaged and was renamed to {target.name}: {error}")
 
 
 def remove_leftovers(storage: StorageWriter, directory: Path) -> None:

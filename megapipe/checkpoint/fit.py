@@ -114,7 +114,7 @@ def check_run(path: Path, manifest: Manifest, config: PretrainConfig, data: Data
         differing[Rule.ASKED] += data.differences(manifest.run.data)
     if differing[Rule.REFUSED]:
         raise CheckpointError(
-            f"{path} is of another model or optimizer: {_listed(differing[Rule.REFUSED])}; set that back to resume, "
+            f"{path} was saved with another model or optimizer: {_listed(differing[Rule.REFUSED])}; set that back to resume, "
             "or start another run in another training.directory"
         )
     if differing[Rule.ASKED] and not config.checkpoint.accept_other_data:
@@ -191,7 +191,7 @@ def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mappi
         return
     differing = model_differences(manifest, model)
     reason = "; ".join(differing) if differing else "the configurations agree, so other code made the checkpoint"
-    raise CheckpointError(f"the checkpoint is of another model: {_listed(problems, ', ')}. {reason}")
+    raise CheckpointError(f"the checkpoint does not fit this model: {_listed(problems, ', ')}. {reason}")
 
 
 def model_differences(manifest: Manifest, model: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ def model_fields(config: Mapping[str, Any], tensors: Collection[str], model: Ber
     config = known_config(config)
     activation = config.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
-        raise CheckpointError(f"hidden_act {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+        raise CheckpointError(f"hidden_act {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     heads = config["num_attention_heads"]
     has_sentence_head = all(any(name.startswith(start) for name in tensors) for start in _SENTENCE_HEAD)
     return {

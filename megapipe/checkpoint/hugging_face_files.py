@@ -58,7 +58,7 @@ def stored_tensors(
             f"; {others[0]} is a pickle, which can carry code: convert the folder first, with "
             "tools/convert_checkpoint.py convert FOLDER TARGET --to megapipe --allow-pickle"
         )
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
+    raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}{hint}")
 
 
 def _indexed(folder: Path, name: str) -> dict[str, Path]:
@@ -118,14 +118,14 @@ def fitting(
     kind = kind_of(model)
     differences = field_differences(model, told_fields(folder, kind, config, names))
     if differences:
-        raise CheckpointError(f"the model of {folder} is another one: {'; '.join(differences)}")
+        raise CheckpointError(f"the model in {folder} differs from the configuration: {'; '.join(differences)}")
     pairs = kind.pairs(config)
     used = {name for pair in pairs for name in pair.theirs}
     missing = sorted(name for name in used if name not in names)
     unused = sorted(name for name in set(names) - used if not kind.redundant(name))
     if missing or unused:
-        told = [f"no tensor {name!r}" for name in missing[:3]] + [f"an unknown tensor {name!r}" for name in unused[:3]]
-        raise CheckpointError(f"{folder} does not hold the model of its {CONFIG}: {', '.join(told)}")
+        problems = [f"{name!r} is missing" for name in missing[:3]] + [f"{name!r} is unknown" for name in unused[:3]]
+        raise CheckpointError(f"the tensors in {folder} do not match its {CONFIG}: {', '.join(problems)}")
     return {pair.spec.name: pair for pair in pairs}
 
 

@@ -38,7 +38,7 @@ def with_stored_head(
         for embedding in embeddings:
             if head in names and embedding in names and not _equal(read(head), read(embedding)):
                 note = (
-                    f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is taken as untied"
+                    f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
                 )
                 return {**config, "tie_word_embeddings": False}, note
     return config, ""

@@ -67,7 +67,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} does not contain a JSON object")
     return found
 
 

@@ -20,7 +20,7 @@ class FreshFolder:
         path = Path(path).absolute()
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
         if path.exists() or path.is_symlink():
-            raise CheckpointError(f"{path} exists already; a conversion writes to a fresh folder: name another one")
+            raise CheckpointError(f"{path} already exists; a conversion writes to a new folder: give another path")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             storage.make_folder(self.partial)

@@ -33,8 +33,8 @@ _NOT_EXACT = (
     "without a tokenizer, and use this one with the model"
 )
 _TIES = (
-    "where two ways to cut a text have equal scores, which happens in runs of spaces, transformers may choose the "
-    "other one: it sums scores in 64 bits, SentencePiece in 32"
+    "where two ways to split a text have equal scores, which happens in runs of spaces, transformers may choose the "
+    "other one: it adds scores in 64 bits, SentencePiece in 32"
 )
 _BERT = "BertTokenizerFast"
 NONE = "none"
@@ -82,8 +82,8 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
         return ExportedTokenizer(note=f"no tokenizer was written: {error}; name it with --tokenizer")
     if ours.vocabulary_size > model.vocabulary_size:
         raise CheckpointError(
-            f"tokenizer {spec} has {ours.vocabulary_size} ids but the model knows {model.vocabulary_size}: name the "
-            "one that it was trained with (--tokenizer)"
+            f"tokenizer {spec} has {ours.vocabulary_size} ids, but the model's vocabulary has "
+            f"{model.vocabulary_size}: name the tokenizer that the model was trained with (--tokenizer)"
         )
     if folder.is_dir():
         ids = _named_ids(folder, ours) | _told_ids(folder, model.vocabulary_size)
@@ -170,7 +170,7 @@ def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
         theirs = tiktoken_file.as_tokenizer(ours.ranks, ours.pattern, ours.special_tokens)
     different = next((text for text in _samples(ours) if not _agree(ours, theirs, text)), None)
     if different is not None:
-        reason = f"it cuts {different[:40]!r} in another way than its counterpart in transformers would"
+        reason = f"it splits {different[:40]!r} differently from its counterpart in transformers"
         raise CheckpointError(_NOT_EXACT.format(spec=ours.spec, reason=reason))
     return theirs
 

@@ -44,7 +44,7 @@ class BertVocabulary:
         if missing:
             raise DataError(
                 f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(_SPECIAL.values())}: train one "
-                "with tools/preprocess.py train-tokenizer --type wordpiece-uncased, or name a BERT's vocabulary"
+                "with tools/preprocess.py train-tokenizer --type wordpiece-uncased, or use that of a published BERT"
             )
         size = max(ids.values()) + 1
         continues = np.zeros(size, dtype=bool)
@@ -70,7 +70,7 @@ class BertVocabulary:
         try:
             text = read_bytes(file, DataError).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is no UTF-8 text") from error
+            raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is not UTF-8 text") from error
         return cls.of({line: number for number, line in enumerate(text.splitlines())}, str(file))
 
     @classmethod
@@ -89,5 +89,5 @@ class BertVocabulary:
         except DECODING_ERRORS as error:
             raise DataError(f"{file} is not a {TOKENIZER} that can be read ({error!r})") from error
         if kind != "WordPiece":
-            raise DataError(f"{file} is a {kind} tokenizer; whole words are known of WordPiece vocabularies alone")
+            raise DataError(f"{file} is a {kind} tokenizer; BERT samples need a WordPiece vocabulary, which marks whole words")
         return cls.of(ids | added, str(file), continuation)

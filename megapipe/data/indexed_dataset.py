@@ -155,7 +155,7 @@ class IndexedDataset:
             raise DataError(f"{path} is truncated: {size} bytes, but its index describes {expected}; copy it again")
         if size > expected:
             raise DataError(
-                f"{path} has {size} bytes, but its index describes {expected}: the two files are not one shard's"
+                f"{path} has {size} bytes, but its index describes {expected}: the two files are not of the same shard"
             )
         self._tokens: mmap.mmap | None = None
         self._scattered = False

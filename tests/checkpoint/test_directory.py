@@ -84,7 +84,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
 
 
 def test_a_step_is_never_saved_over(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"step-00000003 exists already"):
+    with pytest.raises(CheckpointError, match=r"step-00000003 already exists"):
         save_step(alone(), ALONE, directory, 3)
     load_step(alone(), ALONE, directory / "step-00000003", 3)
 

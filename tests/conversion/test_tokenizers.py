@@ -244,7 +244,7 @@ def test_chat_template_and_generation_settings_survive_a_round_trip(middle: str,
 
 
 def test_more_ids_than_the_model_has_rows_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="has 257 ids but the model knows 256"):
+    with pytest.raises(CheckpointError, match="has 257 ids, but the model's vocabulary has 256"):
         exported_tokenizer("bytes", ModelConfig(vocabulary_size=256))
 
 

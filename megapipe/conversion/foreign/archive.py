@@ -37,7 +37,7 @@ class Archive:
             size = os.fstat(self._descriptor).st_size
             self._start, stop = start, size if stop is None else stop
             if not 0 <= start <= stop <= size:
-                raise self._damaged(f"it has {size} bytes, and bytes {start} to {stop} are asked for")
+                raise self._damaged(f"it has {size} bytes, and bytes {start} to {stop} are requested")
             self.value = sandbox.load(self._descriptor, start, stop, str(path), archive=True)
         except BaseException:
             self.close()

@@ -131,7 +131,7 @@ class _Members:
                 raise Refused(f"it has {len(entries):,} members; at most {MAX_MEMBERS:,} are read")
             names = {entry.filename.partition("/")[2]: entry for entry in entries}
             if len(names) < len(entries) or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise Refused("one of its members is there twice, or is compressed")
+                raise Refused("one of its members appears twice or is compressed")
             if "data.pkl" not in names:
                 raise Refused("it has no data.pkl")
             if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
@@ -166,7 +166,7 @@ class Encoder:
         if isinstance(value, str):
             self._characters -= len(value)
         if self._values < 0 or self._characters < 0:
-            raise Refused("it spells out far more values than it has bytes")
+            raise Refused("it expands to far more values than a pickle of its size may hold")
         if depth > MAX_DEPTH:
             raise Refused(f"it is nested deeper than {MAX_DEPTH} levels")
         if value is None or isinstance(value, bool):
@@ -230,7 +230,7 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
     except zipfile.BadZipFile as error:
         return {"damaged": f"{error}; if it is from before torch 1.6, load and save it once with a newer torch"}
     except MemoryError:
-        return {"refused": f"it needs more memory than the {MEMORY_BYTES >> 30} GiB or less that reading it may take"}
+        return {"refused": f"reading it takes more memory than is allowed, which is at most {MEMORY_BYTES >> 30} GiB"}
     except Exception as error:  # a damaged or hostile pickle can end in any of them
         refused = _REFUSED_NAME.search(str(error))
         if refused is not None:

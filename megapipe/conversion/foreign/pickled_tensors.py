@@ -32,7 +32,7 @@ class PickledTensors:
         value = self._archive.value
         if not isinstance(value, dict):
             self.close()
-            raise DamagedCheckpointError(f"{path} holds no state dict of tensors by name", "unreadable")
+            raise DamagedCheckpointError(f"{path} does not contain a state dict of tensors by name", "unreadable")
         self.entries = {
             str(key): PickledTensor(DTYPE_NAMES[place.dtype], place)
             for key, place in value.items()
@@ -42,7 +42,7 @@ class PickledTensors:
     def entry(self, key: str) -> PickledTensor:
         """Where a tensor is. Raises DamagedCheckpointError when the file holds no such tensor of a known type."""
         if key not in self.entries:
-            raise DamagedCheckpointError(f"{self._archive.path} holds no floating-point tensor {key!r}", "unreadable")
+            raise DamagedCheckpointError(f"{self._archive.path} has no floating-point tensor {key!r}", "unreadable")
         return self.entries[key]
 
     def whole(self, key: str) -> Tensor:

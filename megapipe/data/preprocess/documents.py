@@ -73,25 +73,25 @@ class RawDocument:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.place()}: not UTF-8 ({error.reason} at byte {error.start}); convert the file, leave it out "
-                "with --exclude or skip what is broken with --on-error skip"
+                "with --exclude or skip broken documents with --on-error skip"
             ) from error
 
     def _field(self, record: object, key: str) -> str:
         if not isinstance(record, dict):
-            raise DataError(f"{self.place()}: a JSON {type(record).__name__} where an object with {key!r} is needed")
+            raise DataError(f"{self.place()}: a JSON {type(record).__name__}, but an object with {key!r} is needed")
         if key not in record:
             raise DataError(
                 f"{self.place()}: no field {key!r}; it has {', '.join(map(repr, record))}: see --json-keys"
             )
         value = record[key]
         if not isinstance(value, str):
-            raise DataError(f"{self.place()}: field {key!r} holds a {type(value).__name__}, not a text")
+            raise DataError(f"{self.place()}: field {key!r} is of type {type(value).__name__}, not text")
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{self.place()}: half of a surrogate pair at character {error.start} of field {key!r}, which is no "
-                "text; repair it or skip it with --on-error skip"
+                f"{self.place()}: half of a surrogate pair at character {error.start} of field {key!r}, which is not "
+                "valid text; repair it or skip it with --on-error skip"
             ) from error
         return value
 

@@ -162,7 +162,7 @@ def _opened(spec: str) -> Any:
             raise DataError(f"{spec} has the splits {', '.join(opened)}: name one, {DATASET_PREFIX}{name}@SPLIT")
         opened = opened[split]
     elif split and str(opened.split or split) != split:
-        raise DataError(f"{spec}: that folder holds the split {opened.split} alone")
+        raise DataError(f"{spec}: that folder contains only the split {opened.split}")
     return opened
 
 

@@ -34,7 +34,7 @@ class Row:
                     f"{self.place()}: field {key!r} is not UTF-8; convert it, or skip with --on-error skip"
                 )
             if not isinstance(value, str):
-                raise DataError(f"{self.place()}: field {key!r} holds a {type(value).__name__}, not a text")
+                raise DataError(f"{self.place()}: field {key!r} is of type {type(value).__name__}, not text")
         return list(map(str, self.values))
 
     def place(self) -> str:

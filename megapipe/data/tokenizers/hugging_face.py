@@ -167,5 +167,5 @@ def _configuration(path: Path) -> dict[str, object]:
         return {}
     content = read_json(path, DataError)
     if not isinstance(content, dict):
-        raise DataError(f"{path} is not readable JSON of a configuration: it holds no object; repair or remove it")
+        raise DataError(f"{path} does not contain a JSON object; repair or remove it")
     return content
