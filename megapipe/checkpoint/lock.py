@@ -66,8 +66,10 @@ class DirectoryLock:
 
 
 def _unwritable(directory: Path, error: OSError) -> CheckpointError:
-    told = explained(error, directory)
-    return CheckpointError(f"training.directory {directory} cannot be written: {told}; give a folder that takes files")
+    reason = explained(error, directory)
+    if reason == error.strerror:  # the other errors come with a remedy
+        reason += "; choose a folder in which files can be created"
+    return CheckpointError(f"training.directory {directory} cannot be written: {reason}")
 
 
 def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
