@@ -14,6 +14,8 @@ _MATRICES = {
 }
 """Output matrix -> the embedding that it may be tied to, by family."""
 _BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
+_TIED_BY_DEFAULT = ("gpt2", "bert", "megatron-bert")
+"""model_type of the families whose missing tie_word_embeddings means true."""
 _PIECE = 1 << 22
 """Elements that are compared at once."""
 
@@ -32,14 +34,12 @@ def with_stored_head(
         raise CheckpointError(
             f"{_BIASES[0]} and {_BIASES[1]} differ, but the model has one output bias; remove the wrong tensor"
         )
-    if not config.get("tie_word_embeddings", True):
+    if not config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT):
         return config, ""
     for head, embeddings in _MATRICES.items():
         for embedding in embeddings:
             if head in names and embedding in names and not _equal(read(head), read(embedding)):
-                note = (
-                    f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
-                )
+                note = f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
                 return {**config, "tie_word_embeddings": False}, note
     return config, ""
 

@@ -15,6 +15,7 @@ import torch
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.hugging_face import INDEX, SINGLE
+from megapipe.checkpoint.hugging_face_heads import with_stored_head
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
@@ -221,3 +222,11 @@ def test_initial_weights_are_not_taken_from_another_model(
     damage(tmp_path / "other")
     with pytest.raises(CheckpointError, match=told):
         initial(alone(), make(tmp_path / "run", CASES["gpt2"]().model, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", False), ("gpt2", True)])
+def test_an_own_head_is_noted_only_where_the_family_ties_it(family: str, is_tied: bool) -> None:
+    """Llama's default is an untied head, so that a config.json without the key says nothing wrong."""
+    tensors = {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
+    _, note = with_stored_head({"model_type": family}, tensors, tensors.__getitem__)
+    assert bool(note) == is_tied
