@@ -44,7 +44,7 @@ def definition_of(spec: str) -> Definition:
     """The files of a tokenizer that `open_tokenizer` opens by `spec`."""
     if spec == "bytes":
         return Definition("", "", ())
-    kind, path = _kind_and_path(spec)
+    kind, path = kind_and_path(spec)
     if path.is_dir():
         return Definition(kind, "", tuple(path / name for name in FOLDER_FILES if (path / name).is_file()))
     if path.name.endswith(("vocab.json", "merges.txt")):
@@ -72,7 +72,7 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
         if end_of_document is not None:
             raise DataError(f"the byte tokenizer has its own end of document (256), it cannot be {end_of_document!r}")
         return ByteTokenizer()
-    kind, path = _kind_and_path(spec)
+    kind, path = kind_and_path(spec)
     if path.is_dir():
         path = next((path / name for name in FILES_IN_FOLDERS if (path / name).is_file()), path)
     if not path.is_file():
@@ -93,7 +93,8 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
     return open_tokenizer_json(path, end_of_document)
 
 
-def _kind_and_path(spec: str) -> tuple[str, Path]:
+def kind_and_path(spec: str) -> tuple[str, Path]:
+    """Split the name of a tokenizer into the kind in front of its path, or an empty one, and the path."""
     kind, _, name = spec.partition(":")
     return (kind, Path(name)) if kind in _LOWERCASE_OF_KIND or kind in ENCODINGS else ("", Path(spec))
 
