@@ -221,7 +221,6 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         _check_size(members.pickle_bytes)
         window.seek(0)
         allowed = [(known, name) for name, known in _ALLOWED.items()]
-        clear_safe_globals()  # this process is a fork: classes that its parent's program allows are not allowed here
         with safe_globals([*allowed, (_mapping, "collections.defaultdict")]):
             value = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         return {"value": Encoder(members.pickle_bytes, members).encode(value)}
@@ -303,6 +302,7 @@ def serve(channel: socket.socket) -> None:
             if descriptor > 2:
                 with suppress(OSError):  # listing the folder took one
                     os.close(descriptor)
+        clear_safe_globals()  # those of the program that this process is a fork of
         confine()
         with socket.socket(fileno=0) as requests:
             while True:
