@@ -114,8 +114,8 @@ def check_run(path: Path, manifest: Manifest, config: PretrainConfig, data: Data
         differing[Rule.ASKED] += data.differences(manifest.run.data)
     if differing[Rule.REFUSED]:
         raise CheckpointError(
-            f"{path} was saved with another model or optimizer: {_listed(differing[Rule.REFUSED])}; set that back to resume, "
-            "or start another run in another training.directory"
+            f"{path} was saved with another model or optimizer: {_listed(differing[Rule.REFUSED])}; set that back to "
+            "resume, or start another run in another training.directory"
         )
     if differing[Rule.ASKED] and not config.checkpoint.accept_other_data:
         raise CheckpointError(

@@ -61,7 +61,9 @@ def check_files(path: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{file} is missing", "files")
         found = file.stat().st_size
         if found != size:
-            raise DamagedCheckpointError(f"{file} has {found:,} bytes instead of {size:,}: it has changed since it was saved", "files")
+            raise DamagedCheckpointError(
+                f"{file} has {found:,} bytes instead of {size:,}: it has changed since it was saved", "files"
+            )
 
 
 def encoded(manifest: Manifest) -> bytes:

@@ -9,8 +9,8 @@ from megapipe.conversion.target import SHARD_BYTES
 DESCRIPTION = """\
 Converts checkpoints between formats, and inspects, verifies, compares and averages them.
 
-Tensors are converted one at a time, so that a model of any size needs a few times the memory of its largest tensor. No code in a
-folder is run. The output appears whole or not at all, and never in a folder that exists.
+Tensors are converted one at a time, so that a model of any size needs a few times the memory of its largest
+tensor. No code in a folder is run. The output appears whole or not at all, and never in a folder that exists.
 """
 EXAMPLES = """\
 examples:

@@ -141,7 +141,8 @@ class MegapipeSource:
             path, size = inside(self.folder, name), self.manifest.files[name]
             if path.is_file() and path.stat().st_size != size:
                 raise DamagedCheckpointError(
-                    f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it has changed since it was saved", "files"
+                    f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it has changed since it was saved",
+                    "files",
                 )
             self._files[name] = TensorReader(path)
         return self._files[name]

@@ -89,5 +89,7 @@ class BertVocabulary:
         except DECODING_ERRORS as error:
             raise DataError(f"{file} is not a {TOKENIZER} that can be read ({error!r})") from error
         if kind != "WordPiece":
-            raise DataError(f"{file} is a {kind} tokenizer; BERT samples need a WordPiece vocabulary, which marks whole words")
+            raise DataError(
+                f"{file} is a {kind} tokenizer; BERT samples need a WordPiece vocabulary, which marks whole words"
+            )
         return cls.of(ids | added, str(file), continuation)

@@ -178,7 +178,9 @@ class ShardWriter:
                 "choose the dtype by the vocabulary size (token_dtype)"
             )
         if len(tokens) > LONGEST_SEQUENCE:
-            raise DataError(f"a sequence has {len(tokens)} tokens; the format allows {LONGEST_SEQUENCE}: split the text")
+            raise DataError(
+                f"a sequence has {len(tokens)} tokens; the format allows {LONGEST_SEQUENCE}: split the text"
+            )
         self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._lengths.write(np.int32(len(tokens)).tobytes())
         self.num_sequences += 1

@@ -62,7 +62,8 @@ def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.Argum
     merge.add_argument(
         "--float-tokens",
         choices=["float32", "float64"],
-        help="token type of shards of dtype code 6 or 7, whose meaning differs between writers; the output has integers",
+        help="token type of shards of dtype code 6 or 7, whose meaning differs between writers; the output has "
+        "integers",
     )
 
     split = commands.add_parser("split", help="split one shard into several, between documents")

@@ -34,8 +34,8 @@ class DcpSource:
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         if not (path / CONFIG).is_file():
             raise CheckpointError(
-                f"{path} has no {CONFIG}, which describes the model of its tensors; write one with the `model` section "
-                'of the configuration: {"model": {"num_layers": 12, ...}}'
+                f"{path} has no {CONFIG}, which describes the model of its tensors; write one with the `model` "
+                'section of the configuration: {"model": {"num_layers": 12, ...}}'
             )
         told = read_json(path / CONFIG)
         if not isinstance(told.get("model"), dict):
@@ -57,7 +57,9 @@ class DcpSource:
                 if tensor.shape != specs[name].shape:
                     raise CheckpointError(f"{path}: {key!r} has shape {tensor.shape} instead of {specs[name].shape}")
                 if (name, kind) in self._keys:
-                    raise CheckpointError(f"{path} contains {kind} of {name} twice: {key!r}, {self._keys[name, kind]!r}")
+                    raise CheckpointError(
+                        f"{path} contains {kind} of {name} twice: {key!r}, {self._keys[name, kind]!r}"
+                    )
                 self._keys[name, kind] = key
             missing = [name for name in specs if (name, WEIGHTS) not in self._keys]
             if missing:

@@ -166,7 +166,11 @@ def _tensors(metadata: Record, path: Path) -> Iterator[DcpTensor]:
             for chunk in chunks
             for low, high, extent in zip(chunk.box.starts, chunk.box.stops, shape, strict=True)
         )
-        problem = tiling_problem(shape, [Extent.whole(chunk.box) for chunk in chunks]) if inside_all else "a part is outside the tensor"
+        problem = (
+            tiling_problem(shape, [Extent.whole(chunk.box) for chunk in chunks])
+            if inside_all
+            else "a part is outside the tensor"
+        )
         if problem is not None:
             raise DamagedCheckpointError(f"{path}: the parts of {name!r} do not cover it: {problem}", "unreadable")
         yield DcpTensor(name, shape, dtype, chunks)

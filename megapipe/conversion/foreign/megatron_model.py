@@ -145,7 +145,9 @@ def model_of_arguments(arguments: Mapping[str, Any], origin: str) -> ModelConfig
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         unsupported.append("qk_layernorm without RMSNorm")
     if unsupported:
-        raise CheckpointError(f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express")
+        raise CheckpointError(
+            f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express"
+        )
     try:
         return model_of(_fields(arguments))
     except (KeyError, TypeError) as error:
@@ -207,7 +209,9 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
     if scaling.kind == "llama3" and any(getattr(scaling, name) != value for name, value in _LLAMA3.items()):
         raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
     if model.qk_norm and model.normalization != "rms_norm":
-        raise CheckpointError("Megatron-LM normalizes queries and keys as the rest of the model; qk_norm needs rms_norm there")
+        raise CheckpointError(
+            "Megatron-LM normalizes queries and keys as the rest of the model; qk_norm needs rms_norm there"
+        )
     run = contents.run
     reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
     return Namespace(

@@ -97,7 +97,8 @@ class MegatronTorchSource:
         version = value.get("checkpoint_version", 0)
         if version != 3.0:
             raise CheckpointError(
-                f"{path} has checkpoint_version {version}; only 3.0 can be read: load and save it with a newer Megatron-LM"
+                f"{path} has checkpoint_version {version}; only 3.0 can be read: load and save it with a "
+                "newer Megatron-LM"
             )
         arguments = value.get("args")
         if not isinstance(arguments, Record) or not isinstance(arguments.state, dict):
@@ -116,8 +117,8 @@ class MegatronTorchSource:
                 name = by_key.get((layer, key))
                 if name is None:
                     raise CheckpointError(
-                        f"{archive.path} contains {key!r}{'' if layer is None else f' in layer {layer}'}, which is not "
-                        "a parameter of the model that its args describe"
+                        f"{archive.path} contains {key!r}{'' if layer is None else f' in layer {layer}'}, which is "
+                        "not a parameter of the model that its args describe"
                     )
                 shards = found.setdefault(name, [])
                 if len(shards) != tensor_rank:

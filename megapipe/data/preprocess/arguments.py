@@ -91,12 +91,8 @@ def build_training_parser() -> argparse.ArgumentParser:
     parser = tool_parser(f"preprocess.py {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")
-    parser.add_argument(
-        "--vocabulary-size", type=positive, required=True, metavar="N", help="exact number of tokens"
-    )
-    parser.add_argument(
-        "--special-tokens", nargs="+", default=[], metavar="TOKEN", help="additional special tokens"
-    )
+    parser.add_argument("--vocabulary-size", type=positive, required=True, metavar="N", help="exact number of tokens")
+    parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="additional special tokens")
     parser.add_argument("--output", required=True, metavar="FILE", help="file to write")
     parser.add_argument(
         "--sample-bytes",

@@ -110,7 +110,10 @@ def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: 
     if learned < vocabulary_size:
         raise _too_few_texts(vocabulary_size, learned)
     if learned > vocabulary_size:
-        raise DataError(f"a vocabulary of {vocabulary_size} is too small for {smallest}, which need {learned}; raise --vocabulary-size")
+        raise DataError(
+            f"a vocabulary of {vocabulary_size} is too small for {smallest}, which need {learned}; raise "
+            "--vocabulary-size"
+        )
     content: str = tokenizer.to_str(pretty=True)
     return content.encode()
 
