@@ -54,7 +54,7 @@ def newest_whole(directory: Path) -> Path | None:
     return _newest(directory, lambda path, error: None)
 
 
-def _newest(directory: Path, pass_over: Callable[[Path, DamagedCheckpointError], None]) -> Path | None:
+def _newest(directory: Path, skip: Callable[[Path, DamagedCheckpointError], None]) -> Path | None:
     for step, path in reversed(steps(directory).items()):
         try:
             manifest = read_manifest(path)
@@ -62,7 +62,7 @@ def _newest(directory: Path, pass_over: Callable[[Path, DamagedCheckpointError],
             if manifest.run.step != step:
                 raise DamagedCheckpointError(f"{path} contains the checkpoint of step {manifest.run.step}", "step")
         except DamagedCheckpointError as error:
-            pass_over(path, error)
+            skip(path, error)
         else:
             return path
     return None

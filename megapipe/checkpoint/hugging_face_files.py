@@ -40,10 +40,11 @@ def is_hugging_face(folder: Path) -> bool:
 def stored_tensors(
     folder: Path, keys: Callable[[Path], Collection[str]], *, allow_pickle: bool = False
 ) -> dict[str, Path]:
-    """Tensor -> the file that holds it. keys: the tensors of a file. allow_pickle: take `.bin` files where there are
-    no safetensors.
+    """Return tensor -> the file that contains it.
 
-    Raises CheckpointError for a folder without weights that can be read, and for an index that leads out of it.
+    keys: returns the tensors of a file. allow_pickle: read `.bin` files if there are no safetensors.
+
+    Raises CheckpointError for a folder without readable weights, and for an index that names files outside it.
     """
     for single, index in ((SINGLE, INDEX), PICKLED)[: 1 + allow_pickle]:
         if (folder / index).is_file():
@@ -116,7 +117,7 @@ def fitting(
     Raises CheckpointError unless the folder holds the weights of `model` and no others.
     """
     kind = kind_of(model)
-    differences = field_differences(model, told_fields(folder, kind, config, names))
+    differences = field_differences(model, fields_of_config(folder, kind, config, names))
     if differences:
         raise CheckpointError(f"the model in {folder} differs from the configuration: {'; '.join(differences)}")
     pairs = kind.pairs(config)
@@ -129,7 +130,7 @@ def fitting(
     return {pair.spec.name: pair for pair in pairs}
 
 
-def told_fields(folder: Path, kind: Kind, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+def fields_of_config(folder: Path, kind: Kind, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """Return `kind.fields`. Raises CheckpointError, with the file, for a config.json of another structure."""
     try:
         return kind.fields(config, names)

@@ -1,4 +1,4 @@
-"""Folders that hold a tensor twice: whether the two copies that their configuration ties are really equal."""
+"""Comparison of tensors that a folder contains twice: the configuration ties them, but their values may differ."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -23,10 +23,10 @@ _PIECE = 1 << 22
 def with_stored_head(
     config: Mapping[str, Any], names: Collection[str], read: Callable[[str], Tensor]
 ) -> tuple[Mapping[str, Any], str]:
-    """The configuration, untied where the folder's output matrix differs from its embedding; and a note of that.
+    """Return the configuration, untied if the folder's output matrix differs from its embedding, and a note about it.
 
     transformers 5 computes with the stored matrix in such a folder. names: canonical names of the folder's tensors.
-    read: a tensor by its canonical name. The note is empty where nothing was changed.
+    read: returns a tensor by its canonical name. The note is empty if nothing was changed.
 
     Raises CheckpointError for two different output biases of a BERT, of which only one can be the model's.
     """
@@ -45,7 +45,7 @@ def with_stored_head(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same type, shape and bits."""
+    """Return whether two tensors have the same type, shape and bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)

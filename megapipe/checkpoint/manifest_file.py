@@ -125,8 +125,8 @@ def _decoded(document: Any, file: Path) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedCheckpointError(f"{file} is not the manifest of a {FORMAT}", "manifest")
     # The checksum is the same in every version, and comes first: a flipped bit in the version is damage.
-    told = document.pop(_SELF, None)
-    if told != _checksum(document):
+    stored = document.pop(_SELF, None)
+    if stored != _checksum(document):
         raise DamagedCheckpointError(f"{file} has changed since it was saved: its checksum differs", "manifest")
     version = document.get("format_version")
     if version != VERSION:
