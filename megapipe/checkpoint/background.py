@@ -2,8 +2,8 @@
 
 Ranks agree by collectives where a save starts and where it ends, both in the thread that trains. In between, a rank
 reports a durable file through the checkpoint's folder (`records`), and a failure through the flag `failed`: the caller
-sums this flag with a step's other sums, and all ranks then call `finish`, which exchanges the reasons. At most one save
-is under way, and its copy is the only extra memory.
+sums this flag with a step's other sums, and all ranks then call `finish`, which exchanges the reasons. At most one
+save is under way, and its copy is the only extra memory.
 """
 
 import threading

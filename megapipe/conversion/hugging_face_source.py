@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face_bert import NORM_POSITIONS
-from megapipe.checkpoint.hugging_face_files import CONFIG, fitting, joined, kind_of, stored_tensors, fields_of_config
+from megapipe.checkpoint.hugging_face_files import CONFIG, fields_of_config, fitting, joined, kind_of, stored_tensors
 from megapipe.checkpoint.hugging_face_heads import with_stored_head
 from megapipe.checkpoint.untrusted import inside, read_json
 from megapipe.config.bert import BertModelConfig
@@ -53,7 +53,7 @@ class HuggingFaceSource:
         return (whole[index].clone() if index else whole).contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        """Only `.bin` files have checksums: of safetensors it is seen that every byte is there and can be read."""
+        """Compare the checksums of `.bin` files; safetensors have none, and are only read completely."""
         try:
             self.read(tensor)
         except CheckpointError as error:

@@ -161,9 +161,9 @@ def _step_of(path: Path) -> Path:
 
 
 def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:
-    """The tokenizer that is kept in the checkpoint, or that a BERT's run or the training shard's manifest names.
+    """Return the tokenizer that is stored in the checkpoint, or that a BERT's run or the shard's manifest names.
 
-    None where the shard is no longer there.
+    None if the shard no longer exists.
     """
     if (folder / TOKENIZER).is_dir():
         return str(folder / TOKENIZER)

@@ -82,7 +82,7 @@ class MegapipeTarget:
         return [f"weights for a new run: --init_from {self._folder.path}"]
 
     def _keep_tokenizer(self) -> None:
-        """Copy the tokenizer's files of a Hugging Face folder, so that a later export finds them as they were."""
+        """Copy the tokenizer's files of a Hugging Face folder, so that a later export writes them unchanged."""
         if self._contents.tokenizer is None:
             return
         folder = Path(self._contents.tokenizer)

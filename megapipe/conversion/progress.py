@@ -14,7 +14,7 @@ SHOWN_AFTER = 2.0
 
 @contextmanager
 def progress(tensors: Sequence[StoredTensor], what: str) -> Iterator[Iterator[StoredTensor]]:
-    """Iterate over tensors; `what` is done with each. The bar with the time left goes to stderr, and then vanishes."""
+    """Yield an iterator over tensors with a progress bar on stderr, which disappears at the end. what: its label."""
     with ExitStack() as stack:
         yield _counted(tensors, what, stack)
 

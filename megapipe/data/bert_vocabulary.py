@@ -12,7 +12,7 @@ VOCABULARY, TOKENIZER = "vocab.txt", "tokenizer.json"
 CONTINUATION = "##"
 """What pieces begin with that do not begin a word (Wu et al. 2016, arXiv 1609.08144, as BERT writes them)."""
 LARGEST_GAP = 1_000_000
-"""Unused ids that a vocabulary may have: memory is taken for each of them."""
+"""Largest number of unused ids in a vocabulary: memory is allocated for each of them."""
 _KINDS = ("bert-uncased:", "bert-cased:")
 """What may stand ahead of a path, as preprocessing takes it; samples do not care."""
 _SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]", "mask": "[MASK]"}

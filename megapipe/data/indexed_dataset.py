@@ -16,10 +16,10 @@ class IndexedDataset:
     dtype: token type of the .bin file. float_tokens: meaning of the dtype codes 6 and 7; None refuses them, since it
     differs between writers.
 
-    Raises DataError when a file is missing, truncated, of another format or not the other one's partner. The arrays
-    are read-only views of the mapped files. Each access to one first checks that its file still has the size that it
-    had when it was opened (a microsecond, and no read), and raises DataError otherwise: reading a mapped page that was
-    cut off would kill the process with SIGBUS.
+    Raises DataError when a file is missing, truncated or of another format, or when the two do not belong together.
+    The arrays are read-only views of the mapped files. Each access to one first checks that its file still has the
+    size that it had when it was opened (a microsecond, and no read), and raises DataError otherwise: reading a mapped
+    page that was cut off would kill the process with SIGBUS.
     """
 
     def __init__(self, prefix: str | Path, float_tokens: FloatTokens | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The copy of a tokenizer that is kept with each shard, so that the shard opens from any folder and after a move."""
+"""The copy of a tokenizer that is stored with each shard, so that it opens from any folder and after a move."""
 
 import shutil
 from dataclasses import replace
@@ -13,7 +13,7 @@ from megapipe.data.tokenizers.opening import definition_of, kind_and_path
 
 
 class StoredTokenizer(NamedTuple):
-    """name: of the copy, as `open_tokenizer` takes it, with a path inside the folder. files: name -> checksum."""
+    """name: of the copy, as `open_tokenizer` takes it, but relative to the folder. files: name -> checksum."""
 
     name: str
     files: dict[str, str]
@@ -28,7 +28,8 @@ def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
     definition = definition_of(spec)
     if not definition.files:
         return None
-    contents = {file.name: file.read_bytes() for file in definition.files}  # they may lie in the folder
+    # Read before the old folder is removed, which may contain them.
+    contents = {file.name: file.read_bytes() for file in definition.files}
     folder = tokenizer_folder(prefix)
     shutil.rmtree(folder, ignore_errors=True)
     for file, content in contents.items():

@@ -233,7 +233,7 @@ def _counted(manifest: ShardManifest, writer: ShardWriter) -> ShardManifest:
 
 
 def _tokenizer_of(name: str | None, prefix: str, manifest: ShardManifest | None) -> Tokenizer | None:
-    """The named tokenizer or the shard's own; None, with a line printed, where that cannot be opened any more."""
+    """Return the named tokenizer or the shard's own; print a line and return None if that cannot be opened."""
     if name is None and manifest is None:
         print("  no manifest: samples are shown as ids; name the shard's --tokenizer to read them")
         return None

@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--special-tokens-in-text",
         choices=["text", "token", "error"],
         default="text",
-        help="what a special token's name in a document becomes: text, that token, or an error (text)",
+        help="how to read the name of a special token in a document: as text, as that token, or as an error (text)",
     )
     parser.add_argument(
         "--tokenizer-core",

@@ -11,7 +11,7 @@ from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megapipe.data.tokenizers.tiktoken_files import ENCODINGS, TiktokenTokenizer, encoding_of
 
 FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""The file that a folder's tokenizer is opened by, the first of these that is there."""
+"""Files that open the tokenizer of a folder; the first one that exists is used."""
 _LOWERCASE_OF_KIND = {"bert-uncased": True, "bert-cased": False}
 
 
@@ -32,8 +32,8 @@ FOLDER_FILES = (
 
 
 class Definition(NamedTuple):
-    """Where a tokenizer is defined. kind: in front of the path, or empty. name: of the file that it is opened by,
-    empty for a folder. files: all that define it; none for `bytes`."""
+    """Files that define a tokenizer. kind: the part before the path, or empty. name: of the file that opens it, empty
+    for a folder. files: all files that define it; none for `bytes`."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ class Definition(NamedTuple):
 
 
 def definition_of(spec: str) -> Definition:
-    """The files of a tokenizer that `open_tokenizer` opens by `spec`."""
+    """Return the files of the tokenizer that `open_tokenizer` opens by `spec`."""
     if spec == "bytes":
         return Definition("", "", ())
     kind, path = kind_and_path(spec)
