@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     two, wide = str(tmp_path / "two_text_document"), str(write_shard(tmp_path / "wide", [[[1]]], "<i4"))
     for arguments, message in (
         ([one, two], "differ in end_of_document_appended"),
-        ([one, wide], "holds int32"),
+        ([one, wide], "has int32"),
         ([one, str(tmp_path / "no")], "no.idx does not exist"),
     ):
         assert main(["merge", *arguments, "--output-prefix", str(tmp_path / "out")]) == 2
