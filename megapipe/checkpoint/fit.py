@@ -191,7 +191,7 @@ def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mappi
         return
     differing = model_differences(manifest, model)
     reason = "; ".join(differing) if differing else "the configurations agree, so other code made the checkpoint"
-    raise CheckpointError(f"the checkpoint does not fit this model: {_listed(problems, ', ')}. {reason}")
+    raise CheckpointError(f"its parameters are not those of this model: {_listed(problems, ', ')}. {reason}")
 
 
 def model_differences(manifest: Manifest, model: Mapping[str, Any]) -> list[str]:

@@ -116,7 +116,7 @@ def test_the_tool_turns_the_standard_library_into_a_shard_from_any_folder(tmp_pa
 BROKEN = {
     "not JSON": b'{"text": "cut off',
     "no field 'text'": b'{"body": "x"}',
-    "field 'text' holds a int": b'{"text": 3}',
+    "field 'text' is of type int": b'{"text": 3}',
     "a JSON list": b'["text"]',
     "not UTF-8": b'{"text": "\xff"}',
     "surrogate": b'{"text": "\\ud800"}',

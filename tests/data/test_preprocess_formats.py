@@ -191,7 +191,7 @@ def test_a_null_and_broken_utf_8_in_a_table_are_named_and_can_be_skipped(
     assert preprocess(*arguments) == 2
     assert "in.parquet, row 1: field 'text' is not UTF-8" in capsys.readouterr().err
     assert preprocess(*arguments, "--on-error", "skip") == 0
-    assert "in.parquet, row 3: field 'text' holds a NoneType" in capsys.readouterr().err
+    assert "in.parquet, row 3: field 'text' is of type NoneType" in capsys.readouterr().err
     assert texts_of(tmp_path / "out_text_document") == ["a", "b"]
 
 
