@@ -1,4 +1,4 @@
-"""Inspect, check, join and split .bin/.idx shards, and measure how runs read them; see --help."""
+"""Inspect, check, merge and split .bin/.idx shards, and measure how runs read them; see --help."""
 
 import sys
 

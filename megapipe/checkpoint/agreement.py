@@ -44,7 +44,7 @@ def on_first_rank(world: Group, work: Callable[[], T]) -> T:
 
 
 def as_all_ranks_raise_it(error: BaseException, world: Group) -> CheckpointError:
-    """Return this rank's error as every rank raises it: with the rank and its host where there are several."""
+    """Return this rank's error as every rank raises it: with the rank and its host if there are several ranks."""
     message = str(error) if world.size == 1 else f"{error} (rank {world.rank}, on {os.uname().nodename})"
     if isinstance(error, DamagedCheckpointError):
         return DamagedCheckpointError(message, error.reason)

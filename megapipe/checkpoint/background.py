@@ -1,9 +1,9 @@
 """Saving while training continues: a copy at the end of a step, which a thread of each rank then writes.
 
 Ranks agree by collectives where a save starts and where it ends, both in the thread that trains. In between, a rank
-reports a durable file through the checkpoint's folder (`records`), and a failure in memory only: `failed` becomes
-true, the caller sums that flag with a step's other sums, and all ranks then call `finish`, which exchanges the
-reasons. At most one save is under way, and its copy is the only extra memory.
+reports a durable file through the checkpoint's folder (`records`), and a failure through the flag `failed`: the caller
+sums this flag with a step's other sums, and all ranks then call `finish`, which exchanges the reasons. At most one
+save is under way, and its copy is the only extra memory.
 """
 
 import threading
@@ -38,16 +38,16 @@ from megapipe.parallel.unit_state import UnitState
 
 _FIRST_SLICE = 0.01
 _LONGEST_SLICE = 1.0
-"""Seconds that a rank waits for its own thread before ranks compare how far they are: far below the time that a
-collective waits, so that a slow disk of one rank never looks like a lost peer."""
+"""Seconds that a rank waits for its own thread before the ranks compare their progress: far below the timeout of a
+collective, so that a slow disk of one rank never looks like a lost peer."""
 
 
 @dataclass(frozen=True)
 class EndedSave:
     """The end of a save, as one rank sees it.
 
-    seconds: from its start to where the next one may start. error: why there is no such checkpoint, None where it is
-    durable (rank 0) or this rank's share of it is (the others).
+    seconds: from its start until the next save may start. error: the reason why there is no checkpoint; None if it is
+    durable (rank 0), or if this rank's part of it is (other ranks).
     """
 
     step: int
@@ -59,10 +59,10 @@ class EndedSave:
 class BackgroundSaver:
     """Saves of one run into one directory. The caller owns the directory, and all ranks see it.
 
-    The caller calls `finish` before the process ends: what is not durable by then is lost.
+    The caller must call `finish` before the process ends: a save that is not durable by then is lost.
 
     Attributes:
-        waited: seconds that the last `start` waited for the save before it.
+        waited: seconds that the last `start` waited for the previous save.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class BackgroundSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's part of the save has failed, and `finish` has not reported that to all ranks yet."""
+        """True if this rank's part of the save has failed and `finish` has not reported this to all ranks yet."""
         job = self._job
         return job is not None and not job.agreed and not job.running and job.error is not None
 
     def plan(self, states: Sequence[UnitState]) -> None:
-        """Divide the writing of these states among ranks, before the first save. A collective call."""
+        """Divide the writing of these states among the ranks before the first save. A collective call."""
         self._plan_of(states)
 
     def prepare(self) -> None:
-        """Start to allocate the memory of the copies for what was planned, once. No collective; to be called when
-        optimizers have their moments."""
+        """Start to allocate the memory of the copies for what was planned, once. No collective; call it when
+        the optimizers have their moments."""
         if self._plan is not None and not self._prepared:
             self._prepared = True
             self._snapshot.prepare(contents_of(self._plan))
@@ -128,11 +128,11 @@ class BackgroundSaver:
         Args:
             states, applied: as in `save`.
             copied: whether states may change once this has returned; otherwise not before `finish` has.
-            within: seconds after which the save under way is given up, and this one with it.
+            within: seconds after which the save under way is given up, together with this one.
 
         Raises:
             CheckpointError: the checkpoint exists, its folder cannot be made, there is no memory for the copy, or the
-                save before it took too long. The same on every rank. A failure of the save before it is in `poll`.
+                previous save took too long. The same on every rank. `poll` returns a failure of the previous save.
         """
         begun = time.perf_counter()
         outcome = self._settle(within)
@@ -166,7 +166,7 @@ class BackgroundSaver:
         within: seconds after which it is given up; None waits as long as it takes.
 
         Raises:
-            CheckpointError: it failed, on whatever rank, or was given up. The same on every rank, and raised once.
+            CheckpointError: it failed on some rank, or was given up. The same on every rank, and raised once.
         """
         self._snapshot.settle()
         error = self._settle(within).error
@@ -201,15 +201,15 @@ class BackgroundSaver:
             failure = next((each.failure for each in ranks if each.failure is not None), None)
             if outcome.error is None and failure is not None:
                 outcome.error = CheckpointError(failure)
-                job.give_up(outcome.error)  # rank 0 waits for the others no longer
+                job.give_up(outcome.error)  # rank 0 stops waiting for the others
             if not any(each.running for each in ranks):
                 job.agreed = True
                 break
             if any(each.late for each in ranks):
                 outcome.given_up = True
                 outcome.error = outcome.error or CheckpointError(
-                    f"the save after step {job.step} was given up: it was not durable in the time that a signal "
-                    "leaves, checkpoint.signal_deadline_seconds; older checkpoints are untouched"
+                    f"the save after step {job.step} was given up: it was not durable within "
+                    "checkpoint.signal_deadline_seconds of the signal; older checkpoints are untouched"
                 )
                 job.give_up(outcome.error)
                 break
@@ -223,7 +223,7 @@ class BackgroundSaver:
             self._ended.append(EndedSave(job.step, job.path, job.seconds, job.error))
 
     def _persist(self, job: "_Job", run: RunState, contents: Sequence[Content], counts: Mapping[str, int]) -> None:
-        """What the thread does."""
+        """Write this rank's part, in the thread; on rank 0, also complete the checkpoint."""
         partial, rank = partial_folder(self._directory, run.step), self._mesh.rank
         if rank:
             written = write_share(self._storage, partial, rank, contents, counts)
@@ -245,7 +245,7 @@ class BackgroundSaver:
 
 @dataclass
 class _Outcome:
-    """The end of a save as all ranks know it. given_up: some rank may still write for it."""
+    """The outcome of a save on which all ranks agree. given_up: a rank may still be writing."""
 
     error: CheckpointError | None = None
     given_up: bool = False
@@ -253,7 +253,7 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Progress:
-    """How far one rank is. failure: why its part failed, in words. late: its time is up."""
+    """Progress of one rank. failure: the reason why its part failed. late: its deadline has passed."""
 
     running: bool
     failure: str | None
@@ -261,12 +261,12 @@ class _Progress:
 
     @classmethod
     def of(cls, job: "_Job", mesh: Mesh, deadline: float | None) -> "_Progress":
-        """Raises what ended the thread where that is not an Exception."""
+        """Return the progress of this rank. Raises the error that ended the thread if it is not an Exception."""
         running = job.running
         error = None if running else job.error
         if error is not None and not isinstance(error, Exception):
             raise error
-        # An error that another rank reported has its words already.
+        # The error of another rank already names that rank.
         failure = None if error is None or error is job.reason else str(as_all_ranks_raise_it(error, mesh.world))
         return cls(running, failure, deadline is not None and time.perf_counter() >= deadline)
 
@@ -275,8 +275,8 @@ class _Progress:
 class _Job:
     """One save on one rank, in a thread that does not keep the process alive.
 
-    abandoned: set when it is not to be completed any more; it then ends as soon as it notices. reason: why, where
-    another rank said so. agreed: all ranks know how it ended. reported: `poll` has its end.
+    abandoned: set when the save is given up; the thread then ends at its next check. reason: the error, if ranks have
+    agreed on one. agreed: all ranks know how it ended. reported: its end is in the list that `poll` returns.
     """
 
     step: int
@@ -302,7 +302,7 @@ class _Job:
         self._thread.join(seconds)
 
     def give_up(self, reason: CheckpointError) -> None:
-        """Have the thread end without a checkpoint, if it still runs."""
+        """Make the thread end without a checkpoint if it still runs."""
         self.reason = reason
         self.abandoned.set()
 

@@ -54,7 +54,7 @@ def newest_whole(directory: Path) -> Path | None:
     return _newest(directory, lambda path, error: None)
 
 
-def _newest(directory: Path, pass_over: Callable[[Path, DamagedCheckpointError], None]) -> Path | None:
+def _newest(directory: Path, skip: Callable[[Path, DamagedCheckpointError], None]) -> Path | None:
     for step, path in reversed(steps(directory).items()):
         try:
             manifest = read_manifest(path)
@@ -62,7 +62,7 @@ def _newest(directory: Path, pass_over: Callable[[Path, DamagedCheckpointError],
             if manifest.run.step != step:
                 raise DamagedCheckpointError(f"{path} contains the checkpoint of step {manifest.run.step}", "step")
         except DamagedCheckpointError as error:
-            pass_over(path, error)
+            skip(path, error)
         else:
             return path
     return None
@@ -81,8 +81,8 @@ def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], N
     try:
         DISK.rename(path, target)
     except OSError as problem:
-        raise CheckpointError(f"{error}; it cannot be set aside as {target.name}: {problem.strerror}") from problem
-    say(f"checkpoint {path.name} is damaged and now called {target.name}: {error}")
+        raise CheckpointError(f"{error}; it cannot be renamed to {target.name}: {problem.strerror}") from problem
+    say(f"checkpoint {path.name} is damaged and was renamed to {target.name}: {error}")
 
 
 def remove_leftovers(storage: StorageWriter, directory: Path) -> None:

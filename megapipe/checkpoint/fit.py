@@ -17,7 +17,7 @@ from megapipe.costs.parameters import ParameterSpec
 from megapipe.data.identity import DataIdentity
 
 _SHOWN = 3
-"""Problems that a message spells out."""
+"""Largest number of problems in one message."""
 
 
 class Rule(Enum):
@@ -27,7 +27,7 @@ class Rule(Enum):
     ASKED = "refused unless accepted"
     """It decides which samples a step sees; checkpoint.accept_other_data accepts it."""
     REPORTED = "allowed and reported"
-    """It changes the numbers from here on, as a user may want."""
+    """It changes the numbers from here on, which may be intended."""
     ALLOWED = "allowed"
 
 
@@ -70,7 +70,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
 """Rule -> group of the configuration -> its fields. Fields that are not listed are allowed."""
 
 BY_CONTENT = ("data.prefix", "data.blend", "data.tokenizer")
-"""Paths, compared by what they lead to: `DataIdentity` decides, and of a blend its weights."""
+"""Paths, compared by the content of their files (`DataIdentity`); of a blend, the weights are compared too."""
 
 _RULE_OF = {
     f"{group}.{name}": rule for rule, groups in RULES.items() for group, names in groups.items() for name in names
@@ -78,9 +78,9 @@ _RULE_OF = {
 
 
 def rule_of(field: str, config: PretrainConfig) -> Rule:
-    """Return the rule for a field by its dotted name. config: the run's, since Megatron-LM's order needs one more."""
+    """Return the rule for a field by its dotted name. config: the run's; Megatron-LM's order has one more rule."""
     if field == "training.steps" and config.data.order == "megatron":
-        return Rule.ASKED  # that order is built for exactly so many steps
+        return Rule.ASKED  # that order is built for exactly this number of steps
     return _RULE_OF.get(field, Rule.ALLOWED)
 
 
@@ -103,7 +103,7 @@ def check_run(path: Path, manifest: Manifest, config: PretrainConfig, data: Data
     Groups that the checkpoint does not store are not compared; a field that it does not store had its default.
 
     Raises:
-        CheckpointError: the model or the optimizer is another one, or the samples are others and
+        CheckpointError: the model or the optimizer differs, or the samples differ and
             checkpoint.accept_other_data is false.
     """
     differing: dict[Rule, list[str]] = {rule: [] for rule in Rule}
@@ -114,8 +114,8 @@ def check_run(path: Path, manifest: Manifest, config: PretrainConfig, data: Data
         differing[Rule.ASKED] += data.differences(manifest.run.data)
     if differing[Rule.REFUSED]:
         raise CheckpointError(
-            f"{path} is of another model or optimizer: {_listed(differing[Rule.REFUSED])}; set that back to resume, "
-            "or start another run in another training.directory"
+            f"{path} was saved with another model or optimizer: {_listed(differing[Rule.REFUSED])}; set that back to "
+            "resume, or start another run in another training.directory"
         )
     if differing[Rule.ASKED] and not config.checkpoint.accept_other_data:
         raise CheckpointError(
@@ -142,7 +142,7 @@ def _differences(config: PretrainConfig, stored: Mapping[str, Any]) -> Iterator[
 def _group_differences(
     prefix: str, here: Any, stored: Mapping[str, Any], default: Any
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The same of one group. A field that is not stored had the value of `default`, which keeps older behaviour."""
+    """Yield the differences of one group. A field that is not stored had the value of `default`."""
     for each in fields(here):
         name, value, initial = f"{prefix}.{each.name}", getattr(here, each.name), getattr(default, each.name)
         was = stored.get(each.name, initial)
@@ -169,14 +169,14 @@ def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
+    """Return a value as JSON returns it: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the parameters `specs`, in their shapes.
 
-    specs: of the whole model. model: its configuration as plain values, of which the message names what differs.
+    specs: of the whole model. model: its configuration as plain values; the message names the fields that differ.
     """
     stored = manifest.shapes()
     wanted = {spec.name: spec.shape for spec in specs}
@@ -191,7 +191,7 @@ def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mappi
         return
     differing = model_differences(manifest, model)
     reason = "; ".join(differing) if differing else "the configurations agree, so other code made the checkpoint"
-    raise CheckpointError(f"the checkpoint is of another model: {_listed(problems, ', ')}. {reason}")
+    raise CheckpointError(f"its parameters are not those of this model: {_listed(problems, ', ')}. {reason}")
 
 
 def model_differences(manifest: Manifest, model: Mapping[str, Any]) -> list[str]:

@@ -99,7 +99,7 @@ class SaveTimer:
         return late or self._since + 1 >= steps
 
     def step(self, seconds: float) -> None:
-        """Add a step that took so long, without saves and evaluations."""
+        """Add the duration of a step, without saves and evaluations."""
         self._since += 1
         self._elapsed += seconds
         self._latest = seconds
@@ -109,14 +109,14 @@ class SaveTimer:
             (self._beside if self._saving else self._alone).add(seconds)
 
     def begun(self, stall_seconds: float) -> None:
-        """Note that a save has started and that training continues after a stall of so long."""
+        """Note that a save has started and that training continues after a stall of `stall_seconds`."""
         self._step_seconds = self._undisturbed()
         self._stall = stall_seconds
         self._alone, self._beside, self._since, self._elapsed = _Steps(), _Steps(), 0, 0.0
         self._saving = True
 
     def ended(self, durable_seconds: float | None) -> None:
-        """Note that the save under way is durable, so long after its start; None: it failed."""
+        """Note that the save under way is durable, `durable_seconds` after its start; None means that it failed."""
         self._saving = False
         if durable_seconds is not None:
             self._durable = durable_seconds

@@ -19,17 +19,28 @@ _OLD_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNo
 
 
 def canonical_names(stored: Collection[str]) -> dict[str, str]:
-    """Tensor in the files -> its name in a BERT of transformers with its heads."""
+    """Return tensor in the files -> its name in a BERT of transformers with its heads.
+
+    Raises CheckpointError where a folder has one tensor under both its old and its new name.
+    """
     bare = not any(name.startswith((_BODY, _HEADS)) for name in stored)
-    found = {}
+    names: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name in stored:
         known = name
         for old, new in _OLD_LEAVES.items():
             known = known.removesuffix(old) + new if known.endswith(old) else known
-        found[name] = _BODY + known if bare else known
-    if _BIAS not in found.values() and _BIAS_AGAIN in found:
-        found[_BIAS_AGAIN] = _BIAS
-    return found
+        known = _BODY + known if bare else known
+        if known in origins:
+            raise CheckpointError(
+                f"the weights contain both {origins[known]!r} and {name!r}, two names of the same tensor; remove the "
+                "wrong one"
+            )
+        names[name] = known
+        origins[known] = name
+    if _BIAS not in origins and _BIAS_AGAIN in names:
+        names[_BIAS_AGAIN] = _BIAS
+    return names
 
 
 def model_fields(config: Mapping[str, Any], tensors: Collection[str], model: BertModelConfig) -> dict[str, Any]:
@@ -47,7 +58,7 @@ def model_fields(config: Mapping[str, Any], tensors: Collection[str], model: Ber
     config = known_config(config)
     activation = config.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
-        raise CheckpointError(f"hidden_act {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+        raise CheckpointError(f"hidden_act {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     heads = config["num_attention_heads"]
     has_sentence_head = all(any(name.startswith(start) for name in tensors) for start in _SENTENCE_HEAD)
     return {

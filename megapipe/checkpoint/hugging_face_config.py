@@ -162,5 +162,5 @@ def _window(config: Mapping[str, Any], family: Family) -> int | None:
 
 def _known(words: Mapping[str, str], word: str) -> str:
     if word not in words:
-        raise CheckpointError(f"{word!r} is not supported; known are {', '.join(words)}")
+        raise CheckpointError(f"{word!r} is not supported; supported are {', '.join(words)}")
     return words[word]

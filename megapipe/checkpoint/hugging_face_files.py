@@ -40,10 +40,11 @@ def is_hugging_face(folder: Path) -> bool:
 def stored_tensors(
     folder: Path, keys: Callable[[Path], Collection[str]], *, allow_pickle: bool = False
 ) -> dict[str, Path]:
-    """Tensor -> the file that holds it. keys: the tensors of a file. allow_pickle: take `.bin` files where there are
-    no safetensors.
+    """Return tensor -> the file that contains it.
 
-    Raises CheckpointError for a folder without weights that can be read, and for an index that leads out of it.
+    keys: returns the tensors of a file. allow_pickle: read `.bin` files if there are no safetensors.
+
+    Raises CheckpointError for a folder without readable weights, and for an index that names files outside it.
     """
     for single, index in ((SINGLE, INDEX), PICKLED)[: 1 + allow_pickle]:
         if (folder / index).is_file():
@@ -58,7 +59,7 @@ def stored_tensors(
             f"; {others[0]} is a pickle, which can carry code: convert the folder first, with "
             "tools/convert_checkpoint.py convert FOLDER TARGET --to megapipe --allow-pickle"
         )
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
+    raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}{hint}")
 
 
 def _indexed(folder: Path, name: str) -> dict[str, Path]:
@@ -116,20 +117,20 @@ def fitting(
     Raises CheckpointError unless the folder holds the weights of `model` and no others.
     """
     kind = kind_of(model)
-    differences = field_differences(model, told_fields(folder, kind, config, names))
+    differences = field_differences(model, fields_of_config(folder, kind, config, names))
     if differences:
-        raise CheckpointError(f"the model of {folder} is another one: {'; '.join(differences)}")
+        raise CheckpointError(f"the model in {folder} differs from the configuration: {'; '.join(differences)}")
     pairs = kind.pairs(config)
     used = {name for pair in pairs for name in pair.theirs}
     missing = sorted(name for name in used if name not in names)
     unused = sorted(name for name in set(names) - used if not kind.redundant(name))
     if missing or unused:
-        told = [f"no tensor {name!r}" for name in missing[:3]] + [f"an unknown tensor {name!r}" for name in unused[:3]]
-        raise CheckpointError(f"{folder} does not hold the model of its {CONFIG}: {', '.join(told)}")
+        problems = [f"{name!r} is missing" for name in missing[:3]] + [f"{name!r} is unknown" for name in unused[:3]]
+        raise CheckpointError(f"the tensors in {folder} do not match its {CONFIG}: {', '.join(problems)}")
     return {pair.spec.name: pair for pair in pairs}
 
 
-def told_fields(folder: Path, kind: Kind, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+def fields_of_config(folder: Path, kind: Kind, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """Return `kind.fields`. Raises CheckpointError, with the file, for a config.json of another structure."""
     try:
         return kind.fields(config, names)

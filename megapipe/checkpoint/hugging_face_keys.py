@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = _keys(
     "tie_last_hidden_states tf_legacy_loss "
     # Heads for other tasks, and their labels.
     "id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout "
-    # Training alone: dropout, initial weights.
+    # Training only: dropout, initial weights.
     "initializer_range "
     # Tokens and generation, which are the tokenizer's and generation_config.json's.
     "tokenizer_class prefix bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
@@ -49,8 +49,8 @@ class _Family:
     """The keys of one family.
 
     read: keys that the importer takes into account. without_effect: keys that no logit depends on. fixed: key -> the
-    values of it that the model configuration can express. defaults: what transformers takes for a key that is missing,
-    where that is not the importer's own default.
+    values of it that the model configuration can express. defaults: the value that transformers uses for a missing
+    key, if it differs from the importer's own default.
     """
 
     read: frozenset[str]
@@ -112,7 +112,7 @@ FAMILIES = {
     "mixtral": _Family(
         _DECODER | {"sliding_window", "num_local_experts", "num_experts_per_tok"},
         _DECODER_WITHOUT_EFFECT | {"output_router_logits", "router_aux_loss_coef"},
-        # Noise comes in training alone, but a router trained with it expects it there.
+        # Noise is added only in training, but a router that was trained with it expects it there.
         {**_NO_BIAS, "router_jitter_noise": (0.0, None)},
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
     ),
@@ -137,7 +137,7 @@ _REASONS = {"quantization_config": "its weights are quantized; convert the model
 
 
 def known_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with transformers' defaults for missing keys. `model_type` is one of FAMILIES.
+    """Return the configuration with transformers' defaults for missing keys. `model_type` is one of FAMILIES.
 
     Raises CheckpointError for a key that is not known, or whose value the model configuration cannot express.
     """

@@ -123,7 +123,7 @@ def _further_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterat
         if kind not in stored:
             raise CheckpointError(
                 f"the checkpoint has {', '.join(sorted(stored))} of {shard.name} but not its {kind}: "
-                "resume with the optimizer that saved it, or take its weights alone with init_from"
+                "resume with the optimizer that saved it, or load only its weights with init_from"
             )
         yield kind
 

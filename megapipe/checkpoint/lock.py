@@ -20,7 +20,7 @@ class DirectoryLock:
     The file stays: removing it would let a third job lock a new file while a second one holds the old.
 
     Attributes:
-        word: in the file for as long as this lock is held; `word_in` reads it, on any host that has the directory.
+        word: random text that identifies this lock. It is in the lock's file, so that `word_in` reads it on any host.
     """
 
     def __init__(self, directory: Path, storage: StorageWriter = DISK) -> None:
@@ -56,7 +56,7 @@ class DirectoryLock:
             raise _unwritable(directory, error) from error
 
     def keep(self) -> None:
-        """Hold the lock until the process ends: something still writes, and `release` must do nothing."""
+        """Hold the lock until the process ends, since a thread still writes; `release` then does nothing."""
         self._kept = True
 
     def release(self) -> None:
@@ -66,8 +66,10 @@ class DirectoryLock:
 
 
 def _unwritable(directory: Path, error: OSError) -> CheckpointError:
-    told = explained(error, directory)
-    return CheckpointError(f"training.directory {directory} cannot be written: {told}; give a folder that takes files")
+    reason = explained(error, directory)
+    if reason == error.strerror:  # the other errors come with a remedy
+        reason += "; choose a folder in which files can be created"
+    return CheckpointError(f"training.directory {directory} cannot be written: {reason}")
 
 
 def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
@@ -79,7 +81,7 @@ def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
 
 
 def word_in(directory: Path) -> str | None:
-    """Return the word of the lock on a directory, None where there is no lock."""
+    """Return the word in the lock file of a directory, or None if there is no such file."""
     try:
         return str(json.loads((directory / LOCK).read_bytes())["word"])
     except (OSError, ValueError, KeyError, TypeError):

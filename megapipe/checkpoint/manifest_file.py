@@ -37,7 +37,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return read_manifest_file(path / MANIFEST)
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is no checkpoint: it holds no {MANIFEST}", "manifest") from None
+        raise DamagedCheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}", "manifest") from None
 
 
 def read_manifest_file(file: Path) -> Manifest:
@@ -61,7 +61,9 @@ def check_files(path: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{file} is missing", "files")
         found = file.stat().st_size
         if found != size:
-            raise DamagedCheckpointError(f"{file} has {found:,} bytes instead of {size:,}: it was changed", "files")
+            raise DamagedCheckpointError(
+                f"{file} has {found:,} bytes instead of {size:,}: it has changed since it was saved", "files"
+            )
 
 
 def encoded(manifest: Manifest) -> bytes:
@@ -123,16 +125,16 @@ def _decoded(document: Any, file: Path) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedCheckpointError(f"{file} is not the manifest of a {FORMAT}", "manifest")
     # The checksum is the same in every version, and comes first: a flipped bit in the version is damage.
-    told = document.pop(_SELF, None)
-    if told != _checksum(document):
-        raise DamagedCheckpointError(f"{file} is not what was saved: its checksum differs", "manifest")
+    stored = document.pop(_SELF, None)
+    if stored != _checksum(document):
+        raise DamagedCheckpointError(f"{file} has changed since it was saved: its checksum differs", "manifest")
     version = document.get("format_version")
     if version != VERSION:
         raise CheckpointError(_wrong_version(file, version, document.get("code_version")))
     try:
         return _manifest(document)
     except untrusted.DECODING_ERRORS as error:
-        raise DamagedCheckpointError(f"{file} does not hold what a manifest holds: {error!r}", "manifest") from error
+        raise DamagedCheckpointError(f"{file} is not a valid manifest: {error!r}", "manifest") from error
 
 
 def _wrong_version(file: Path, version: Any, code_version: Any) -> str:
@@ -182,9 +184,9 @@ def _decoded_chunk(entry: dict[str, Any], files: dict[str, int]) -> Chunk:
     box = Box(starts, stops)
     inside = all(0 <= start < stop <= length for start, stop, length in zip(starts, stops, shape, strict=True))
     if not inside or not 0 <= first < last <= box.num_elements:
-        raise ValueError(f"a chunk of {entry['name']!r} lies outside the tensor")
+        raise ValueError(f"a chunk of {entry['name']!r} is outside the tensor")
     if entry["file"] not in files:
-        raise ValueError(f"a chunk of {entry['name']!r} is in no file of the checkpoint")
+        raise ValueError(f"a chunk of {entry['name']!r} names a file that is not in the checkpoint")
     dtype = str(entry["dtype"])
     num_bytes = (last - first) * DTYPES[dtype].itemsize
     checksums = tuple(str(checksum) for checksum in entry["checksums"])

@@ -1,8 +1,9 @@
 """How ranks that write in the background report a durable file to rank 0: by a file in the checkpoint's folder.
 
-Collectives belong to the thread that trains, and would meet its own in no fixed order. `rank-00001.json` says that the
-rank's file is durable and what is in it, as a manifest of this file alone; it gets its name when it is whole. Failures
-are not reported here, since the disk that failed may take no file at all: see `background`.
+Collectives belong to the thread that trains; those of another thread would meet them in no fixed order. The file
+`rank-00001.json` means that the rank's tensor file is durable, and describes it as a manifest of this file only. It
+gets its name when it is complete. Failures are not reported here, since a disk that failed may accept no file at all:
+see `background`.
 """
 
 import os
@@ -23,13 +24,13 @@ _LONGEST_PAUSE = 0.5
 def report_written(storage: StorageWriter, partial: Path, rank: int, manifest: Manifest) -> None:
     """Report that this rank's share is durable. manifest: of this share alone. Raises CheckpointError.
 
-    Nothing is done after the rename: by then rank 0 may give the whole folder its other name.
+    The rename is the last operation: after it, rank 0 may rename the whole folder.
     """
     path = _record(partial, rank)
-    begun = path.with_name(f"{path.name}.begun")
+    incomplete = path.with_name(f"{path.name}.begun")
     try:
-        write_file(storage, begun, [memoryview(encoded(manifest))])
-        storage.rename(begun, path)
+        write_file(storage, incomplete, [memoryview(encoded(manifest))])
+        storage.rename(incomplete, path)
     except OSError as error:
         raise CheckpointError(f"cannot write into {partial}: {explained(error, partial.parent)}") from error
 
@@ -74,7 +75,7 @@ def await_written(
 
 
 def _sizes(partial: Path) -> dict[str, int]:
-    """File -> bytes; they grow as long as a rank writes."""
+    """Return file -> bytes, which grow as long as a rank writes."""
     found = {}
     for entry in os.scandir(partial):
         try:

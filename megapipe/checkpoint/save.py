@@ -85,7 +85,7 @@ def begin(storage: StorageWriter, directory: Path, step: int) -> None:
     """
     partial, whole = partial_folder(directory, step), step_folder(directory, step)
     if whole.exists():
-        raise CheckpointError(f"{whole} exists already; a checkpoint is never written over: move it away")
+        raise CheckpointError(f"{whole} already exists; a checkpoint is never overwritten: move it away")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(storage, directory)

@@ -88,17 +88,24 @@ def remove_tree(storage: StorageWriter, path: Path) -> None:
     storage.remove_folder(path)
 
 
+def free_space(folder: Path) -> str:
+    """Describe the free space of the disk on which `folder` is, or would be created."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    disk = os.statvfs(folder)
+    # Some file systems, Btrfs for example, have no limit of files and report zero of them.
+    if disk.f_files and not disk.f_favail:
+        return "no more files fit there"
+    return f"{disk.f_bavail * disk.f_frsize:,} bytes are free there"
+
+
 def explained(error: OSError, folder: Path) -> str:
-    """What the system said about a failed change in `folder`, and what to do about it."""
+    """Return the system's message about a failed change in `folder`, and how to fix it."""
     told = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        disk = os.statvfs(folder)
-        left = (
-            f"{disk.f_bavail * disk.f_frsize:,} bytes are free there" if disk.f_favail else "no more files fit there"
-        )
         return (
-            f"{told}; {left}. Older checkpoints are untouched: free some space, lower checkpoint.keep_last, or point "
-            "training.directory at a larger disk"
+            f"{told}; {free_space(folder)}. Older checkpoints are untouched: free some space, lower "
+            "checkpoint.keep_last, or point training.directory at a larger disk"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{told}; make {folder} writable for this user, or point training.directory elsewhere"

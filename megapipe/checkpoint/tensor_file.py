@@ -113,7 +113,7 @@ class TensorFile:
     def tensor(self, key: str) -> Tensor:
         """A whole tensor, not yet read. Raises DamagedCheckpointError when the file holds no such tensor."""
         if key not in self.keys:
-            raise DamagedCheckpointError(f"{self._path} holds no tensor {key!r}", "unreadable")
+            raise DamagedCheckpointError(f"{self._path} has no tensor {key!r}", "unreadable")
         tensor: Tensor = self._file.get_tensor(key)
         return tensor
 
@@ -125,7 +125,7 @@ class TensorFile:
         tensor = self.tensor(key)
         if tensor.dtype != DTYPES[dtype] or tensor.numel() != num_elements:
             raise DamagedCheckpointError(
-                f"{self._path}: tensor {key!r} has {tensor.numel()} elements of {tensor.dtype}; the manifest tells of "
+                f"{self._path}: tensor {key!r} has {tensor.numel()} elements of {tensor.dtype}; the manifest has "
                 f"{num_elements} of {DTYPES[dtype]}",
                 "unreadable",
             )

@@ -1,4 +1,4 @@
-"""What a folder of any origin may contain: names that stay inside it, and sizes checked before memory is taken.
+"""Rules for folders of any origin: names stay inside the folder, and sizes are checked before memory is allocated.
 
 The rules are those of docs/conversion.md; each has a hostile fixture in tests/conversion.
 """
@@ -61,13 +61,13 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """The object in a JSON file. Raises CheckpointError where the file is unreadable or does not hold one."""
+    """Return the object in a JSON file. Raises CheckpointError if the file is unreadable or does not contain one."""
     try:
         found = untrusted.read_json(path, CheckpointError)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} does not contain a JSON object")
     return found
 
 

@@ -4,6 +4,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
+LARGEST = {
+    **dict.fromkeys(("vocabulary_size", "max_positions", "sliding_window"), 1 << 30),
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_hidden_size", "num_experts"), 1 << 20
+    ),
+}
+"""Upper limits of sizes. With them, the number of elements of every parameter fits in 64 bits."""
+
+
 @dataclass(kw_only=True)
 class RopeScaling:
     """How rotary position frequencies are stretched for contexts longer than the original one."""
@@ -129,6 +138,10 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"model.{name} is {value}; it must be at least 1, or null for its default")
+        for name, largest in LARGEST.items():
+            value = getattr(self, name)
+            if value is not None and value > largest:
+                found.append(f"model.{name} is {value}; it must be at most {largest}")
         for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 found.append(f"model.{name} is {getattr(self, name)}; it is a probability, at least 0 and below 1")

@@ -9,8 +9,8 @@ from megapipe.conversion.target import SHARD_BYTES
 DESCRIPTION = """\
 Converts checkpoints between formats, and inspects, verifies, compares and averages them.
 
-Tensors pass one by one, so that a model of any size needs a few times the memory of its largest tensor. No code in a
-folder is run. The output appears whole or not at all, and never in a folder that exists.
+Tensors are converted one at a time, so that a model of any size needs a few times the memory of its largest
+tensor. No code in a folder is run. The output appears whole or not at all, and never in a folder that exists.
 """
 EXAMPLES = """\
 examples:
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("source", metavar="PATH")
     _add_reading(inspect)
-    inspect.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     verify = commands.add_parser(
         "verify", help="read every byte; list bad files and exit with status 1 if there are any"
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("--weights-only", action="store_true", help="ignore moments and earlier weights")
     diff.add_argument("--tolerance", type=finite, default=0.0, metavar="X", help="ignore differences of at most X (0)")
 
-    average = commands.add_parser("average", help="the mean of several checkpoints' weights, summed in float64")
+    average = commands.add_parser("average", help="average the weights of several checkpoints in float64")
     average.add_argument("sources", metavar="PATH", nargs="+")
     average.add_argument("--output", required=True, metavar="TARGET", help="folder to write, which must not exist")
     _add_reading(average)

@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
 
 def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) -> tuple[list[str], int]:
-    """What differs, a line for each tensor or for a kind that is missing as a whole, and how many were compared.
+    """Return one line for each tensor that differs or kind that is missing, and the number of compared tensors.
 
     tolerance: absolute differences up to it are none. Types may differ where values do not.
     """
@@ -46,7 +46,7 @@ def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) 
 
 
 def _missing(one: _Tensors, other: _Tensors, where: str) -> list[str]:
-    """A line for each tensor of `one` that `other` lacks, or for a whole kind that it lacks."""
+    """Return one line for each tensor of `one`, or for each kind of tensor, that `other` lacks."""
     kinds = Counter(kind for kind, _ in one)
     absent = [kind for kind in kinds if kind not in {kind for kind, _ in other}]
     lines = [f"{kind} of all {kinds[kind]} tensors: {where}" for kind in absent]

@@ -43,7 +43,7 @@ class Contents:
     model: a BertModelConfig for a BERT. tensors: every tensor, in the model's order; a tied weight once. run: where a
     run stands; None where the format keeps weights alone. applied_updates: parameter name -> optimizer updates that
     were applied; empty with weights alone. tokenizer: the model's, as `megapipe.data.tokenizers.open_tokenizer`
-    takes it; None where it is not known. notes: what a user should know of how the checkpoint was read, a line each.
+    takes it; None where it is not known. notes: lines for the user on how the checkpoint was read.
     """
 
     model: ModelConfig

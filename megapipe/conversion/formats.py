@@ -103,7 +103,7 @@ def format_of(path: Path, name: str | None = None) -> Format:
             )
         return FORMATS[name]
     if not path.is_dir():
-        raise UnknownFormatError(f"{path} is not a folder; name that of a checkpoint")
+        raise UnknownFormatError(f"{path} is not a folder; give the folder of a checkpoint")
     for known in FORMATS.values():
         if known.recognizes(path):
             return known

@@ -1,12 +1,11 @@
 """A folder that appears when it is whole: written under a hidden name, flushed, renamed."""
 
 import errno
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import DISK, StorageWriter, remove_tree
+from megapipe.checkpoint.storage import DISK, StorageWriter, free_space, remove_tree
 
 
 class FreshFolder:
@@ -20,7 +19,7 @@ class FreshFolder:
         path = Path(path).absolute()
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
         if path.exists() or path.is_symlink():
-            raise CheckpointError(f"{path} exists already; a conversion writes to a fresh folder: name another one")
+            raise CheckpointError(f"{path} already exists; a conversion writes to a new folder: give another path")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             storage.make_folder(self.partial)
@@ -50,8 +49,8 @@ class FreshFolder:
 
 
 def reason(error: OSError, folder: Path) -> str:
-    """What the system said about a failed write in `folder`, with what is free there where that matters."""
+    """Return the system's message about a failed write in `folder`, with the free space where that matters."""
     told = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{told}; {shutil.disk_usage(folder).free:,} bytes are free there: free some, or write to another disk"
+        return f"{told}; {free_space(folder)}: free some space, or write to another disk"
     return told

@@ -36,8 +36,8 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     differences = field_differences(model, kind_of(model).fields(config, names))
     if differences:
         raise CheckpointError(
-            f"no family of transformers that is written here has this model; {config['model_type']}, the nearest, "
-            f"would need other weights: {'; '.join(differences)}"
+            f"this model cannot be exported to transformers; the nearest family, {config['model_type']}, would "
+            f"need other weights: {'; '.join(differences)}"
         )
     return {**config, "dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]}
 
@@ -47,7 +47,7 @@ def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, C
     try:
         return {pair.spec.name: pair for pair in kind_of(model).pairs(config)}
     except WeightMappingError as error:
-        raise CheckpointError(f"as {config['model_type']} this model cannot be written: {error}") from error
+        raise CheckpointError(f"this model cannot be exported as {config['model_type']}: {error}") from error
 
 
 def _names(model: ModelConfig, config: Mapping[str, Any]) -> list[str]:

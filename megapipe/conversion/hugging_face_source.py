@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face_bert import NORM_POSITIONS
-from megapipe.checkpoint.hugging_face_files import CONFIG, fitting, joined, kind_of, stored_tensors, told_fields
+from megapipe.checkpoint.hugging_face_files import CONFIG, fields_of_config, fitting, joined, kind_of, stored_tensors
 from megapipe.checkpoint.hugging_face_heads import with_stored_head
 from megapipe.checkpoint.untrusted import inside, read_json
 from megapipe.config.bert import BertModelConfig
@@ -53,7 +53,7 @@ class HuggingFaceSource:
         return (whole[index].clone() if index else whole).contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        """Only `.bin` files have checksums: of safetensors it is seen that every byte is there and can be read."""
+        """Compare the checksums of `.bin` files; safetensors have none, and are only read completely."""
         try:
             self.read(tensor)
         except CheckpointError as error:
@@ -106,7 +106,7 @@ def _blank(config: Mapping[str, Any]) -> ModelConfig:
 
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """The configuration of the folder's model."""
-    told = dict(told_fields(folder, kind_of(_blank(config)), config, names))
+    told = dict(fields_of_config(folder, kind_of(_blank(config)), config, names))
     told.setdefault("max_positions", config.get("max_position_embeddings", ModelConfig().max_positions))
     fields: dict[str, Any] = {name: value for name, value in told.items() if not name.startswith("rope_scaling.")}
     prefix = "rope_scaling."

@@ -92,11 +92,11 @@ class HuggingFaceTarget:
         shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
         for name, pair in self._pairs.items():
             if shapes.get(name) != pair.spec.shape:
-                told = f"of shape {shapes[name]}" if name in shapes else "missing"
-                raise CheckpointError(f"{name} is {told} in the checkpoint; its model has it as {pair.spec.shape}")
+                state = f"of shape {shapes[name]}" if name in shapes else "missing"
+                raise CheckpointError(f"{name} is {state} in the checkpoint; its model needs shape {pair.spec.shape}")
         unknown = [name for name in shapes if name not in self._pairs]
         if unknown:
-            raise CheckpointError(f"the checkpoint holds {', '.join(unknown[:4])}, which its model does not have")
+            raise CheckpointError(f"the checkpoint contains {', '.join(unknown[:4])}, which its model does not have")
 
     def _planned(self, contents: Contents, max_bytes: int) -> list[list[_Described]]:
         """Their tensors, file by file."""

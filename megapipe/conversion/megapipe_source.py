@@ -141,7 +141,8 @@ class MegapipeSource:
             path, size = inside(self.folder, name), self.manifest.files[name]
             if path.is_file() and path.stat().st_size != size:
                 raise DamagedCheckpointError(
-                    f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it was changed", "files"
+                    f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it has changed since it was saved",
+                    "files",
                 )
             self._files[name] = TensorReader(path)
         return self._files[name]
@@ -160,9 +161,9 @@ def _step_of(path: Path) -> Path:
 
 
 def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:
-    """The tokenizer that is kept in the checkpoint, or that a BERT's run or the training shard's manifest names.
+    """Return the tokenizer that is stored in the checkpoint, or that a BERT's run or the shard's manifest names.
 
-    None where the shard is no longer there.
+    None if the shard no longer exists.
     """
     if (folder / TOKENIZER).is_dir():
         return str(folder / TOKENIZER)

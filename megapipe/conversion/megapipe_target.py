@@ -82,8 +82,10 @@ class MegapipeTarget:
         return [f"weights for a new run: --init_from {self._folder.path}"]
 
     def _keep_tokenizer(self) -> None:
-        """Copy the tokenizer's files of a Hugging Face folder, so that a later export finds them as they were."""
-        folder = Path(self._contents.tokenizer or "")
+        """Copy the tokenizer's files of a Hugging Face folder, so that a later export writes them unchanged."""
+        if self._contents.tokenizer is None:
+            return
+        folder = Path(self._contents.tokenizer)
         if not (folder / CONFIG).is_file():
             return
         ids = json.dumps(token_ids(folder), indent=2).encode()

@@ -13,10 +13,10 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def as_tokenizer(content: bytes) -> "tokenizers.Tokenizer":
-    """The tokenizer of a .model file, with the same ids.
+    """Return the tokenizer of a .model file, with the same ids.
 
-    Unigram models may differ where two ways to cut a text have equal scores, since SentencePiece sums them in 32 bits
-    and the tokenizers library in 64. Raises ValueError for a model that the library cannot follow exactly.
+    Unigram models may differ where two ways to split a text have equal scores, since SentencePiece sums them in 32
+    bits and the tokenizers library in 64. Raises ValueError for a model that the library cannot follow exactly.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -61,19 +61,19 @@ def as_tokenizer(content: bytes) -> "tokenizers.Tokenizer":
 
 
 def _prepare(tokenizer: "tokenizers.Tokenizer", spec: Any, user_defined: list[str]) -> None:
-    """Set how text is normalized, and cut at user-defined symbols."""
+    """Set how text is normalized, and split it at user-defined symbols."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     steps: list[Any] = []
     if spec.remove_extra_whitespaces:
-        # Only at the end of a text does SentencePiece take its own sign for a space.
+        # SentencePiece treats its own mark as a space only at the end of a text.
         steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:
-        # Not by Metaspace, which adds no prefix to a text that starts with a space.
+        # Metaspace would add no prefix to a text that starts with a space.
         steps.append(normalizers.Prepend(_SPACE))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     if user_defined:
-        # Not by added tokens: each piece of text between them would be given a prefix of its own.
+        # Not by added tokens: each piece of text between them would get its own prefix.
         longest_first = sorted(user_defined, key=len, reverse=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
 

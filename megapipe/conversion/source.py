@@ -16,7 +16,7 @@ Index = tuple[slice, ...]
 class SourceOptions:
     """How a checkpoint may be read.
 
-    allow_pickle: files that are pickles may be read, in a confined process that accepts listed classes alone.
+    allow_pickle: pickles may be read, in a confined process that accepts only listed classes.
     """
 
     allow_pickle: bool = False

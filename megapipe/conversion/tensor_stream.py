@@ -167,7 +167,8 @@ class TensorReader:
         """Where a tensor lies. Raises DamagedCheckpointError when the file holds no such tensor of a known type."""
         if key not in self.entries:
             raise DamagedCheckpointError(
-                f"{self.path} holds no tensor {key!r} of {', '.join(DTYPES)}; others are not weights", "unreadable"
+                f"{self.path} has no tensor {key!r} of type {', '.join(DTYPES)}; other types are not weights",
+                "unreadable",
             )
         return self.entries[key]
 

@@ -33,8 +33,8 @@ _NOT_EXACT = (
     "without a tokenizer, and use this one with the model"
 )
 _TIES = (
-    "where two ways to cut a text have equal scores, which happens in runs of spaces, transformers may choose the "
-    "other one: it sums scores in 64 bits, SentencePiece in 32"
+    "where two ways to split a text have equal scores, which happens in runs of spaces, transformers may choose the "
+    "other one: it adds scores in 64 bits, SentencePiece in 32"
 )
 _BERT = "BertTokenizerFast"
 NONE = "none"
@@ -61,8 +61,8 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """files: name -> content. ids: of the tokens that config.json names, one or several. note: what a user should know
-    of it, or empty."""
+    """files: name -> content. ids: of the tokens that config.json names, one or several. note: a line for the user, or
+    empty."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_IDS))
@@ -75,18 +75,18 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
         return ExportedTokenizer(note=_NOT_NAMED if spec is None else "")
     folder = Path(spec)
     if folder.is_dir() and not any((folder / name).is_file() for name in FILES_IN_FOLDERS):
-        return ExportedTokenizer(copied_files(folder), _told_ids(folder, model.vocabulary_size), _NOT_NAMED)
+        return ExportedTokenizer(copied_files(folder), _config_ids(folder, model.vocabulary_size), _NOT_NAMED)
     try:
         ours = open_tokenizer(spec)
     except DataError as error:
         return ExportedTokenizer(note=f"no tokenizer was written: {error}; name it with --tokenizer")
     if ours.vocabulary_size > model.vocabulary_size:
         raise CheckpointError(
-            f"tokenizer {spec} has {ours.vocabulary_size} ids but the model knows {model.vocabulary_size}: name the "
-            "one that it was trained with (--tokenizer)"
+            f"tokenizer {spec} has {ours.vocabulary_size} ids, but the model's vocabulary has "
+            f"{model.vocabulary_size}: name the tokenizer that the model was trained with (--tokenizer)"
         )
     if folder.is_dir():
-        ids = _named_ids(folder, ours) | _told_ids(folder, model.vocabulary_size)
+        ids = _named_ids(folder, ours) | _config_ids(folder, model.vocabulary_size)
         return ExportedTokenizer(copied_files(folder), ids)
     theirs = _made(ours, isinstance(model, BertModelConfig))
     config = _tokenizer_config(ours, theirs, model)
@@ -104,26 +104,26 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
     return ExportedTokenizer(files, _ids(ours), note)
 
 
-def _told_ids(folder: Path, rows: int) -> dict[str, Any]:
-    """The ids that a folder's config.json names, those of them that are rows of the model's embedding."""
-    return {name: told for name, told in token_ids(folder).items() if _are_ids(told, rows)}
+def _config_ids(folder: Path, rows: int) -> dict[str, Any]:
+    """Return the ids that a folder's config.json names and that are rows of the model's embedding."""
+    return {name: value for name, value in token_ids(folder).items() if _are_ids(value, rows)}
 
 
 def _named_ids(folder: Path, ours: Tokenizer) -> dict[str, Any]:
-    """The ids of the tokens that a folder's tokenizer_config.json names; without one, as for other tokenizers."""
+    """Return the ids of the tokens that a folder's tokenizer_config.json names; without that file, see `_ids`."""
     if not (folder / "tokenizer_config.json").is_file():
         return _ids(ours)
     config = read_json(inside(folder, "tokenizer_config.json"))
-    found = dict.fromkeys(_IDS)
+    ids = dict.fromkeys(_IDS)
     for name in _IDS:
         token = config.get(name.removesuffix("_id"))
         token = token.get("content") if isinstance(token, dict) else token
-        found[name] = ours.special_tokens.get(str(token))
-    return found
+        ids[name] = ours.special_tokens.get(str(token))
+    return ids
 
 
 def copied_files(folder: Path) -> dict[str, bytes]:
-    """Name -> content of the files of a Hugging Face folder that belong to its tokenizer and to generation."""
+    """Return name -> content of the files of a Hugging Face folder that belong to its tokenizer and to generation."""
     files = {}
     for name in FOLDER_FILES:
         path = inside(folder, name)
@@ -135,7 +135,7 @@ def copied_files(folder: Path) -> dict[str, bytes]:
 
 
 def token_ids(folder: Path) -> dict[str, Any]:
-    """The ids of special tokens that a folder's config.json names; none where there is no such file."""
+    """Return the ids of special tokens that a folder's config.json names; none if there is no such file."""
     if not (folder / CONFIG).is_file():
         return {}
     config = read_json(inside(folder, CONFIG))
@@ -143,13 +143,13 @@ def token_ids(folder: Path) -> dict[str, Any]:
 
 
 def _are_ids(value: object, rows: int) -> bool:
-    """Whether a value is an id, or a list of several: some models end a text by any of several tokens."""
+    """Return whether a value is an id or a list of ids: some models end a text by any of several tokens."""
     several = value if isinstance(value, list) and value else [value]
     return all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in several)
 
 
 def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
-    """A tokenizer of the tokenizers library with the same ids. Raises CheckpointError where there is none."""
+    """Return a tokenizer of the tokenizers library with the same ids. Raises CheckpointError if there is none."""
     import tokenizers
 
     if isinstance(ours, HuggingFaceTokenizer):
@@ -170,7 +170,7 @@ def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
         theirs = tiktoken_file.as_tokenizer(ours.ranks, ours.pattern, ours.special_tokens)
     different = next((text for text in _samples(ours) if not _agree(ours, theirs, text)), None)
     if different is not None:
-        reason = f"it cuts {different[:40]!r} in another way than its counterpart in transformers would"
+        reason = f"it splits {different[:40]!r} differently from its counterpart in transformers"
         raise CheckpointError(_NOT_EXACT.format(spec=ours.spec, reason=reason))
     return theirs
 
@@ -234,7 +234,7 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
     }
     found |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
     if isinstance(model, BertModelConfig):
-        # transformers returns token types where they are named here.
+        # transformers returns token types only if they are listed here.
         found["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
         normalizer = json.loads(theirs.to_str())["normalizer"] or {}
         if _is_berts(theirs, normalizer):
@@ -251,7 +251,7 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
 
 
 def _is_berts(theirs: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
-    """Whether BertTokenizerFast, which builds its parts from vocab.txt alone, builds these."""
+    """Return whether BertTokenizerFast, which is built from vocab.txt only, is the same tokenizer."""
     content = json.loads(theirs.to_str())
     ids = sorted(theirs.get_vocab().values())
     return (

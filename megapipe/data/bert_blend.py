@@ -89,8 +89,8 @@ def open_bert_samples(
     for corpus in corpora[1:]:
         if not corpus.vocabulary.same(corpora[0].vocabulary):
             raise DataError(
-                f"{corpus.shard.prefix} and {corpora[0].shard.prefix} name different vocabularies; blend shards that "
-                "were made with one"
+                f"{corpus.shard.prefix} and {corpora[0].shard.prefix} have different vocabularies; blend only "
+                "shards with the same vocabulary"
             )
     if not data.blend:
         return corpora[0]

@@ -123,7 +123,7 @@ class SentencePairs:
             if self._num_sentences(other) > 1:
                 return other, int(self._shard.document_indices[other])
         raise DataError(
-            f"{self._shard.prefix}: none of {LONGEST_SEARCH:,} documents behind number {document} has two sentences, "
+            f"{self._shard.prefix}: none of {LONGEST_SEARCH:,} documents after document {document} has two sentences, "
             "which data.pairs needs; preprocess with --split-sentences, or set data.pairs none"
         )
 
@@ -148,8 +148,8 @@ class SentencePairs:
                 sentence = int(self._shard.document_indices[other]) + draws.below(self._num_sentences(other))
                 return self._tokens(*self._grown(other, sentence, target, at_least=1))
         raise DataError(
-            f"{self._shard.prefix}: {LONGEST_SEARCH:,} random documents were empty or number {document}; data.pairs "
-            "next needs sentences of other documents: set it to order"
+            f"{self._shard.prefix}: {LONGEST_SEARCH:,} random documents were empty or document {document} itself; "
+            "data.pairs next needs sentences of other documents: set it to order"
         )
 
     def _num_sentences(self, document: int) -> int:

@@ -175,7 +175,7 @@ def vocabulary_of(data: BertDataConfig, manifest: ShardManifest | None) -> BertV
     vocabulary = BertVocabulary.read(named)
     if manifest is not None and manifest.vocabulary_size != vocabulary.size:
         raise DataError(
-            f"{Path(named)} has {vocabulary.size} ids, but {data.prefix} was made with {manifest.tokenizer} of "
-            f"{manifest.vocabulary_size}: name the shard's own vocabulary"
+            f"{Path(named)} has {vocabulary.size} ids, but {data.prefix} was made with {manifest.tokenizer}, which "
+            f"has {manifest.vocabulary_size}: set data.tokenizer to the shard's own vocabulary"
         )
     return vocabulary

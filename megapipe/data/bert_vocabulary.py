@@ -12,7 +12,7 @@ VOCABULARY, TOKENIZER = "vocab.txt", "tokenizer.json"
 CONTINUATION = "##"
 """What pieces begin with that do not begin a word (Wu et al. 2016, arXiv 1609.08144, as BERT writes them)."""
 LARGEST_GAP = 1_000_000
-"""Unused ids that a vocabulary may have: memory is taken for each of them."""
+"""Largest number of unused ids in a vocabulary: memory is allocated for each of them."""
 _KINDS = ("bert-uncased:", "bert-cased:")
 """What may stand ahead of a path, as preprocessing takes it; samples do not care."""
 _SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]", "mask": "[MASK]"}
@@ -44,7 +44,7 @@ class BertVocabulary:
         if missing:
             raise DataError(
                 f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(_SPECIAL.values())}: train one "
-                "with tools/preprocess.py train-tokenizer --type wordpiece-uncased, or name a BERT's vocabulary"
+                "with tools/preprocess.py train-tokenizer --type wordpiece-uncased, or use that of a published BERT"
             )
         size = max(ids.values()) + 1
         continues = np.zeros(size, dtype=bool)
@@ -70,7 +70,7 @@ class BertVocabulary:
         try:
             text = read_bytes(file, DataError).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is no UTF-8 text") from error
+            raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is not UTF-8 text") from error
         return cls.of({line: number for number, line in enumerate(text.splitlines())}, str(file))
 
     @classmethod
@@ -89,5 +89,7 @@ class BertVocabulary:
         except DECODING_ERRORS as error:
             raise DataError(f"{file} is not a {TOKENIZER} that can be read ({error!r})") from error
         if kind != "WordPiece":
-            raise DataError(f"{file} is a {kind} tokenizer; whole words are known of WordPiece vocabularies alone")
+            raise DataError(
+                f"{file} is a {kind} tokenizer; BERT samples need a WordPiece vocabulary, which marks whole words"
+            )
         return cls.of(ids | added, str(file), continuation)

@@ -78,8 +78,8 @@ def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise DataError(
-                f"weight {index} of the blend is {weight}; a weight is a number above 0, whatever their sum: leave "
-                "out a corpus that is not wanted"
+                f"weight {index} of the blend is {weight}; every weight must be above 0, and the sum can be any "
+                "number: remove a corpus that is not wanted"
             )
     if not 1 <= len(weights) <= LONGEST_PERIOD:
         raise DataError(f"a blend has 1 to {LONGEST_PERIOD} corpora, not {len(weights)}")

@@ -50,7 +50,7 @@ def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
 
 
 def unknown_id(tokens: np.ndarray, vocabulary_size: int | None) -> int | None:
-    """Return the index of the first token outside [0, vocabulary_size), or None; None too where the size is None."""
+    """Return the index of the first token outside [0, vocabulary_size); None if there is none or the size is None."""
     if vocabulary_size is None or not tokens.size or (tokens.max() < vocabulary_size and tokens.min() >= 0):
         return None
     return int(np.argmax((tokens >= vocabulary_size) | (tokens < 0)))

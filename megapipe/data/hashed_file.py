@@ -44,7 +44,9 @@ class HashedFile:
                 digest.update(block)
                 left -= len(block)
             if left or _named(digest) != checksum:
-                raise DataError(f"{path} is not what was written: {size} bytes of checksum {checksum} are expected")
+                raise DataError(
+                    f"{path} has changed since it was written: expected {size} bytes with checksum {checksum}"
+                )
             os.ftruncate(file.fileno(), size)
             file.seek(size)
         except BaseException:

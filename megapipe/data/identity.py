@@ -23,7 +23,7 @@ from megapipe.data.manifest import read_manifest
 from megapipe.data.shard_format import bin_path, idx_path
 
 UNKNOWN_WITHOUT_MANIFEST = ("bin_checksum", "idx_checksum", "tokenizer_fingerprint")
-"""Facts that only a shard's manifest knows; None without one, and then not compared."""
+"""Facts that only the manifest of a shard has; without one they are None and not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,11 @@ class ShardIdentity:
     tokenizer_fingerprint: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The facts as plain values for JSON."""
+        """Return the facts as plain values for JSON."""
         return asdict(self)
 
     def differences(self, other: "ShardIdentity") -> Iterator[tuple[str, Any, Any]]:
-        """Every fact that differs: (its name, the value here, the value of `other`)."""
+        """Yield every fact that differs: (its name, the value here, the value of `other`)."""
         theirs = other.as_dict()
         for name, value in self.as_dict().items():
             unknown = name in UNKNOWN_WITHOUT_MANIFEST and None in (value, theirs[name])
@@ -61,9 +61,9 @@ class ShardIdentity:
 class DataIdentity:
     """Identity of all the data of a run.
 
-    shards: in the order of the configuration, by their content. prefixes: where each was, for messages alone.
-    vocabulary: hash of what BERT's samples take from their vocabulary, None for GPT. end_of_document: the token that
-    fill-in-the-middle keeps at the end of documents, None without it or where no manifest names it.
+    shards: in the order of the configuration, by their content. prefixes: the path of each, for messages only.
+    vocabulary: hash of what BERT's samples use of their vocabulary, None for GPT. end_of_document: the token that
+    fill-in-the-middle keeps at the end of documents, None without it or if no manifest names it.
     """
 
     prefixes: tuple[str, ...]
@@ -72,7 +72,7 @@ class DataIdentity:
     end_of_document: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which `from_dict` reads."""
+        """Return plain values for JSON, which `from_dict` reads."""
         shards = [
             {"prefix": prefix, **shard.as_dict()} for prefix, shard in zip(self.prefixes, self.shards, strict=True)
         ]
@@ -178,8 +178,14 @@ def data_identity(data: DataConfig) -> DataIdentity:
 
 
 def _vocabulary_hash(data: BertDataConfig) -> str:
-    """Hash what samples take from a vocabulary: its size, its special tokens, and which pieces continue a word."""
+    """Hash what samples use of a vocabulary: its size, its special tokens, and which pieces continue a word."""
     prefix = data.prefixes[0]  # the vocabularies of a blend are the same
-    found = vocabulary_of(replace(data, prefix=prefix, blend={}), read_manifest(prefix))
-    numbers = (found.size, found.padding, found.classification, found.separator, found.mask)
-    return "xxh128:" + xxhash.xxh3_128_hexdigest(f"{numbers}".encode() + found.continues.tobytes())
+    vocabulary = vocabulary_of(replace(data, prefix=prefix, blend={}), read_manifest(prefix))
+    numbers = (
+        vocabulary.size,
+        vocabulary.padding,
+        vocabulary.classification,
+        vocabulary.separator,
+        vocabulary.mask,
+    )
+    return "xxh128:" + xxhash.xxh3_128_hexdigest(f"{numbers}".encode() + vocabulary.continues.tobytes())

@@ -96,7 +96,7 @@ class ShardWriter:
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise DataError(f"{prefix} holds {other.dtype}, {self.prefix} holds {self.dtype}: they cannot be joined")
+            raise DataError(f"{prefix} has {other.dtype}, {self.prefix} has {self.dtype}: they cannot be joined")
         for begin, end in _runs(keep, other.num_documents):
             self._append_documents(other, begin, end)
 
@@ -178,7 +178,9 @@ class ShardWriter:
                 "choose the dtype by the vocabulary size (token_dtype)"
             )
         if len(tokens) > LONGEST_SEQUENCE:
-            raise DataError(f"a sequence of {len(tokens)} tokens; the format allows {LONGEST_SEQUENCE}: cut the text")
+            raise DataError(
+                f"a sequence has {len(tokens)} tokens; the format allows {LONGEST_SEQUENCE}: split the text"
+            )
         self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._lengths.write(np.int32(len(tokens)).tobytes())
         self.num_sequences += 1

@@ -16,10 +16,10 @@ class IndexedDataset:
     dtype: token type of the .bin file. float_tokens: meaning of the dtype codes 6 and 7; None refuses them, since it
     differs between writers.
 
-    Raises DataError when a file is missing, truncated, of another format or not the other one's partner. The arrays
-    are read-only views of the mapped files. Each access to one first checks that its file still has the size that it
-    had when it was opened (a microsecond, and no read), and raises DataError otherwise: reading a mapped page that was
-    cut off would kill the process with SIGBUS.
+    Raises DataError when a file is missing, truncated or of another format, or when the two do not belong together.
+    The arrays are read-only views of the mapped files. Each access to one first checks that its file still has the
+    size that it had when it was opened (a microsecond, and no read), and raises DataError otherwise: reading a mapped
+    page that was cut off would kill the process with SIGBUS.
     """
 
     def __init__(self, prefix: str | Path, float_tokens: FloatTokens | None = None) -> None:
@@ -155,7 +155,7 @@ class IndexedDataset:
             raise DataError(f"{path} is truncated: {size} bytes, but its index describes {expected}; copy it again")
         if size > expected:
             raise DataError(
-                f"{path} has {size} bytes, but its index describes {expected}: the two files are not one shard's"
+                f"{path} has {size} bytes, but its index describes {expected}: the two files are not of the same shard"
             )
         self._tokens: mmap.mmap | None = None
         self._scattered = False

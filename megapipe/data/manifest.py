@@ -51,9 +51,9 @@ class ShardManifest:
     tokenizer_files: dict[str, str] | None = None
     """File of that copy -> its checksum."""
     num_special_tokens_in_text: int | None = None
-    """Names of special tokens in the text of documents; None where they were not looked for."""
+    """Number of names of special tokens in the text of documents; None if they were not counted."""
     special_tokens_in_text: str | None = None
-    """What became of them: `text` (cut like any text), `token` (the special token) or `error` (refused)."""
+    """How they were tokenized: `text` (like any other text), `token` (as the special token) or `error` (refused)."""
     bin_checksum: str | None = None
     """`xxh128:<hex>` of the .bin file, as xxh128sum computes it."""
     idx_checksum: str | None = None

@@ -41,31 +41,32 @@ def main(argv: Sequence[str], others: Mapping[str, Subcommand] = NO_OTHERS) -> i
 def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="data.py",
-        description="Looks into, checks, joins and splits .bin/.idx shards, and measures how runs read them.",
+        description="Inspects, checks, merges and splits .bin/.idx shards, and measures how runs read them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    inspect = commands.add_parser("inspect", help="counts, lengths of documents, decoded samples")
+    inspect = commands.add_parser("inspect", help="show counts, document lengths and decoded samples")
     inspect.add_argument("prefix", help="path of the shard without .bin or .idx")
     inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to decode (3)")
-    inspect.add_argument("--tokenizer", metavar="NAME", help="to decode with, if not the manifest's")
+    inspect.add_argument("--tokenizer", metavar="NAME", help="tokenizer of the samples (the manifest's)")
     inspect.add_argument("--histogram", metavar="FILE", help="draw the lengths of documents: .png, .svg or .pdf")
 
     verify = commands.add_parser("verify", help="read every byte and check it against header, index and manifest")
     verify.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
 
-    merge = commands.add_parser("merge", help="one shard of several, documents in the order given")
+    merge = commands.add_parser("merge", help="merge several shards into one, in the order given")
     merge.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
     merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
     merge.add_argument(
         "--float-tokens",
         choices=["float32", "float64"],
-        help="read shards of dtype code 6 or 7, whose meaning differs between writers, as this; integers are written",
+        help="token type of shards of dtype code 6 or 7, whose meaning differs between writers; the output has "
+        "integers",
     )
 
-    split = commands.add_parser("split", help="several shards of one, cut between documents")
+    split = commands.add_parser("split", help="split one shard into several, between documents")
     split.add_argument("prefix", help="path of the shard without .bin or .idx")
     split.add_argument("--shares", required=True, metavar="A,B,...", help="sizes of the outputs, in any unit")
     split.add_argument("--output-prefix", required=True, metavar="PREFIX", help="outputs are PREFIX_0, PREFIX_1, ...")

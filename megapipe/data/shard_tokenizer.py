@@ -1,4 +1,4 @@
-"""The copy of a tokenizer that is kept with each shard, so that the shard opens from any folder and after a move."""
+"""The copy of a tokenizer that is stored with each shard, so that it opens from any folder and after a move."""
 
 import shutil
 from dataclasses import replace
@@ -9,11 +9,11 @@ from megapipe.data.durable import flush_folder, write_whole
 from megapipe.data.errors import DataError
 from megapipe.data.hashed_file import checksum_of_file
 from megapipe.data.manifest import ShardManifest
-from megapipe.data.tokenizers.opening import definition_of
+from megapipe.data.tokenizers.opening import definition_of, kind_and_path
 
 
 class StoredTokenizer(NamedTuple):
-    """name: of the copy, as `open_tokenizer` takes it, with a path inside the folder. files: name -> checksum."""
+    """name: of the copy, as `open_tokenizer` takes it, but relative to the folder. files: name -> checksum."""
 
     name: str
     files: dict[str, str]
@@ -28,7 +28,8 @@ def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
     definition = definition_of(spec)
     if not definition.files:
         return None
-    contents = {file.name: file.read_bytes() for file in definition.files}  # they may lie in the folder
+    # Read before the old folder is removed, which may contain them.
+    contents = {file.name: file.read_bytes() for file in definition.files}
     folder = tokenizer_folder(prefix)
     shutil.rmtree(folder, ignore_errors=True)
     for file, content in contents.items():
@@ -39,17 +40,26 @@ def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
 
 
 def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | Path) -> ShardManifest:
-    """Copy the tokenizer that is kept with the shard `source` to `target`; returns the manifest for that one."""
+    """Copy the tokenizer that is stored with the shard `source` to `target`, and return the manifest for `target`.
+
+    Where the copy was removed, the new shard has none either: its manifest names the tokenizer by its path alone.
+    """
     if manifest.tokenizer_copy is None:
         return manifest
+    if not tokenizer_folder(source).is_dir():
+        return replace(manifest, tokenizer_copy=None, tokenizer_files=None)
     stored = store_tokenizer(target, tokenizer_of_shard(source, manifest))
-    return replace(manifest, tokenizer_copy=stored.name if stored else None)
+    return replace(
+        manifest,
+        tokenizer_copy=stored.name if stored else None,
+        tokenizer_files=stored.files if stored else None,
+    )
 
 
 def tokenizer_of_shard(prefix: str | Path, manifest: ShardManifest) -> str:
-    """The name by which a shard's tokenizer is opened: its copy, or for older shards the name in the manifest.
+    """Return the name that opens a shard's tokenizer: its copy, or for older shards the name in the manifest.
 
-    Raises DataError for a copy that is not what was written.
+    Raises DataError for a copy that has changed since it was written.
     """
     folder = tokenizer_folder(prefix)
     if manifest.tokenizer_copy is None or not folder.is_dir():
@@ -61,6 +71,6 @@ def tokenizer_of_shard(prefix: str | Path, manifest: ShardManifest) -> str:
             raise DataError(
                 f"{file} {problem}: copy {folder} again, or remove that folder to use {manifest.tokenizer} instead"
             )
-    kind, _, name = manifest.tokenizer_copy.rpartition(":")
-    path = str(folder / Path(name).name) if name else str(folder)
-    return f"{kind}:{path}" if kind else path
+    kind, file = kind_and_path(manifest.tokenizer_copy)
+    path = folder / file.name
+    return f"{kind}:{path}" if kind else str(path)

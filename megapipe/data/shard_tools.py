@@ -72,14 +72,14 @@ def verify(prefix: str) -> str:
         wrong = dataset.sequence_offsets[begin : begin + _AT_ONCE] != ends - lengths * dataset.dtype.itemsize
         if wrong.any():
             raise DataError(
-                f"{prefix}.idx is damaged: sequence {begin + int(np.argmax(wrong))} does not follow the last"
+                f"{prefix}.idx is damaged: sequence {begin + int(np.argmax(wrong))} does not follow the previous one"
             )
         offset = int(ends[-1])
     for begin in range(0, dataset.num_documents, _AT_ONCE):
         steps = np.diff(dataset.document_indices[begin : begin + _AT_ONCE + 1])
         if (steps < 0).any():
             raise DataError(
-                f"{prefix}.idx is damaged: document {begin + int(np.argmax(steps < 0))} ends before it begins"
+                f"{prefix}.idx is damaged: document {begin + int(np.argmax(steps < 0))} ends before it starts"
             )
     if manifest is None:
         return f"{counts(dataset)}; sound, but without a manifest the tokens cannot be checked"
@@ -113,7 +113,7 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
     for dataset, manifest in zip(datasets, manifests, strict=True):
         if dataset.dtype != datasets[0].dtype:
             raise DataError(
-                f"{dataset.prefix} holds {dataset.dtype}, {prefixes[0]} holds {datasets[0].dtype}: they do not join"
+                f"{dataset.prefix} has {dataset.dtype}, {prefixes[0]} has {datasets[0].dtype}: they cannot be merged"
             )
         if manifest is not None:
             manifest.check_shard(dataset)
@@ -162,7 +162,7 @@ def _append_whole_numbers(writer: ShardWriter, dataset: IndexedDataset) -> None:
             place = int(np.argmax(wrong))
             raise DataError(
                 f"{dataset.prefix}.bin: token {place} of document {document} is {tokens[place]} when read as "
-                f"{dataset.dtype.name}, and no id: the shard holds the other float type, or no tokens"
+                f"{dataset.dtype.name}, which is not an id: the shard has the other float type, or no tokens"
             )
         first, last = dataset.document_indices[document : document + 2].tolist()
         writer.add_document([dataset[sequence].astype(np.int32) for sequence in range(first, last)])
@@ -205,7 +205,7 @@ def _joined_manifest(
             if getattr(manifest, name) != getattr(known[0], name):
                 raise DataError(
                     f"{prefix} and {prefixes[0]} differ in {name} ({getattr(manifest, name)}, "
-                    f"{getattr(known[0], name)}): one shard cannot hold both; preprocess them alike"
+                    f"{getattr(known[0], name)}): one shard cannot have both; preprocess them with the same settings"
                 )
     return replace(
         known[0],
@@ -233,7 +233,7 @@ def _counted(manifest: ShardManifest, writer: ShardWriter) -> ShardManifest:
 
 
 def _tokenizer_of(name: str | None, prefix: str, manifest: ShardManifest | None) -> Tokenizer | None:
-    """The named tokenizer or the shard's own; None, with a line printed, where that cannot be opened any more."""
+    """Return the named tokenizer or the shard's own; print a line and return None if that cannot be opened."""
     if name is None and manifest is None:
         print("  no manifest: samples are shown as ids; name the shard's --tokenizer to read them")
         return None

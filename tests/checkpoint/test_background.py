@@ -290,6 +290,6 @@ def test_a_rank_that_writes_nothing_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_that_exists_is_refused_at_once(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path, 2)
     saver = BackgroundSaver(tmp_path, alone())
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         start(saver, alone(), ALONE, 2)
     saver.finish()

@@ -1,17 +1,19 @@
 """The folder of checkpoints: the newest valid one, damaged ones set aside, old ones deleted, one job at a time."""
 
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megapipe.checkpoint import CheckpointError, DirectoryLock, newest_valid, newest_whole
 from megapipe.checkpoint.directory import keep_last, remove_leftovers, set_aside, steps
 from megapipe.checkpoint.manifest_file import MANIFEST
-from megapipe.checkpoint.storage import StorageWriter
+from megapipe.checkpoint.storage import StorageWriter, explained, free_space
 from tests.checkpoint.disks import no_larger_files
 from tests.checkpoint.toy import ALONE, alone, load_step, save_step
 
@@ -84,7 +86,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
 
 
 def test_a_step_is_never_saved_over(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"step-00000003 exists already"):
+    with pytest.raises(CheckpointError, match=r"step-00000003 already exists"):
         save_step(alone(), ALONE, directory, 3)
     load_step(alone(), ALONE, directory / "step-00000003", 3)
 
@@ -117,6 +119,22 @@ def test_a_disk_that_cannot_even_take_the_lock_is_named_and_left_unlocked(tmp_pa
     with no_larger_files(0), pytest.raises(CheckpointError, match=rf"{tmp_path} cannot be written: File too large"):
         DirectoryLock(tmp_path)
     DirectoryLock(tmp_path).release()
+
+
+def test_a_full_disk_is_reported_for_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert " bytes are free there" in explained(full, tmp_path / "runs" / "new")
+
+
+def test_a_file_system_without_a_limit_of_files_reports_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Btrfs reports zero files, and zero of them free."""
+    state = SimpleNamespace(f_bavail=2, f_frsize=4096, f_files=0, f_favail=0)
+    monkeypatch.setattr("os.statvfs", lambda path: state)
+    assert free_space(tmp_path) == "8,192 bytes are free there"
+    state.f_files = 1
+    assert free_space(tmp_path) == "no more files fit there"
 
 
 class FlushedFolders(StorageWriter):

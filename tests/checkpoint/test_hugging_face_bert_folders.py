@@ -101,6 +101,19 @@ def test_names_as_bert_was_published_with(tmp_path: Path) -> None:
     check(found, case.theirs, case.model)
 
 
+def test_a_norm_under_its_old_and_its_new_name_is_refused(tmp_path: Path) -> None:
+    case = case_of()
+    case.theirs.save_pretrained(tmp_path / "theirs")
+    tensors = safetensors.torch.load_file(tmp_path / "theirs" / SINGLE)
+    name = "bert.embeddings.LayerNorm.weight"
+    old = name.replace("weight", "gamma")
+    safetensors.torch.save_file({**tensors, old: 2 * tensors[name]}, tmp_path / "theirs" / SINGLE)
+    with pytest.raises(CheckpointError, match=r"contain both '\S+' and '\S+', two names of the same tensor") as raised:
+        initial(alone(), config_of(tmp_path, case.model, tmp_path / "theirs"))
+    assert f"'{old}'" in str(raised.value)
+    assert f"'{name}'" in str(raised.value)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("theirs")
@@ -139,7 +152,7 @@ def test_a_bert_without_its_masked_token_head_is_told(tmp_path: Path) -> None:
     case = case_of()
     case.theirs.bert.save_pretrained(tmp_path / "theirs")
     config = config_of(tmp_path, replace(case.model, sentence_head=False), tmp_path / "theirs")
-    with pytest.raises(CheckpointError, match=r"no tensor 'cls\.predictions"):
+    with pytest.raises(CheckpointError, match=r"'cls\.predictions\S* is missing"):
         initial(alone(), config)
 
 

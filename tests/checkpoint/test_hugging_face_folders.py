@@ -15,6 +15,7 @@ import torch
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.hugging_face import INDEX, SINGLE
+from megapipe.checkpoint.hugging_face_heads import with_stored_head
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.gpt import gpt_layers
@@ -178,8 +179,8 @@ def pickled(folder: Path) -> None:
         (lambda folder: break_index(folder, "model-00001-of-00002.safetensors"), "is missing"),
         (lambda folder: (folder / INDEX).write_text('{"weight_map": 3}'), "no weight_map"),
         (lambda folder: (folder / "config.json").write_text("{"), "not readable JSON"),
-        (lambda folder: (folder / SINGLE).unlink(), "holds neither"),
-        (drop, r"no tensor 'transformer\.h\.1\.mlp\.c_fc\.weight', an unknown tensor .*adapter"),
+        (lambda folder: (folder / SINGLE).unlink(), "contains neither"),
+        (drop, r"'transformer\.h\.1\.mlp\.c_fc\.weight' is missing, .*adapter.* is unknown"),
         (cut, "not a readable safetensors file"),
         (pickled, "pickle, which can carry code"),
     ],
@@ -221,3 +222,11 @@ def test_initial_weights_are_not_taken_from_another_model(
     damage(tmp_path / "other")
     with pytest.raises(CheckpointError, match=told):
         initial(alone(), make(tmp_path / "run", CASES["gpt2"]().model, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", False), ("gpt2", True)])
+def test_an_own_head_is_noted_only_where_the_family_ties_it(family: str, is_tied: bool) -> None:
+    """Llama's default is an untied head, so that a config.json without the key says nothing wrong."""
+    tensors = {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
+    _, note = with_stored_head({"model_type": family}, tensors, tensors.__getitem__)
+    assert bool(note) == is_tied

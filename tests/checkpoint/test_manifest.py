@@ -100,7 +100,7 @@ def chunk(**changes: Any) -> dict[str, Any]:
         ({"files": {"../../etc/passwd": 1}}, "etc/passwd"),
         ({"files": {"/etc/passwd": 1}}, "etc/passwd"),
         ({"files": {"..": 1}}, "file name"),
-        ({"chunks": [chunk(file="elsewhere")]}, "no file"),
+        ({"chunks": [chunk(file="elsewhere")]}, "a file that is not in the checkpoint"),
         ({"chunks": [chunk(box=[[0, 0], [5, 3]])]}, "outside"),
         ({"chunks": [chunk(box=[[0], [2]])]}, "zip"),
         ({"chunks": [chunk(range=[0, 7])]}, "outside"),
@@ -119,9 +119,9 @@ def test_strange_content_is_refused(tmp_path: Path, changes: dict[str, Any], tol
 
 
 def test_no_manifest_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpointError, match="holds no manifest"):
+    with pytest.raises(DamagedCheckpointError, match="has no manifest"):
         read_manifest(tmp_path)
-    with pytest.raises(DamagedCheckpointError, match="holds no manifest"):
+    with pytest.raises(DamagedCheckpointError, match="has no manifest"):
         read_manifest(tmp_path / "nowhere")
 
 

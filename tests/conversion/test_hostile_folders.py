@@ -139,7 +139,7 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "model_type": "llama"}'),
         "the key 'model_type' twice",
     ),
-    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "holds no JSON object"),
+    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "does not contain a JSON object"),
     "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "not readable JSON"),
     "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "a model of 1000000000 layers"),
     "a billion columns": (lambda folder: edited(folder, n_embd=12 * 10**9), "needs \\(97, 12000000000\\)"),
@@ -148,7 +148,7 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: edited(folder, model_type=["bert"]),
         r"model_type \['bert'\] is not",
     ),
-    "a climbing tensor": (climbing_tensor, "an unknown tensor '../../x'"),
+    "a climbing tensor": (climbing_tensor, "'../../x' is unknown"),
     "wrong shape": (wrong_shape, r"the shape \(1,\), but .* needs \(64, 64\)"),
     "pickle": (pickled, "is a pickle, which can carry code"),
 }
@@ -243,7 +243,7 @@ def test_nothing_is_written_over(folder: Path, capsys: pytest.CaptureFixture[str
     out = folder.parents[1] / "out"
     out.mkdir()
     assert converted(folder) == 2
-    assert f"{out} exists already" in capsys.readouterr().err
+    assert f"{out} already exists" in capsys.readouterr().err
     assert not list(out.iterdir())
     out.rmdir()
     (out.parent / ".out.partial").mkdir()

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 import string
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megapipe.checkpoint import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
+from megapipe.conversion.megapipe_target import TOKENIZER
 from megapipe.conversion.tiktoken_file import LETTERS
 from megapipe.conversion.tokenizer_files import ExportedTokenizer, exported_tokenizer
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
@@ -243,8 +245,22 @@ def test_chat_template_and_generation_settings_survive_a_round_trip(middle: str,
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, [0, 7], None)
 
 
+def test_an_unknown_tokenizer_is_not_taken_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    config = transformers.GPT2Config(vocab_size=300, n_layer=1, n_embd=16, n_head=2, n_positions=16)
+    transformers.GPT2LMHeadModel(config).save_pretrained(theirs)
+    (theirs / "tokenizer.json").write_bytes(TRAINERS["byte-level-bpe"][1](CORPUS, 300, ()))
+    assert main(["convert", str(theirs), "--to", "megapipe", str(tmp_path / "ours")]) == 0
+    shutil.rmtree(tmp_path / "ours" / TOKENIZER)
+    monkeypatch.chdir(theirs)
+    assert main(["convert", str(tmp_path / "ours"), "--to", "megapipe", str(tmp_path / "again")]) == 0
+    assert not (tmp_path / "again" / TOKENIZER).exists()
+
+
 def test_more_ids_than_the_model_has_rows_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="has 257 ids but the model knows 256"):
+    with pytest.raises(CheckpointError, match="has 257 ids, but the model's vocabulary has 256"):
         exported_tokenizer("bytes", ModelConfig(vocabulary_size=256))
 
 

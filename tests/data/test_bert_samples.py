@@ -103,7 +103,7 @@ def test_both_forms_of_a_vocabulary_say_the_same(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("word\n##piece\n", r"vocab\.txt has no \[PAD\], \[CLS\], \[SEP\], \[MASK\].*train-tokenizer"),
-        (json.dumps({"model": {"type": "BPE", "vocab": {}}}), r"is a BPE tokenizer; whole words"),
+        (json.dumps({"model": {"type": "BPE", "vocab": {}}}), r"is a BPE tokenizer; BERT samples need a WordPiece"),
         ("{", r"tokenizer\.json is not readable JSON"),
         (None, r"no vocabulary .* give a vocab\.txt"),
     ],

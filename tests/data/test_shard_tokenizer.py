@@ -79,6 +79,30 @@ def test_a_changed_copy_is_refused_and_a_removed_one_is_not_needed(tmp_path: Pat
     assert tokenizer_of_shard(prefix, manifest) == spec
 
 
+def test_shards_whose_copy_was_removed_can_be_merged_and_split(tmp_path: Path) -> None:
+    (tmp_path / "original").mkdir()
+    spec = make("byte-level-bpe", tmp_path / "original")
+    prefix = preprocessed(tmp_path, spec)
+    shutil.rmtree(tmp_path / "original")
+    shutil.rmtree(f"{prefix}.tokenizer")
+    joined = str(tmp_path / "joined")
+    merge([str(prefix), str(prefix)], joined)
+    list(split(joined, "1,1", str(tmp_path / "half")))
+    for each in (joined, tmp_path / "half_0"):
+        manifest = read_manifest(each)
+        assert manifest is not None
+        assert manifest.tokenizer_copy is None
+        assert tokenizer_of_shard(each, manifest) == spec
+
+
+def test_a_tokenizer_with_a_colon_in_its_name_opens(tmp_path: Path) -> None:
+    spec = Path(make("byte-level-bpe", tmp_path)).rename(tmp_path / "a:b.json")
+    prefix = preprocessed(tmp_path, str(spec))
+    manifest = read_manifest(prefix)
+    assert manifest is not None
+    assert open_tokenizer(tokenizer_of_shard(prefix, manifest)).vocabulary_size
+
+
 def test_a_manifest_without_a_copy_names_the_path_as_typed(tmp_path: Path) -> None:
     prefix = preprocessed(tmp_path, make("byte-level-bpe", tmp_path))
     content = manifest_path(prefix).read_text("utf-8").splitlines(keepends=True)

@@ -113,7 +113,7 @@ def test_a_core_with_other_ids_is_found_out(gpt2_file: Path, monkeypatch: pytest
         monkeypatch.setattr(FastCore, "__call__", wrong)
         reason = why_no_fast_core(tokenizer, ["WE'LL see", texts()[0]])
         assert reason is not None, name
-        assert "other ids than the tokenizers library for " in reason
+        assert "its ids differ from those of the tokenizers library for " in reason
 
 
 def test_a_tokenizer_that_the_core_does_not_know_is_encoded_by_the_library(

@@ -86,5 +86,5 @@ def test_what_a_family_has_no_place_for_is_named(fields: dict, family: str, what
 
 
 def test_megatron_lm_has_no_place_for_experts() -> None:
-    with pytest.raises(CheckpointError, match=r"model\.num_experts is 4; only dense models are converted"):
+    with pytest.raises(CheckpointError, match=r"model\.num_experts is 4; only dense models can be converted"):
         places(mixtral().model)

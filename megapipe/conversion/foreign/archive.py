@@ -24,7 +24,7 @@ DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES
 class Archive:
     """An archive that torch.save wrote, at bytes `start` to `stop` of a file. value: what its pickle holds.
 
-    Raises DamagedCheckpointError for what is not a whole archive, CheckpointError for a pickle that is refused.
+    Raises DamagedCheckpointError for an incomplete archive, CheckpointError for a pickle that is refused.
     """
 
     def __init__(self, path: Path, sandbox: Sandbox, start: int = 0, stop: int | None = None) -> None:
@@ -37,7 +37,7 @@ class Archive:
             size = os.fstat(self._descriptor).st_size
             self._start, stop = start, size if stop is None else stop
             if not 0 <= start <= stop <= size:
-                raise self._damaged(f"it has {size} bytes, and bytes {start} to {stop} are asked for")
+                raise self._damaged(f"it has {size} bytes, and bytes {start} to {stop} are requested")
             self.value = sandbox.load(self._descriptor, start, stop, str(path), archive=True)
         except BaseException:
             self.close()
@@ -49,8 +49,8 @@ class Archive:
     def tensor(self, place: TensorPlace) -> Tensor:
         """A tensor's elements, contiguous and in memory of their own; the part of its storage that it spans is read.
 
-        Raises DamagedCheckpointError where one element stands for many, which would make a small file a tensor of any
-        size, and where the file ends early.
+        Raises DamagedCheckpointError if the file ends early, and if elements are repeated, since a small file could
+        then become a tensor of any size.
         """
         if math.prod(place.shape) > place.span:
             raise self._damaged(f"a tensor of shape {place.shape} and stride {place.stride} repeats elements")
@@ -66,12 +66,12 @@ class Archive:
         except CheckpointError as error:
             return [str(error)]
         first = self._start + place.start
-        found = 0
+        checksum = 0
         for at in range(first, first + place.num_bytes, PIECE_BYTES):
             content = os.pread(self._descriptor, min(PIECE_BYTES, first + place.num_bytes - at), at)
-            found = zlib.crc32(content, found)
+            checksum = zlib.crc32(content, checksum)
         # torch can be configured to write no checksum, and then writes a zero.
-        if place.crc32 in (0, found):
+        if place.crc32 in (0, checksum):
             return []
         return [f"{self.path}: the storage at byte {first:,} has changed since it was written: its CRC-32 differs"]
 

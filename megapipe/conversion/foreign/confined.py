@@ -1,8 +1,8 @@
 """The confined process that looks into pickles for `sandbox.py`, which forks it.
 
-Each request is an open file and a range of its bytes; each reply is a JSON text after its length, which describes what
-the pickle in there holds. Archives of torch.save go to torch's own weights-only loader, on the meta device: it
-reads no storage and says where each one is. `.metadata` goes to `unpickler.py`.
+Each request is an open file and a range of its bytes; each reply is the length of a JSON text and the text, which
+describes the content of the pickle. torch's own weights-only loader reads archives of torch.save on the meta device:
+it reads no storage and returns the place of each one. `unpickler.py` reads `.metadata`.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ from torch.serialization import clear_safe_globals, safe_globals
 from megapipe.conversion.foreign.unpickler import DTYPES, Inert, Refused, inert_classes, unpickled
 
 REQUEST = struct.Struct("<BQQ")
-"""Whether it is an archive, first byte, and the byte after the last."""
+"""Fields: whether it is an archive, its first byte, the byte after its last."""
 LENGTH = struct.Struct("<Q")
 MAX_PICKLE_BYTES = 1 << 29
 """The metadata of a checkpoint with a million shards has some 200 MB."""
@@ -39,12 +39,12 @@ MAX_MEMBERS = 1_000_000
 MAX_DEPTH = 20
 """Levels of containers; Megatron-LM's checkpoints have eight."""
 MEMORY_BYTES = 8 << 30
-"""Address space beyond that of the process as it starts."""
+"""Address space in addition to that at the start of the process."""
 CPU_SECONDS = 120
 """For one request."""
 
 _VALUES_FOR_A_BYTE, _CHARACTERS_FOR_A_BYTE = 8, 64
-"""Largest reply in relation to the pickle, which can name one value again and again."""
+"""Largest reply in relation to the size of the pickle, which can refer to one value many times."""
 _NO_NEW_PRIVILEGES = 38  # linux/prctl.h
 _NOBODY = 65534
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -85,12 +85,12 @@ _ALLOWED = inert_classes(
         ),
     }
 )
-"""What torch's loader may meet in an archive besides tensors and plain values; nothing of these libraries is run."""
+"""Names that torch's loader accepts besides tensors and plain values; no code of these libraries runs."""
 _NAMESPACE = _ALLOWED["argparse.Namespace"]
 
 
 def _mapping(*factory: Any) -> OrderedDict[Any, Any]:
-    """Stands for a defaultdict: torch's loader fills no mapping of another type."""
+    """Replace a defaultdict, since torch's loader fills no mapping of another type."""
     return OrderedDict()
 
 
@@ -122,7 +122,7 @@ class Window(io.RawIOBase):
 
 
 class _Members:
-    """The directory of an archive. pickle_bytes: of its data.pkl."""
+    """The directory of an archive. pickle_bytes: size of its data.pkl."""
 
     def __init__(self, window: Window) -> None:
         with zipfile.ZipFile(window) as archive:
@@ -131,7 +131,7 @@ class _Members:
                 raise Refused(f"it has {len(entries):,} members; at most {MAX_MEMBERS:,} are read")
             names = {entry.filename.partition("/")[2]: entry for entry in entries}
             if len(names) < len(entries) or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise Refused("one of its members is there twice, or is compressed")
+                raise Refused("one of its members appears twice or is compressed")
             if "data.pkl" not in names:
                 raise Refused("it has no data.pkl")
             if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
@@ -145,7 +145,7 @@ class _Members:
                 self._storages[entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes] = entry
 
     def checksum(self, start: int, num_bytes: int) -> int:
-        """The CRC-32 of the storage that has exactly these bytes."""
+        """Return the CRC-32 of the storage that has exactly these bytes."""
         entry = self._storages.get(start)
         if entry is None or entry.file_size != num_bytes:
             raise Refused(f"it has no storage of {num_bytes:,} bytes at byte {start:,}")
@@ -153,7 +153,7 @@ class _Members:
 
 
 class Encoder:
-    """A read pickle as JSON values. Objects are {kind: content}; lists and most scalars stand for themselves."""
+    """Encodes a read pickle as JSON values. Objects become {kind: content}; lists and most scalars are unchanged."""
 
     def __init__(self, pickle_bytes: int, members: _Members | None = None) -> None:
         self._values = 10_000 + _VALUES_FOR_A_BYTE * pickle_bytes
@@ -161,12 +161,12 @@ class Encoder:
         self._members = members
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """The JSON value. Raises Refused for one that is too large, too deep or refers to itself."""
+        """Return the JSON value. Raises Refused for a value that is too large, too deep or refers to itself."""
         self._values -= 1
         if isinstance(value, str):
             self._characters -= len(value)
         if self._values < 0 or self._characters < 0:
-            raise Refused("it spells out far more values than it has bytes")
+            raise Refused("it expands to far more values than a pickle of its size may hold")
         if depth > MAX_DEPTH:
             raise Refused(f"it is nested deeper than {MAX_DEPTH} levels")
         if value is None or isinstance(value, bool):
@@ -211,7 +211,7 @@ class Encoder:
 
 
 def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mapping[str, Any]:
-    """{"value": ...} of the pickle in these bytes of a file, {"refused": why}, or {"damaged": why}."""
+    """Return {"value": ...} for the pickle in these bytes of a file, {"refused": reason}, or {"damaged": reason}."""
     try:
         window = Window(descriptor, start, stop)
         if not archive:
@@ -221,7 +221,6 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         _check_size(members.pickle_bytes)
         window.seek(0)
         allowed = [(known, name) for name, known in _ALLOWED.items()]
-        clear_safe_globals()  # this process is a fork: classes that its parent's program allows are not allowed here
         with safe_globals([*allowed, (_mapping, "collections.defaultdict")]):
             value = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         return {"value": Encoder(members.pickle_bytes, members).encode(value)}
@@ -230,14 +229,14 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
     except zipfile.BadZipFile as error:
         return {"damaged": f"{error}; if it is from before torch 1.6, load and save it once with a newer torch"}
     except MemoryError:
-        return {"refused": f"it needs more memory than the {MEMORY_BYTES >> 30} GiB or less that reading it may take"}
+        return {"refused": f"reading it takes more memory than is allowed, which is at most {MEMORY_BYTES >> 30} GiB"}
     except Exception as error:  # a damaged or hostile pickle can end in any of them
         refused = _REFUSED_NAME.search(str(error))
         if refused is not None:
             name = refused[1] if "." in refused[1] else f"builtins.{refused[1]}"
             return {"refused": f"it names {name}, which is not on the list of what a checkpoint may hold"}
-        told = str(error).split("WeightsUnpickler error:")[-1].split("Check the documentation of torch.load")[0]
-        reason = " ".join(told.split())[:300]
+        message = str(error).split("WeightsUnpickler error:")[-1].split("Check the documentation of torch.load")[0]
+        reason = " ".join(message.split())[:300]
         return {"damaged": f"{type(error).__name__}: {reason}"}
 
 
@@ -263,9 +262,9 @@ def confine() -> None:
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
         except OSError:
-            pass  # a container may forbid it; the limits hold for what does not undo them
+            pass  # a container may forbid it; the limits still apply unless they are raised again
     _lower(resource.RLIMIT_NPROC, 0)
-    _lower(resource.RLIMIT_NOFILE, 4)  # the channel, two that lead nowhere, and the file of the request
+    _lower(resource.RLIMIT_NOFILE, 4)  # the channel, two of /dev/null, and the file of the request
 
 
 def _lower(kind: int, value: int) -> None:
@@ -294,15 +293,16 @@ def warm_up() -> None:
 def serve(channel: socket.socket) -> None:
     """Answer requests until there are no more, in a process that was forked for it. Does not return."""
     try:
-        gc.disable()  # finalizers of objects of the parent must not close descriptors that are others by now
+        gc.disable()  # finalizers of the parent's objects must not close descriptors that are reused here
         warnings.simplefilter("ignore")
         nowhere = os.open(os.devnull, os.O_RDWR)
         for source, target in ((channel.detach(), 0), (nowhere, 1), (nowhere, 2)):
             os.dup2(source, target)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2:
-                with suppress(OSError):  # listing the folder took one
+                with suppress(OSError):  # the listing itself used one
                     os.close(descriptor)
+        clear_safe_globals()  # those of the program that this process is a fork of
         confine()
         with socket.socket(fileno=0) as requests:
             while True:

@@ -34,7 +34,7 @@ class DcpSource:
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         if not (path / CONFIG).is_file():
             raise CheckpointError(
-                f"{path} has no {CONFIG}, so the model that its tensors make is unknown; write one with the `model` "
+                f"{path} has no {CONFIG}, which describes the model of its tensors; write one with the `model` "
                 'section of the configuration: {"model": {"num_layers": 12, ...}}'
             )
         told = read_json(path / CONFIG)
@@ -51,13 +51,15 @@ class DcpSource:
                 name, kind = _parsed(key)
                 if name not in specs:
                     raise CheckpointError(
-                        f"{path} holds {key!r}, and the model of {CONFIG} has no such parameter"
-                        f"{nearest(name, specs)}; tensors are read by megapipe's names: rename them, or leave them out"
+                        f"{path} contains {key!r}, which is not a parameter of the model in {CONFIG}"
+                        f"{nearest(name, specs)}; tensors need megapipe's names: rename or remove this one"
                     )
                 if tensor.shape != specs[name].shape:
                     raise CheckpointError(f"{path}: {key!r} has shape {tensor.shape} instead of {specs[name].shape}")
                 if (name, kind) in self._keys:
-                    raise CheckpointError(f"{path} holds {kind} of {name} twice: {key!r}, {self._keys[name, kind]!r}")
+                    raise CheckpointError(
+                        f"{path} contains {kind} of {name} twice: {key!r}, {self._keys[name, kind]!r}"
+                    )
                 self._keys[name, kind] = key
             missing = [name for name in specs if (name, WEIGHTS) not in self._keys]
             if missing:

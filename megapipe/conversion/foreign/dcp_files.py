@@ -77,14 +77,14 @@ class DcpFiles:
                 size = os.fstat(file.fileno()).st_size
                 metadata = sandbox.load(file.fileno(), 0, size, str(path), archive=False)
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}; a save that was cut has none") from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; an interrupted save has none") from error
         try:
             self.tensors = {each.name: each for each in _tensors(metadata, path)}
         except DECODING_ERRORS as error:
             if isinstance(error, CheckpointError):
                 raise
             raise DamagedCheckpointError(
-                f"{path} does not hold what torch.distributed.checkpoint writes: {error!r}", "unreadable"
+                f"{path} is not metadata of torch.distributed.checkpoint: {error!r}", "unreadable"
             ) from error
 
     def read(self, name: str, index: Index = ()) -> Tensor:
@@ -160,15 +160,19 @@ def _tensors(metadata: Record, path: Path) -> Iterator[DcpTensor]:
         shape = _size(stored.state["size"])
         chunks = tuple(_chunk(name, each.state, places, path) for each in stored.state["chunks"])
         if any(len(chunk.box.starts) != len(shape) for chunk in chunks):
-            raise ValueError(f"{name} has chunks of another rank")
+            raise ValueError(f"{name} has chunks with another number of dimensions")
         inside_all = all(
             0 <= low <= high <= extent
             for chunk in chunks
             for low, high, extent in zip(chunk.box.starts, chunk.box.stops, shape, strict=True)
         )
-        problem = tiling_problem(shape, [Extent.whole(chunk.box) for chunk in chunks]) if inside_all else "a part ends"
+        problem = (
+            tiling_problem(shape, [Extent.whole(chunk.box) for chunk in chunks])
+            if inside_all
+            else "a part is outside the tensor"
+        )
         if problem is not None:
-            raise DamagedCheckpointError(f"{path}: the parts of {name!r} do not make it up: {problem}", "unreadable")
+            raise DamagedCheckpointError(f"{path}: the parts of {name!r} do not cover it: {problem}", "unreadable")
         yield DcpTensor(name, shape, dtype, chunks)
 
 
@@ -182,7 +186,7 @@ def _chunk(
     info = places[name, starts]
     if info.get("transform_descriptors"):
         raise CheckpointError(
-            f"{path}: {name!r} went through {info['transform_descriptors']}; save it again without extensions"
+            f"{path}: {name!r} was transformed by {info['transform_descriptors']}; save it again without extensions"
         )
     box = Box(starts, tuple(start + size for start, size in zip(starts, sizes, strict=True)))
     (start, length), file = _size((info["offset"], info["length"])), info["relative_path"]

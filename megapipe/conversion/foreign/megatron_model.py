@@ -87,11 +87,11 @@ class Place:
 def places(model: ModelConfig) -> dict[str, Place]:
     """Parameter -> where it lives. Raises CheckpointError for a model that Megatron-LM's GPT cannot express."""
     if isinstance(model, BertModelConfig):
-        raise CheckpointError("only GPTs are converted to and from Megatron-LM, and this checkpoint is a BERT")
+        raise CheckpointError("only GPT models can be converted to and from Megatron-LM; this checkpoint is a BERT")
     if model.num_experts is not None:
         raise CheckpointError(
-            f"model.num_experts is {model.num_experts}; only dense models are converted to and from Megatron-LM: "
-            "write a Hugging Face folder instead (--to hf)"
+            f"model.num_experts is {model.num_experts}; only dense models can be converted to and from "
+            "Megatron-LM: write a Hugging Face folder instead (--to hf)"
         )
     return {name: _place(spec) for name, spec in parameters_of(model).items()}
 
@@ -139,17 +139,19 @@ def model_of_arguments(arguments: Mapping[str, Any], origin: str) -> ModelConfig
 
     Raises CheckpointError for arguments that are missing, or that the model configuration has no words for.
     """
-    told = [name for name in _UNSUPPORTED if arguments.get(name)]
+    unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
     if arguments.get("rotary_percent", 1.0) != 1.0:
-        told.append("rotary_percent")
+        unsupported.append("rotary_percent")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
-        told.append("qk_layernorm without RMSNorm")
-    if told:
-        raise CheckpointError(f"{origin}: {', '.join(told)} is set, for which the model configuration has no field")
+        unsupported.append("qk_layernorm without RMSNorm")
+    if unsupported:
+        raise CheckpointError(
+            f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express"
+        )
     try:
         return model_of(_fields(arguments))
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{origin}: its arguments do not tell the model: {error!r}") from error
+        raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
 
 
 def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known(words: Mapping[str, str], word: str) -> str:
     if word not in words:
-        raise CheckpointError(f"{word!r} is not supported; known are {', '.join(words)}")
+        raise CheckpointError(f"{word!r} is not supported; supported are {', '.join(words)}")
     return words[word]
 
 
@@ -205,9 +207,11 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
     model = contents.model
     scaling = model.rope_scaling
     if scaling.kind == "llama3" and any(getattr(scaling, name) != value for name, value in _LLAMA3.items()):
-        raise CheckpointError(f"Megatron-LM's --use-rope-scaling has {_LLAMA3} built in, and this model has others")
+        raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
     if model.qk_norm and model.normalization != "rms_norm":
-        raise CheckpointError("Megatron-LM normalises queries and keys as it does the rest: here that is layer_norm")
+        raise CheckpointError(
+            "Megatron-LM normalizes queries and keys as the rest of the model; qk_norm needs rms_norm there"
+        )
     run = contents.run
     reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
     return Namespace(

@@ -80,28 +80,29 @@ class MegatronTorchSource:
         for folder in sorted(self._folder.glob("mp_rank_*")):
             match = _RANK.fullmatch(folder.name)
             if match is None:
-                raise CheckpointError(f"{folder}: expert parallel checkpoints are not converted")
+                raise CheckpointError(f"{folder}: expert-parallel checkpoints cannot be converted")
             rank = int(match[1]), int(match[2] or 0)
             self._archives[rank] = Archive(folder / ARCHIVE, self._sandbox)
         if not self._archives:
-            raise CheckpointError(f"{self._folder} holds no mp_rank_*/{ARCHIVE}")
+            raise CheckpointError(f"{self._folder} contains no mp_rank_*/{ARCHIVE}")
         sizes = [max(place) + 1 for place in zip(*self._archives, strict=True)]
         for rank in ((tensor, pipeline) for tensor in range(sizes[0]) for pipeline in range(sizes[1])):
             if rank not in self._archives:
                 raise CheckpointError(f"{self._folder} lacks tensor rank {rank[0]} of pipeline rank {rank[1]}")
             if not isinstance(self._archives[rank].value, dict):
-                raise DamagedCheckpointError(f"{self._archives[rank].path} holds no state of a model", "unreadable")
+                raise DamagedCheckpointError(f"{self._archives[rank].path} contains no model state", "unreadable")
 
     def _arguments(self) -> Mapping[str, Any]:
         path, value = self._archives[0, 0].path, self._archives[0, 0].value
         version = value.get("checkpoint_version", 0)
         if version != 3.0:
             raise CheckpointError(
-                f"{path} has checkpoint_version {version}; 3.0 is read: load and save it once with a newer Megatron-LM"
+                f"{path} has checkpoint_version {version}; only 3.0 can be read: load and save it with a "
+                "newer Megatron-LM"
             )
         arguments = value.get("args")
         if not isinstance(arguments, Record) or not isinstance(arguments.state, dict):
-            raise CheckpointError(f"{path} holds no args, which tell the model")
+            raise CheckpointError(f"{path} contains no args, which describe the model")
         return arguments.state
 
     def _found(self, known: Mapping[str, Place], model: ModelConfig) -> dict[str, list[tuple[Archive, TensorPlace]]]:
@@ -116,12 +117,12 @@ class MegatronTorchSource:
                 name = by_key.get((layer, key))
                 if name is None:
                     raise CheckpointError(
-                        f"{archive.path} holds {key!r}{'' if layer is None else f' in layer {layer}'}, for which the "
-                        "model that its args describe has no parameter"
+                        f"{archive.path} contains {key!r}{'' if layer is None else f' in layer {layer}'}, which is "
+                        "not a parameter of the model that its args describe"
                     )
                 shards = found.setdefault(name, [])
                 if len(shards) != tensor_rank:
-                    raise CheckpointError(f"{archive.path} holds {name} twice, or another tensor rank lacks it")
+                    raise CheckpointError(f"{archive.path} contains {name} twice, or another tensor rank lacks it")
                 shards.append((archive, place))
         self._check(found, known)
         return found
@@ -136,7 +137,7 @@ class MegatronTorchSource:
             for archive in ranks:
                 state, layers = archive.value.get(name), 0
                 if not isinstance(state, dict):
-                    raise CheckpointError(f"{archive.path} holds no {name!r}, which other ranks hold")
+                    raise CheckpointError(f"{archive.path} has no {name!r}, but other ranks have it")
                 for key, place in state.items():
                     match = _LAYER.fullmatch(key)
                     if match is not None:
@@ -160,10 +161,10 @@ class MegatronTorchSource:
                 rows_fit = stored.shape[0] >= shape[0] if spec.padded and stored.shape else stored.shape == shape
                 if not rows_fit or stored.shape[1:] != shape[1:] or stored.shape != shards[0][1].shape:
                     raise CheckpointError(
-                        f"{archive.path}: {place.key} has shape {stored.shape}; the args ask for {shape}"
+                        f"{archive.path}: {place.key} has shape {stored.shape}; the args require {shape}"
                     )
                 if stored.dtype not in DTYPE_NAMES:
-                    raise CheckpointError(f"{archive.path}: {place.key} is of {stored.dtype}, which is not converted")
+                    raise CheckpointError(f"{archive.path}: {place.key} is {stored.dtype}, which cannot be converted")
 
     def _stored(self, known: Mapping[str, Place]) -> Iterator[StoredTensor]:
         for name, place in known.items():

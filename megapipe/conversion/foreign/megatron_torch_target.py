@@ -39,8 +39,8 @@ class MegatronTorchTarget:
         stages = options.pipeline * options.chunks
         if contents.model.num_layers % stages:
             raise CheckpointError(
-                f"{contents.model.num_layers} layers do not divide over {options.pipeline} stages of {options.chunks} "
-                "chunks; choose sizes whose product divides them"
+                f"{contents.model.num_layers} layers cannot be divided evenly over {options.pipeline} stages of "
+                f"{options.chunks} chunks; choose sizes whose product divides the number of layers"
             )
         self._layers = contents.model.num_layers // stages
         run = contents.run
@@ -77,7 +77,7 @@ class MegatronTorchTarget:
         tracked = RELEASE if self._name == RELEASE else str(self._iteration)
         write_file(DISK, self._folder.partial / TRACKER, [memoryview(tracked.encode())])
         self._folder.finish()
-        return ["weights alone: have Megatron-LM load them with --ckpt-format torch --no-load-optim --no-load-rng"]
+        return ["weights only: load them in Megatron-LM with --ckpt-format torch --no-load-optim --no-load-rng"]
 
     def abandon(self) -> None:
         for writer in self._writers.values():
@@ -124,7 +124,7 @@ class MegatronTorchTarget:
         chunks: list[dict[str, Slot]] = [OrderedDict() for _ in range(self._options.chunks)]
         for tensor in contents.tensors:
             if tensor.kind != WEIGHTS:
-                raise CheckpointError(f"{tensor.kind} of {tensor.name} has no place in Megatron-LM's torch layout")
+                raise CheckpointError(f"{tensor.kind} of {tensor.name} cannot be stored in Megatron-LM's torch layout")
             place = self._places[tensor.name]
             shape = list(place.spec.local_shape(self._options.tensor))
             if place.spec.padded:

@@ -1,4 +1,4 @@
-"""A state dict in an archive of torch.save, as Hugging Face folders have it in their `.bin` files."""
+"""State dicts in archives of torch.save: the `.bin` files of Hugging Face folders."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,9 @@ class PickledTensor(NamedTuple):
 
 
 class PickledTensors:
-    """A `.bin` file read by tensor, with the methods of `TensorReader`. entries: its floating-point tensors by key.
+    """Reads a `.bin` file one tensor at a time, with the methods of `TensorReader`.
+
+    entries: its floating-point tensors by key.
 
     Raises CheckpointError for a file that cannot be read or names a class that no checkpoint needs.
     """
@@ -32,7 +34,7 @@ class PickledTensors:
         value = self._archive.value
         if not isinstance(value, dict):
             self.close()
-            raise DamagedCheckpointError(f"{path} holds no state dict of tensors by name", "unreadable")
+            raise DamagedCheckpointError(f"{path} does not contain a state dict of tensors by name", "unreadable")
         self.entries = {
             str(key): PickledTensor(DTYPE_NAMES[place.dtype], place)
             for key, place in value.items()
@@ -40,17 +42,17 @@ class PickledTensors:
         }
 
     def entry(self, key: str) -> PickledTensor:
-        """Where a tensor is. Raises DamagedCheckpointError when the file holds no such tensor of a known type."""
+        """Return the place of a tensor. Raises DamagedCheckpointError if no such tensor has a known type."""
         if key not in self.entries:
-            raise DamagedCheckpointError(f"{self._archive.path} holds no floating-point tensor {key!r}", "unreadable")
+            raise DamagedCheckpointError(f"{self._archive.path} has no floating-point tensor {key!r}", "unreadable")
         return self.entries[key]
 
     def whole(self, key: str) -> Tensor:
-        """A tensor, in memory of its own."""
+        """Return a tensor in newly allocated memory."""
         return self._archive.tensor(self.entry(key).place)
 
     def verify(self, key: str) -> list[str]:
-        """Read a tensor's storage: what is wrong with it, empty if nothing is."""
+        """Read a tensor's storage and return its problems; an empty list if there are none."""
         return self._archive.verify(self.entry(key).place)
 
     def close(self) -> None:

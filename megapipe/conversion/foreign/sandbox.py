@@ -1,4 +1,4 @@
-"""Pickles described by a confined process (`confined.py`), never read by this one, which trusts no reply."""
+"""Pickles are read by a confined process (`confined.py`), never by this one, which checks every reply."""
 
 import math
 import os
@@ -25,7 +25,7 @@ MAX_REPLY_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Record:
-    """An object of another framework, inert. name: module and class. state: what it was given, if that is kept."""
+    """An object of another framework, inert. name: module and class. state: its state, if that is kept."""
 
     name: str
     state: Any = None
@@ -76,8 +76,8 @@ class Sandbox:
         self._end = weakref.finalize(self, _end, process, self._channel)
 
     def load(self, descriptor: int, start: int, stop: int, origin: str, *, archive: bool) -> Any:
-        """What the pickle in bytes `start` to `stop` of an open file holds: plain values, Record and TensorPlace; a
-        dict with other keys as a list of pairs.
+        """Return the content of the pickle in bytes `start` to `stop` of an open file: plain values, Record and
+        TensorPlace; a dict with other keys as a list of pairs.
 
         archive: an archive of torch.save, or else a bare pickle. origin: for errors. Raises CheckpointError naming the
         class for a pickle that is refused, DamagedCheckpointError for one that cannot be read.
@@ -140,7 +140,7 @@ def _failure(message: str) -> CheckpointError:
 
 
 def _decoded(value: Any, archive_bytes: int) -> Any:
-    """A value of a reply. Raises one of DECODING_ERRORS for what no reply holds."""
+    """Return the value in a reply. Raises one of DECODING_ERRORS for an invalid reply."""
     if isinstance(value, list):
         return [_decoded(each, archive_bytes) for each in value]
     if not isinstance(value, dict):
@@ -161,7 +161,7 @@ def _decoded(value: Any, archive_bytes: int) -> Any:
 
 
 def _place(content: dict[str, Any], archive_bytes: int) -> TensorPlace:
-    """Where a tensor is, inside its storage, and that inside the archive. ValueError where it is not."""
+    """Return the place of a tensor. Raises ValueError unless it is inside its storage and that inside the archive."""
     shape, stride = tuple(content.pop("shape")), tuple(content.pop("stride"))
     place = TensorPlace(**content, shape=shape, stride=stride)
     numbers = (place.start, place.num_bytes, place.crc32, place.offset, *shape, *stride)

@@ -51,7 +51,7 @@ class TorchDistSource:
             common.close()
             arguments = common.value.get("args") if isinstance(common.value, dict) else None
             if not isinstance(arguments, Record) or not isinstance(arguments.state, dict):
-                raise CheckpointError(f"{folder / COMMON} holds no args, which tell the model")
+                raise CheckpointError(f"{folder / COMMON} contains no args, which describe the model")
             model = model_of_arguments(arguments.state, str(folder / COMMON))
             self._places = places(model)
             self._keys = {name: self._key(place, folder) for name, place in self._places.items()}
@@ -59,7 +59,7 @@ class TorchDistSource:
             unknown = [key for key in self._files.tensors if key.startswith(_MODEL_KEYS) and key not in used]
             if unknown:
                 raise CheckpointError(
-                    f"{folder} holds {unknown[0]!r}, for which the model that its args describe has no parameter"
+                    f"{folder} contains {unknown[0]!r}, which is not a parameter of the model that its args describe"
                 )
             self.contents = Contents(
                 model,
@@ -102,9 +102,9 @@ class TorchDistSource:
             fits = len(has) == len(shape) and has[1:] == shape[1:]
             fits = fits and (has[0] >= shape[0] if place.spec.padded else has[0] == shape[0])
             if not fits or (layer is not None and layer >= found.shape[0]):
-                raise CheckpointError(f"{folder}: {name!r} has shape {found.shape}, and its args ask for {shape}")
+                raise CheckpointError(f"{folder}: {name!r} has shape {found.shape}, but its args require {shape}")
             return name, layer
-        raise CheckpointError(f"{folder} lacks {place.spec.name}, there {candidates[0][0]!r}")
+        raise CheckpointError(f"{folder} lacks {place.spec.name}, which is {candidates[0][0]!r} there")
 
 
 class TorchDistTarget:
@@ -162,7 +162,7 @@ class TorchDistTarget:
         write_file(DISK, self._inner / CONFIG, [memoryview(text.encode())])
         write_file(DISK, self._folder.partial / TRACKER, [memoryview(self._tracked.encode())])
         self._folder.finish()
-        return ["weights alone: have Megatron-LM load them with --no-load-optim --no-load-rng"]
+        return ["weights only: load them in Megatron-LM with --no-load-optim --no-load-rng"]
 
     def abandon(self) -> None:
         if self._writer is not None:

@@ -1,7 +1,7 @@
 """Reads `.metadata` of torch.distributed.checkpoint, a bare pickle that torch's weights-only loader cannot read.
 
 Only classes on a written list are known. None is imported or called: each becomes a record of the state it was given.
-Runs in the confined process alone (`confined.py`).
+Runs only in the confined process (`confined.py`).
 """
 
 import io
@@ -39,19 +39,19 @@ class Refused(Exception):
 
 
 class Inert:
-    """Stands for an object of a listed class. name: its module and class. state: given once, and never looked at."""
+    """Placeholder for an object of a listed class. name: its module and class. state: set once, never used."""
 
     __slots__ = ("state",)
     state: Any
     name = ""
 
     def __new__(cls, *args: Any) -> "Inert":
-        found = object.__new__(cls)
-        found.state = None
-        return found
+        record = object.__new__(cls)
+        record.state = None
+        return record
 
     def __init__(self, *args: Any) -> None:
-        """Whatever the object was made from is dropped."""
+        """Ignore the arguments of the object."""
 
     def __setstate__(self, state: Any) -> None:
         if self.state is not None:
@@ -60,7 +60,7 @@ class Inert:
 
 
 def inert_classes(names: Mapping[str, Iterable[str]]) -> dict[str, type[Inert]]:
-    """`module.name` -> the class that stands for it."""
+    """Return `module.name` -> the placeholder for it."""
     return {
         f"{module}.{name}": type(name, (Inert,), {"__slots__": (), "name": f"{module}.{name}"})
         for module, listed in names.items()
@@ -75,7 +75,7 @@ def _size(extents: Any = ()) -> tuple[int, ...]:
 
 
 def _dictionary(*args: Any) -> dict[Any, Any]:
-    """A defaultdict or OrderedDict is as good as a dict here."""
+    """Return a dictionary in place of a defaultdict or an OrderedDict."""
     return OrderedDict(args[0]) if args and isinstance(args[0], (list, tuple)) else OrderedDict()
 
 
@@ -99,5 +99,5 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickled(content: bytes) -> Any:
-    """What a bare pickle holds, with an Inert for each object. Raises Refused, or anything for a damaged one."""
+    """Return the content of a bare pickle, with an Inert for each object. Raises Refused, or any error if damaged."""
     return _Unpickler(io.BytesIO(content)).load()

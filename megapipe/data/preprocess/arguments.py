@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--special-tokens-in-text",
         choices=["text", "token", "error"],
         default="text",
-        help="what a special token's name in a document becomes: text, that token, or an error (text)",
+        help="how to read the name of a special token in a document: as text, as that token, or as an error (text)",
     )
     parser.add_argument(
         "--tokenizer-core",
@@ -91,19 +91,15 @@ def build_training_parser() -> argparse.ArgumentParser:
     parser = tool_parser(f"preprocess.py {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")
-    parser.add_argument(
-        "--vocabulary-size", type=positive, required=True, metavar="N", help="number of tokens, exactly"
-    )
-    parser.add_argument(
-        "--special-tokens", nargs="+", default=[], metavar="TOKEN", help="further tokens that stand for no text"
-    )
-    parser.add_argument("--output", required=True, metavar="FILE", help="where to write it")
+    parser.add_argument("--vocabulary-size", type=positive, required=True, metavar="N", help="exact number of tokens")
+    parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="additional special tokens")
+    parser.add_argument("--output", required=True, metavar="FILE", help="file to write")
     parser.add_argument(
         "--sample-bytes",
         type=positive,
         default=SAMPLE_BYTES,
         metavar="N",
-        help=f"learn from about N bytes, evenly chosen documents of a larger input ({SAMPLE_BYTES})",
+        help=f"train on about N bytes, in documents chosen evenly from a larger input ({SAMPLE_BYTES})",
     )
     return parser
 

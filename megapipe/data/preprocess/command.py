@@ -128,6 +128,6 @@ def check_special_tokens(names: Sequence[str]) -> None:
     for name in names:
         if not name.strip() or names.count(name) > 1 or name in RESERVED_TOKENS:
             raise DataError(
-                f"--special-tokens {name!r}: a special token is named once, is not blank and is none of "
-                f"{', '.join(RESERVED_TOKENS)}, which are there anyway"
+                f"--special-tokens {name!r}: name each special token once; it must not be blank or one of "
+                f"{', '.join(RESERVED_TOKENS)}, which are always included"
             )

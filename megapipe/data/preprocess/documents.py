@@ -73,7 +73,7 @@ class RawDocument:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.place()}: not UTF-8 ({error.reason} at byte {error.start}); convert the file, leave it out "
-                "with --exclude or skip what is broken with --on-error skip"
+                "with --exclude or skip broken documents with --on-error skip"
             ) from error
 
     def _field(self, record: object, key: str) -> str:
@@ -92,8 +92,8 @@ class RawDocument:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{self.place()}: half of a surrogate pair at character {error.start} of field {key!r}, which is no "
-                "text; repair it or skip it with --on-error skip"
+                f"{self.place()}: half of a surrogate pair at character {error.start} of field {key!r}, which is not "
+                "valid text; repair it or skip it with --on-error skip"
             ) from error
         return value
 

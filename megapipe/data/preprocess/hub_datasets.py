@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 1000
 
 
 class DatasetName(NamedTuple):
-    """What `dataset:NAME[:CONFIGURATION][@SPLIT][?REVISION][&stream]` names; the last two come from options.
+    """Parts of `dataset:NAME[:CONFIGURATION][@SPLIT][?REVISION][&stream]`; the last two come from options.
 
     revision: a branch, tag or commit of the hub. stream: read its files over the network, without keeping them.
     """
@@ -50,9 +50,9 @@ _STREAM = "&stream"
 
 
 def with_options(spec: str, revision: str | None, stream: bool) -> str:
-    """The name of a dataset with --dataset-revision and --dataset-streaming. Folders have neither.
+    """Return the name of a dataset with --dataset-revision and --dataset-streaming, which folders ignore.
 
-    A dataset that is streamed is pinned to the commit that its revision is now, so that all workers read the same.
+    A dataset that is streamed is pinned to the current commit of its revision, so that all workers read the same.
     """
     named = DatasetName.of(spec)
     if Path(named.name).exists() or not (revision or stream):
@@ -62,16 +62,16 @@ def with_options(spec: str, revision: str | None, stream: bool) -> str:
 
 
 def _commit(named: DatasetName) -> str:
-    """The commit of a dataset on the hub."""
+    """Return the commit of a dataset on the hub."""
     try:
         import huggingface_hub
 
-        found = huggingface_hub.HfApi().dataset_info(named.name, revision=named.revision or None).sha
+        commit = huggingface_hub.HfApi().dataset_info(named.name, revision=named.revision or None).sha
     except Exception as error:  # the library raises what its network raises
         raise DataError(
             f"{named} cannot be opened on {_host()}; check name and revision ({_first_line(error)})"
         ) from error
-    return str(found)
+    return str(commit)
 
 
 def is_saved_dataset(folder: str) -> bool:
@@ -80,7 +80,7 @@ def is_saved_dataset(folder: str) -> bool:
 
 
 def dataset_bytes(spec: str) -> int:
-    """Bytes that the rows take in memory, about what their texts take; 0 where that is not known before reading."""
+    """Return the bytes of the rows in memory, about those of their texts; 0 if they are not known before reading."""
     if DatasetName.of(spec).stream:
         return int(_opened(spec).info.dataset_size or 0)
     size: int = _open(spec).data.nbytes
@@ -88,9 +88,9 @@ def dataset_bytes(spec: str) -> int:
 
 
 def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first row, one past the last, bytes) of ranges of about `range_bytes`; of a stream, its files by number."""
+    """Yield (first row, one past the last, bytes) of ranges of about `range_bytes`; for a stream, files by number."""
     if DatasetName.of(spec).stream:
-        # As large as a part, so that each file becomes one: a stream is read from its beginning alone.
+        # With this size each file becomes one part, since a file can only be streamed from its beginning.
         yield from ((number, number + 1, range_bytes) for number in range(_opened(spec).num_shards))
         return
     dataset = _open(spec)
@@ -112,7 +112,7 @@ def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"
 
 
 def dataset_fingerprint(spec: str) -> str:
-    """What identifies the state of a dataset, its commit where it is streamed; not a checksum of its rows."""
+    """Return an identifier of a dataset's state: its commit if it is streamed. It is not a checksum of its rows."""
     named = DatasetName.of(spec)
     if named.stream:
         return f"commit:{named.revision}"
@@ -162,7 +162,7 @@ def _opened(spec: str) -> Any:
             raise DataError(f"{spec} has the splits {', '.join(opened)}: name one, {DATASET_PREFIX}{name}@SPLIT")
         opened = opened[split]
     elif split and str(opened.split or split) != split:
-        raise DataError(f"{spec}: that folder holds the split {opened.split} alone")
+        raise DataError(f"{spec}: that folder contains only the split {opened.split}")
     return opened
 
 

@@ -72,7 +72,7 @@ def find_inputs(
     `python-stdlib`, a dataset `dataset:NAME[:CONFIGURATION][@SPLIT]`, or the folder of a dataset saved to disk. In
     folders and patterns, `include` keeps the files whose name or inner path matches one of its patterns, `exclude`
     drops those of which a folder, the name or the inner path matches. A file named twice is read once. Datasets of the
-    hub are taken from `revision` (a branch, tag or commit), and with `stream` they are not kept on disk.
+    hub are read at `revision` (a branch, tag or commit), and with `stream` without a copy on disk.
 
     Raises DataError for an input without files and for a format that is not read.
     """

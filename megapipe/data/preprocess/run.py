@@ -103,7 +103,7 @@ def _tokenize_and_join(
     results = stack.enter_context(closing(map_in_order(tokenize_part, tasks, workers)))
     _join(results, writers, seen, journal, folder / "journal.json", on_part)
     if writers[0].num_documents == 0:
-        raise DataError("the input holds no usable document, so the output would be empty: check --input")
+        raise DataError("the input contains no usable document, so the output would be empty: check --input")
     described = sources.result()
     return [_commit(writer, tokenizer, settings, journal, described) for writer in writers]
 

@@ -42,7 +42,7 @@ class TokenizeSettings:
     on_error: Literal["stop", "skip"] = "stop"
     """What a document that cannot be read does: end the run, or be left out of every shard and counted."""
     special_tokens_in_text: Literal["text", "token", "error"] = "text"
-    """What the name of a special token in a document becomes: text, that token, or an error of the document."""
+    """How the name of a special token in a document is read: as text, as that token, or as an error."""
     fast_core: bool = False
     """Encode with the fast core, which was found to give the same ids."""
 
@@ -74,7 +74,7 @@ class TokenizedPart(NamedTuple):
     digests: bytes
     """One per document, where duplicates are to be found; else empty."""
     num_special_tokens: int
-    """Names of special tokens in the texts."""
+    """Number of names of special tokens in the texts."""
 
 
 def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> TokenizedPart:
@@ -120,7 +120,7 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
 
 
 def _names_of_special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """A pattern of the names of special tokens, the longest first; None where there are none."""
+    """Return a pattern of the names of special tokens, the longest first; None if there are none."""
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names))) if names else None
 
@@ -128,16 +128,16 @@ def _names_of_special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 def _count_special_tokens(
     document: Document, texts: Sequence[str], names: re.Pattern[str] | None, settings: TokenizeSettings
 ) -> int:
-    """Names of special tokens in the texts of a document. Raises DataError for one, where settings say so."""
+    """Count the names of special tokens in a document. Raises DataError for one if the settings refuse them."""
     if names is None:
         return 0
-    found = [name for text in texts for name in names.findall(text)]
-    if found and settings.special_tokens_in_text == "error":
+    occurrences = [name for text in texts for name in names.findall(text)]
+    if occurrences and settings.special_tokens_in_text == "error":
         raise DataError(
-            f"{document.place()}: the text contains {found[0]!r}, the name of a special token; choose "
+            f"{document.place()}: the text contains {occurrences[0]!r}, the name of a special token; choose "
             "--special-tokens-in-text text or token, or skip such documents with --on-error skip"
         )
-    return len(found)
+    return len(occurrences)
 
 
 def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: TokenizeSettings) -> list[np.ndarray]:
@@ -148,7 +148,7 @@ def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: To
     if settings.special_tokens_in_text == "text" and any((ids == end).any() for ids in sequences):
         raise DataError(
             f"{document.place()}: the text contains the token that ends documents ({end}), which this tokenizer "
-            "does not keep apart from text; choose --special-tokens-in-text token, or another --end-of-document"
+            "does not distinguish from text; choose --special-tokens-in-text token, or another --end-of-document"
         )
     # As in Megatron-LM, an empty document stays empty.
     if sequences and settings.append_end_of_document and end is not None:

@@ -19,7 +19,7 @@ class ByteTokenizer:
         self.special_tokens: dict[str, int] = {}
 
     def read_special_tokens(self, as_tokens: bool) -> None:
-        """Nothing to decide: no special token has a name."""
+        """Do nothing, since no special token has a name."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -63,7 +63,7 @@ def why_no_fast_core(tokenizer: HuggingFaceTokenizer, texts: Iterable[str]) -> s
         return f"it does not know this tokenizer ({error})"
     for text in (*_tricky_texts(tokenizer), *_limited(texts)):
         if core(text).tolist() != tokenizer.encode(text):
-            return f"it gives other ids than the tokenizers library for {_shortened(text)}"
+            return f"its ids differ from those of the tokenizers library for {_shortened(text)}"
     return None
 
 

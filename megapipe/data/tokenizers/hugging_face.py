@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
         return np.array(self.encode(text), dtype=np.int64)
 
     def definition(self) -> str:
-        """The tokenizer.json, without what is not applied, and without special tokens where their names are text."""
+        """Return the tokenizer.json without unused parts, and without special tokens if their names are text."""
         content = json.loads(self._tokenizer.to_str())
         if self._tokenizer.encode_special_tokens:
             content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
@@ -167,5 +167,5 @@ def _configuration(path: Path) -> dict[str, object]:
         return {}
     content = read_json(path, DataError)
     if not isinstance(content, dict):
-        raise DataError(f"{path} is not readable JSON of a configuration: it holds no object; repair or remove it")
+        raise DataError(f"{path} does not contain a JSON object; repair or remove it")
     return content

@@ -11,7 +11,7 @@ from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megapipe.data.tokenizers.tiktoken_files import ENCODINGS, TiktokenTokenizer, encoding_of
 
 FILES_IN_FOLDERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""The file that a folder's tokenizer is opened by, the first of these that is there."""
+"""Files that open the tokenizer of a folder; the first one that exists is used."""
 _LOWERCASE_OF_KIND = {"bert-uncased": True, "bert-cased": False}
 
 
@@ -32,8 +32,8 @@ FOLDER_FILES = (
 
 
 class Definition(NamedTuple):
-    """Where a tokenizer is defined. kind: in front of the path, or empty. name: of the file that it is opened by,
-    empty for a folder. files: all that define it; none for `bytes`."""
+    """Files that define a tokenizer. kind: the part before the path, or empty. name: of the file that opens it, empty
+    for a folder. files: all files that define it; none for `bytes`."""
 
     kind: str
     name: str
@@ -41,10 +41,10 @@ class Definition(NamedTuple):
 
 
 def definition_of(spec: str) -> Definition:
-    """The files of a tokenizer that `open_tokenizer` opens by `spec`."""
+    """Return the files of the tokenizer that `open_tokenizer` opens by `spec`."""
     if spec == "bytes":
         return Definition("", "", ())
-    kind, path = _kind_and_path(spec)
+    kind, path = kind_and_path(spec)
     if path.is_dir():
         return Definition(kind, "", tuple(path / name for name in FOLDER_FILES if (path / name).is_file()))
     if path.name.endswith(("vocab.json", "merges.txt")):
@@ -72,7 +72,7 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
         if end_of_document is not None:
             raise DataError(f"the byte tokenizer has its own end of document (256), it cannot be {end_of_document!r}")
         return ByteTokenizer()
-    kind, path = _kind_and_path(spec)
+    kind, path = kind_and_path(spec)
     if path.is_dir():
         path = next((path / name for name in FILES_IN_FOLDERS if (path / name).is_file()), path)
     if not path.is_file():
@@ -93,7 +93,8 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
     return open_tokenizer_json(path, end_of_document)
 
 
-def _kind_and_path(spec: str) -> tuple[str, Path]:
+def kind_and_path(spec: str) -> tuple[str, Path]:
+    """Split the name of a tokenizer into the kind in front of its path, or an empty one, and the path."""
     kind, _, name = spec.partition(":")
     return (kind, Path(name)) if kind in _LOWERCASE_OF_KIND or kind in ENCODINGS else ("", Path(spec))
 

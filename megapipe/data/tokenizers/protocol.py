@@ -22,10 +22,10 @@ class Tokenizer(Protocol):
     """Names and ids of the tokens that stand for no text, for example [MASK]."""
 
     def read_special_tokens(self, as_tokens: bool) -> None:
-        """Decide whether the name of a special token in a text becomes that token, or is cut like any other text.
+        """Set whether the name of a special token in a text becomes that token, or is tokenized like any other text.
 
-        Unless decided, names are tokens for tokenizers of Hugging Face, and text for all others. Raises DataError
-        where the tokenizer cannot do it.
+        By default, names are tokens for tokenizers of Hugging Face, and text for all others. Raises DataError if the
+        tokenizer cannot do it.
         """
 
     def encode(self, text: str) -> list[int]:

@@ -62,15 +62,15 @@ class SentencePieceTokenizer:
 
     @property
     def is_bpe(self) -> bool:
-        """Whether it is a BPE model; otherwise a text is cut by the best sum of scores."""
+        """True for a BPE model; other models split a text by the best sum of scores."""
         from sentencepiece import sentencepiece_model_pb2
 
-        messages: Any = sentencepiece_model_pb2  # its classes are made at run time
+        messages: Any = sentencepiece_model_pb2  # its classes are created at run time
         proto = messages.ModelProto.FromString(self._processor.serialized_model_proto())
         return bool(proto.trainer_spec.model_type == proto.trainer_spec.BPE)
 
     def scores_equal(self, one: Sequence[int], other: Sequence[int]) -> bool:
-        """Whether two ways to cut one text have equal scores, up to the rounding of their sums; never for BPE."""
+        """Return whether two ways to split a text have equal scores, up to rounding of their sums; never for BPE."""
         sums = [math.fsum(self._processor.get_score(token) for token in ids) for ids in (one, other)]
         return not self.is_bpe and math.isclose(*sums, rel_tol=1e-5)
 

@@ -66,10 +66,12 @@ class TiktokenTokenizer:
         pattern, special_tokens = ENCODINGS[encoding]
         ranks = _read_ranks(path)
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-            raise DataError(f"{path} has no token for byte {missing[0]}: it is not whole, or no byte-level vocabulary")
+            raise DataError(
+                f"{path} has no token for byte {missing[0]}: it is incomplete, or not a byte-level vocabulary"
+            )
         clash = set(ranks.values()) & set(special_tokens.values())
         if clash:
-            raise DataError(f"{path} gives id {min(clash)} to a token, which is a special one in {encoding}")
+            raise DataError(f"{path} gives a token the id {min(clash)}, which a special token has in {encoding}")
         self.pattern = pattern
         self.ranks = ranks
         self._encoding = tiktoken.Encoding(
@@ -115,7 +117,7 @@ def encoding_of(path: Path) -> str:
     """The encoding that a file is by its name. Raises DataError where the name is none."""
     if path.stem not in ENCODINGS:
         raise DataError(
-            f"{path} does not say how text is cut before merging: put the name of its encoding in front, for example "
-            f"cl100k_base:{path}; known are {', '.join(ENCODINGS)}"
+            f"{path} does not say how text is split before merging: put the name of its encoding in front, for "
+            f"example cl100k_base:{path}; supported are {', '.join(ENCODINGS)}"
         )
     return path.stem

@@ -110,7 +110,10 @@ def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: 
     if learned < vocabulary_size:
         raise _too_few_texts(vocabulary_size, learned)
     if learned > vocabulary_size:
-        raise DataError(f"a vocabulary of {vocabulary_size} does not hold {smallest}, which take {learned}; raise it")
+        raise DataError(
+            f"a vocabulary of {vocabulary_size} is too small for {smallest}, which need {learned}; raise "
+            "--vocabulary-size"
+        )
     content: str = tokenizer.to_str(pretty=True)
     return content.encode()
 
@@ -138,11 +141,11 @@ def _sentence_piece_error(error: RuntimeError, vocabulary_size: int) -> DataErro
         return _too_few_texts(vocabulary_size, int(largest[1]))
     if smallest := re.search(r"required_chars. \d+ vs (\d+)", str(error)):
         return DataError(
-            f"a vocabulary of {vocabulary_size} does not hold the single characters of the input, which take "
+            f"a vocabulary of {vocabulary_size} is too small for the single characters of the input, which need "
             f"{smallest[1]}; raise --vocabulary-size"
         )
     if "sentences_.empty()" in str(error):
-        return DataError("the input holds no text to learn from: check --input")
+        return DataError("the input contains no text to learn from: check --input")
     return DataError(f"SentencePiece cannot train on this input: {error}")
 
 

@@ -180,11 +180,11 @@ def without_places(metadata: dcp.metadata.Metadata) -> None:
     [
         (outside, "not in its folder"),
         (behind_the_end, "bytes"),
-        (a_huge_tensor, "do not make it up"),
-        (overlapping, "do not make it up"),
+        (a_huge_tensor, "do not cover it"),
+        (overlapping, "do not cover it"),
         (swapped, "do not hold the part"),
         (extended, "extensions"),
-        (without_places, "does not hold what"),
+        (without_places, "is not metadata of"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -213,5 +213,5 @@ def test_a_cut_metadata_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata is not read"):
         opened("dcp", tmp_path / "state")
     path.write_bytes(pickle.dumps(["something", "else"]))
-    with pytest.raises(DamagedCheckpointError, match="does not hold what"):
+    with pytest.raises(DamagedCheckpointError, match="is not metadata of"):
         opened("dcp", tmp_path / "state")

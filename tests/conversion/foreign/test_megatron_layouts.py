@@ -103,7 +103,7 @@ def integer(value: dict) -> None:
         (without_a_norm, "lacks blocks.1.attention_norm.weight"),
         (with_an_expert, "mlp.experts.weight"),
         (with_experts_in_args, "num_experts"),
-        (of_another_width, "the args ask for"),
+        (of_another_width, "the args require"),
         (old, "checkpoint_version 2.0"),
         (without_args, "no args"),
         (integer, "int64"),

@@ -278,6 +278,13 @@ def test_classes_that_the_program_allows_stay_records(tmp_path: Path) -> None:
         sandbox.close()
 
 
+def test_a_sandbox_leaves_the_classes_that_the_program_allows() -> None:
+    with torch.serialization.safe_globals([Namespace]):
+        before = torch.serialization.get_safe_globals()
+        confined.warm_up.__wrapped__()
+        assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
 def test_the_confined_process_can_neither_open_nor_write_nor_fork(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     existing = tmp_path / "existing"
