@@ -69,11 +69,8 @@ def test_every_command_runs() -> None:
     shutil.rmtree(ROOT / folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [TRAINING[1], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (TRAINING[0], TRAINING[2]))],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", TRAINING)
 def test_training_commands_run_as_written_and_learn(command: str, tmp_path: Path) -> None:
     """But for the folders that they write to: other tests run the same commands at the same time."""
     margin = 0.5
@@ -121,7 +118,7 @@ def test_the_quickstart_ends_below_the_stated_loss_and_writes_python(tmp_path: P
     assert run(likeliest, 120) == run(exported, 120)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.longest
 def test_the_bert_quickstart_leaves_the_unigram_entropy_far_behind(tmp_path: Path) -> None:
     output = run("make quickstart-bert", 1500, BERT_QUICKSTART_FOLDER=str(tmp_path))

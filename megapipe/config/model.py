@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-
 LARGEST = {
     **dict.fromkeys(("vocabulary_size", "max_positions", "sliding_window"), 1 << 30),
     **dict.fromkeys(
-        ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_hidden_size", "num_experts"), 1 << 20
+        ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_hidden_size", "num_experts"),
+        1 << 20,
     ),
 }
 """Upper limits of sizes. With them, the number of elements of every parameter fits in 64 bits."""

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_contestant_trains_alike(tmp_path: Path) -> None:
     written = tmp_path / "table.md"
     command = [sys.executable, "benchmarks/parallel.py", "--size", "toy", "--repeats", "2", "--write", str(written)]

@@ -179,7 +179,7 @@ def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) ->
     assert left_out_line(found) in GUIDE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TABLES)
 def test_another_prior_tells_the_rows_left_out_too(name: str) -> None:
     """Half as wide, and with all kernels as fast as a plain copy: nothing of the real one is tuned to the rows."""
