@@ -4,6 +4,7 @@ A key that is not listed here may change what the model computes, so its presenc
 what transformers 4 and 5 write; a test changes every key that transformers writes and compares logits.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -146,11 +147,11 @@ def known_config(config: Mapping[str, Any]) -> dict[str, Any]:
     ignored = _WITHOUT_EFFECT | family.without_effect
     for key, value in config.items():
         if key in fixed:
-            # 0 is not False here: a value of another type is not what transformers writes.
-            if not any(value == known and type(value) is type(known) for known in fixed[key]):
+            # In Python, 0 equals False; in JSON, it does not.
+            if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in fixed[key]):
                 raise CheckpointError(
                     f"{key} is {_shown(value)}, which the model configuration cannot express; it can be "
-                    f"{' or '.join(map(repr, fixed[key]))}"
+                    f"{' or '.join(map(_shown, fixed[key]))}"
                 )
         elif key not in family.read and key not in ignored and value is not None:
             reason = _REASONS.get(
@@ -163,5 +164,6 @@ def known_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    """Return a value as JSON, shortened."""
+    text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

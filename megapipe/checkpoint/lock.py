@@ -83,8 +83,8 @@ def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
 def word_in(directory: Path) -> str | None:
     """Return the word in the lock file of a directory, or None if there is no such file."""
     try:
-        return str(json.loads((directory / LOCK).read_bytes())["word"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(directory / LOCK, ValueError)["word"])
+    except (OSError, *DECODING_ERRORS):
         return None
 
 

@@ -6,6 +6,7 @@ files are plain names in its folder.
 
 import json
 import math
+import reprlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,9 @@ def _decoded(document: Any, file: Path) -> Manifest:
 
 
 def _wrong_version(file: Path, version: Any, code_version: Any) -> str:
-    if isinstance(version, int) and version < VERSION:
+    if type(version) is not int or not isinstance(code_version, str):
+        return f"{file} has format version {reprlib.repr(version)}; this megapipe reads version {VERSION}"
+    if version < VERSION:
         return (
             f"{file} has format version {version}, which is older than the version {VERSION} that this megapipe "
             f"reads; resume it with megapipe {code_version}, which wrote it"

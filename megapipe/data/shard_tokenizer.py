@@ -1,6 +1,5 @@
 """The copy of a tokenizer that is stored with each shard, so that it opens from any folder and after a move."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +27,14 @@ def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
     definition = definition_of(spec)
     if not definition.files:
         return None
-    # Read before the old folder is removed, which may contain them.
     contents = {file.name: file.read_bytes() for file in definition.files}
     folder = tokenizer_folder(prefix)
-    shutil.rmtree(folder, ignore_errors=True)
     for file, content in contents.items():
         write_whole(folder / file, content)
+    # Only now, because these may be the files that were copied: a crash never loses them.
+    for other in folder.iterdir():
+        if other.name not in contents:
+            other.unlink()
     flush_folder(folder.parent)
     name = f"{definition.kind}:{definition.name}" if definition.kind else definition.name
     return StoredTokenizer(name, {file: checksum_of_file(folder / file) for file in contents})

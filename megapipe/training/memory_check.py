@@ -25,7 +25,6 @@ from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.runs.validation import data_parallel_size
-from megapipe.schedules.errors import ScheduleError
 from megapipe.training.validate import validate
 
 SUGGESTIONS = 3
@@ -191,7 +190,7 @@ def fits(change: Change, ranks: Sequence[Rank]) -> bool:
     try:
         validate(change.config, world_size)
         return _fits(change.config, world_size, ranks)
-    except (ConfigError, ScheduleError):
+    except ValueError:  # of the rules of a configuration, of a schedule, or of its costs
         return False
 
 

@@ -109,7 +109,11 @@ class WeightsAndBiases(Listener):
             config=asdict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
-        identity.write_text(self._run.id + "\n")
+        try:
+            identity.write_text(self._run.id + "\n")
+        except OSError:
+            self._run.finish()  # the next try starts a run of its own
+            raise
         say(f"Weights & Biases: {mode} run {self._run.id} in {directory / 'wandb'}")
 
     def step(self, record: StepRecord) -> None:

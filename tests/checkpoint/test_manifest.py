@@ -92,6 +92,7 @@ def chunk(**changes: Any) -> dict[str, Any]:
     [
         ({"format": "pickle"}, "not the manifest"),
         ({"format_version": 2}, r"version 2, which is newer than the version 1.*update megapipe to 0\.1\.0 or later"),
+        ({"format_version": "2"}, r"has format version '2'; this megapipe reads version 1"),
         ({"format_version": 0}, r"version 0, which is older than the version 1.*with megapipe 0\.1\.0, which wrote"),
         ({"data": {"shards": [{"prefix": "web"}], "vocabulary": None}}, "num_documents"),
         ({"data": 5}, "int"),

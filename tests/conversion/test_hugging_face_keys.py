@@ -187,7 +187,7 @@ def test_every_missing_key_has_transformers_default_or_is_refused(folder: Path, 
 def test_a_refusal_names_the_key_and_its_value(tmp_path: Path) -> None:
     theirs_of("gpt2").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for key, told in (("scale_attn_weights", "scale_attn_weights is False"), ("mystery", "mystery is 'x'")):
+    for key, told in (("scale_attn_weights", "scale_attn_weights is false"), ("mystery", 'mystery is "x"')):
         value = False if key == "scale_attn_weights" else "x"
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(CheckpointError, match=told):

@@ -1,8 +1,9 @@
 import math
+from typing import Any
 
 import pytest
 
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import LARGEST, ModelConfig
 from megapipe.costs.gpt import gpt_layers, tensor_problems
 from megapipe.costs.parameters import LayerSpec, ParameterSpec, tied_names
 
@@ -182,3 +183,18 @@ def test_the_rule_on_the_tensor_size_agrees_with_the_shapes(tensor_size: int) ->
     except ValueError:
         fits = False
     assert fits == (tensor_problems(model, tensor_size) == [])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("without", ["ffn_hidden_size", "num_experts"])
+def test_elements_of_the_largest_model_fit_in_64_bits(activation: str, without: str) -> None:
+    sizes: dict[str, Any] = {**LARGEST, "num_layers": 1, without: None}
+    model = ModelConfig(**sizes, activation=activation)  # type: ignore[arg-type]
+    assert not any("at most" in problem for problem in model.problems())
+    assert all(spec.num_elements < 1 << 63 for spec in unique_parameters(gpt_layers(model)).values())
+    for name, largest in LARGEST.items():
+        if name != without:
+            assert (
+                f"model.{name} is {largest + 1}; it must be at most {largest}"
+                in ModelConfig(**{**sizes, name: largest + 1}).problems()
+            )

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest
+from megapipe.data.preprocess.hub_datasets import DatasetName
+from megapipe.data.preprocess.inputs import find_inputs
 from tests.data.preprocess_runs import ROOT, texts_of
 from tests.support.hub import serving
 
@@ -26,6 +29,18 @@ REVISIONS = {
     "main": {"train-0.jsonl": lines("a", "b"), "train-1.jsonl": lines("c"), "train-2.jsonl": lines("d", "e")},
     "v1": {"train-0.jsonl": lines("old")},
 }
+
+
+@pytest.mark.parametrize("name", ["letters", "letters?v1", "letters&stream", "a@b:c"])
+def test_options_of_the_hub_are_refused_for_folders(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    assert DatasetName.of(f"dataset:{folder}") == DatasetName(str(folder))
+    for options in ({"revision": "v1"}, {"stream": True}):
+        with pytest.raises(DataError, match="is a folder, but --dataset-revision"):
+            find_inputs([f"dataset:{folder}"], **options)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match="need an input dataset:NAME"):
+            find_inputs(["python-stdlib"], **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -1,16 +1,19 @@
 """The tokenizer that is kept with a shard: it opens from any folder, after a move, and without the original."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from megapipe.config.bert import BertDataConfig
+from megapipe.data import shard_tokenizer
 from megapipe.data.bert_samples import BertSamples
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import manifest_path, read_manifest
 from megapipe.data.preprocess.command import main
-from megapipe.data.shard_tokenizer import tokenizer_of_shard
+from megapipe.data.shard_tokenizer import store_tokenizer, tokenizer_of_shard
 from megapipe.data.shard_tools import merge, split
 from megapipe.data.tokenizers import open_tokenizer
 from tests.data.preprocess_runs import write_json_lines
@@ -77,6 +80,23 @@ def test_a_changed_copy_is_refused_and_a_removed_one_is_not_needed(tmp_path: Pat
         tokenizer_of_shard(prefix, manifest)
     shutil.rmtree(copy.parent)
     assert tokenizer_of_shard(prefix, manifest) == spec
+
+
+def test_a_copy_stored_over_itself_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = preprocessed(tmp_path, make("byte-level-bpe", tmp_path))
+    manifest = read_manifest(prefix)
+    assert manifest is not None
+    stored = tokenizer_of_shard(prefix, manifest)
+    before = {file.name: file.read_bytes() for file in Path(stored).parent.iterdir()}
+    (Path(stored).parent / "left over").touch()
+    for crashes in (True, False):
+        with monkeypatch.context() as patch:
+            if crashes:
+                patch.setattr(shard_tokenizer, "write_whole", Mock(side_effect=OSError))
+            with pytest.raises(OSError) if crashes else nullcontext():
+                store_tokenizer(prefix, stored)
+        assert before.items() <= {file.name: file.read_bytes() for file in Path(stored).parent.iterdir()}.items()
+    assert sorted(before) == sorted(file.name for file in Path(stored).parent.iterdir())
 
 
 def test_shards_whose_copy_was_removed_can_be_merged_and_split(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class DatasetName(NamedTuple):
     @classmethod
     def of(cls, spec: str) -> "DatasetName":
         rest = spec.removeprefix(DATASET_PREFIX)
+        if Path(rest).exists():  # a folder, whatever characters its name has
+            return cls(rest)
         stream = rest.endswith(_STREAM)
         rest, _, revision = rest.removesuffix(_STREAM).partition("?")
         rest, _, split = rest.partition("@")
@@ -50,13 +52,20 @@ _STREAM = "&stream"
 
 
 def with_options(spec: str, revision: str | None, stream: bool) -> str:
-    """Return the name of a dataset with --dataset-revision and --dataset-streaming, which folders ignore.
+    """Return the name of a dataset with --dataset-revision and --dataset-streaming.
 
     A dataset that is streamed is pinned to the current commit of its revision, so that all workers read the same.
+
+    Raises DataError for a folder, which has neither.
     """
-    named = DatasetName.of(spec)
-    if Path(named.name).exists() or not (revision or stream):
+    if not (revision or stream):
         return spec
+    named = DatasetName.of(spec)
+    if Path(named.name).exists():
+        raise DataError(
+            f"{named.name} is a folder, but --dataset-revision and --dataset-streaming are for datasets on the hub: "
+            "remove them"
+        )
     named = named._replace(revision=revision or "", stream=stream)
     return str(named._replace(revision=_commit(named)) if stream else named)
 

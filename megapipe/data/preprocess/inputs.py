@@ -74,8 +74,11 @@ def find_inputs(
     drops those of which a folder, the name or the inner path matches. A file named twice is read once. Datasets of the
     hub are read at `revision` (a branch, tag or commit), and with `stream` without a copy on disk.
 
-    Raises DataError for an input without files and for a format that is not read.
+    Raises DataError for an input without files, for a format that is not read, and for `revision` or `stream` without
+    a dataset of the hub.
     """
+    if (revision or stream) and not any(spec.startswith(DATASET_PREFIX) for spec in inputs):
+        raise DataError(f"--dataset-revision and --dataset-streaming need an input {DATASET_PREFIX}NAME: remove them")
     found: dict[Path, None] = {}
     for spec in inputs:
         files = list(_files_of(spec, include, exclude))
