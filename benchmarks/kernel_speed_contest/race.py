@@ -66,7 +66,7 @@ def field(case: Case, size: Size, inputs: Sequence[Tensor]) -> Field:
         try:
             ops.choice(case.op, device, dtype, width)
         except KernelError as error:
-            absent[backend] = str(error).partition(f"{backend}: ")[2].partition(". Remove")[0]
+            absent[backend] = str(error).partition(f"{backend}: ")[2].partition("; remove that request")[0]
             continue
         entries[backend] = case.ours(ops.pick(case.op, inputs[0]))
     entries[TORCH] = case.torch

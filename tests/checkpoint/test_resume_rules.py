@@ -226,7 +226,7 @@ def test_accepted_other_data_are_recorded(tmp_path: Path, capsys: pytest.Capture
     config.training = replace(config.training, stop_at=2)
     config.checkpoint = replace(config.checkpoint, accept_other_data=True)
     pretrain(config, LaunchEnvironment())
-    assert "from step 2 on, the run uses other samples, which checkpoint.accept_other_data" in capsys.readouterr().out
+    assert "from step 2, the run uses other samples, which checkpoint.accept_other_data" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "run/checkpoints/step-00000002")
     config.checkpoint = replace(config.checkpoint, accept_other_data=False)
     assert check_run(Path("step"), manifest, config, data_identity(config.data)) == RunFit((), (), unknown_data=False)

@@ -90,7 +90,7 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "layer 0 is on the meta device: pass a function that creates it instead",
     ),
     "too few": ([nn.Linear(8, 8)] * 3, {"chunks": 4}, r"3 layers cannot fill 4 stages \(1 pipeline ranks, 4 each\)"),
-    "by hand": ([nn.Linear(8, 8)] * 3, {"layers_per_stage": [1, 1, 2, 1]}, "must be 1 numbers .* add up to 3"),
+    "by hand": ([nn.Linear(8, 8)] * 3, {"layers_per_stage": [1, 1, 2, 1]}, "must be 1 numbers .* with sum 3"),
     "dtypes": (
         [nn.Linear(8, 8), nn.LayerNorm(8).half()],
         {},

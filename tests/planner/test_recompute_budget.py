@@ -128,5 +128,5 @@ def test_what_cannot_be_chosen_for_is_refused(change: dict[str, dict[str, Any]],
 
 def test_no_budget_is_the_devices_memory_and_none_is_refused() -> None:
     assert least_recomputation(run(), CPU).config.recompute.method == "none"
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="budget is 0 bytes; it must be above 0"):
         least_recomputation(run(), CPU, 0)

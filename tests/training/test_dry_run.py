@@ -191,7 +191,7 @@ def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.Capture
     asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
     assert main(["dry-run", *asked, "--hardware=a100-80"], {"dry-run": run_dry_run}) == 0
     printed = capsys.readouterr().out
-    assert "training.precision auto: bf16, by the peaks of A100-SXM4-80GB" in printed
+    assert "training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB" in printed
     assert "recompute auto: " in printed
     assert main(["dry-run", *asked, "--hardware=a100-80", "--json"], {"dry-run": run_dry_run}) == 0
     held = json.loads(capsys.readouterr().out)["memory_bytes"]
