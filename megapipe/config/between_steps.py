@@ -43,7 +43,7 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Also keep every checkpoint whose step is a multiple of this number; null keeps none."""
     resume: bool = True
-    """Continue from the newest whole checkpoint under training.directory, if there is one."""
+    """Continue from the newest complete checkpoint under training.directory, if there is one."""
     accept_other_data: bool = False
     """Resume also where the data, or fields that decide which samples a step sees, differ from the checkpoint's. The
     change is reported, and recorded in metrics.jsonl and in later checkpoints."""

@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")
     convert.add_argument(
-        "source", metavar="PATH", help="folder of a checkpoint, or of a run (its newest whole checkpoint)"
+        "source", metavar="PATH", help="folder of a checkpoint, or of a run (its newest complete checkpoint)"
     )
     convert.add_argument("target", metavar="TARGET", help="folder to write, which must not exist")
     _add_reading(convert)

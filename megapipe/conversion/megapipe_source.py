@@ -28,7 +28,7 @@ from megapipe.data.shard_tokenizer import tokenizer_of_shard
 
 
 class MegapipeSource:
-    """A step's folder, or a run's: its newest whole checkpoint.
+    """A step's folder, or a run's: its newest complete checkpoint.
 
     folder: of the step. manifest: what it says.
     """
@@ -155,7 +155,7 @@ def _step_of(path: Path) -> Path:
     found = newest_whole(path / "checkpoints") or newest_whole(path)
     if found is None:
         raise CheckpointError(
-            f"no whole checkpoint in {path}: a run keeps them in folders such as checkpoints/step-00000100"
+            f"no complete checkpoint in {path}: a run keeps them in folders such as checkpoints/step-00000100"
         )
     return found
 

@@ -41,7 +41,7 @@ def find_checkpoint(directory: Path) -> Path:
     checkpoint = newest_whole(directory / "checkpoints") or newest_whole(directory)
     if checkpoint is None:
         raise CheckpointError(
-            f"no whole checkpoint in {directory}: a run keeps them in folders such as checkpoints/step-00000100; "
+            f"no complete checkpoint in {directory}: a run keeps them in folders such as checkpoints/step-00000100; "
             "a run saves its last step unless checkpoint.at_end is false, and others with --checkpoint.every N"
         )
     return checkpoint

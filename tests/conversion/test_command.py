@@ -249,7 +249,7 @@ def test_a_tokenizer_that_is_named_and_not_there_is_told_before_anything_is_writ
     [
         (["inspect", "nowhere"], "nowhere is not a folder"),
         (["inspect", "."], "identify no format; name it with --from"),
-        (["inspect", "--from", "megapipe", "."], "no whole checkpoint in ."),
+        (["inspect", "--from", "megapipe", "."], "no complete checkpoint in ."),
     ],
 )
 def test_what_is_no_checkpoint(

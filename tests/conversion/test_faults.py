@@ -92,7 +92,7 @@ def test_what_a_killed_conversion_left_is_told_and_never_taken_for_a_checkpoint(
     # Killed here.
     (partial,) = tmp_path.iterdir()
     assert main(["verify", "--from", "megapipe", str(partial)]) == 1
-    assert "no whole checkpoint" in capsys.readouterr().err
+    assert "no complete checkpoint" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="one was killed; remove that folder"):
         FORMATS["megapipe"].open_target(tmp_path / "out", contents, TargetOptions())
     assert partial.exists()

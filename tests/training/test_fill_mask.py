@@ -149,7 +149,7 @@ def test_a_larger_vocabulary_than_the_models_is_told(fill: Fill, tmp_path: Path)
 
 
 def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tmp_path: Path) -> None:
-    assert "no whole checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
+    assert "no complete checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
     status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
     assert (status, output) == (2, "")
     assert "the checkpoint is a GPT, which" in messages

@@ -150,7 +150,7 @@ def test_a_wrong_input_names_value_and_rule(generate: Generate, words: list[str]
 
 
 def test_a_folder_without_checkpoints_is_told(generate: Generate, tmp_path: Path) -> None:
-    for folder, part in ((tmp_path, "no whole checkpoint in"), (tmp_path / "absent", "is not a folder")):
+    for folder, part in ((tmp_path, "no complete checkpoint in"), (tmp_path / "absent", "is not a folder")):
         status, _, messages = generate("--prompt", "x", checkpoint=folder)
         assert status == 2
         assert part in messages
