@@ -193,21 +193,27 @@ def test_the_same_command_a_second_time_leaves_the_first_alone(folder: Path) -> 
 
 
 PROGRAM = """
-import os, sys
+import os, signal, sys
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.engine import Engine
 from megapipe.training.command import run_program
-sys.argv += ["--training.seed=7"] * (os.environ["RANK"] == "1")
+if os.environ["RANK"] == "1":
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == int(os.environ["DIFFERS_AT_START"]):
+        sys.argv += ["--training.seed=7"]
+    else:
+        Engine.feed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 raise SystemExit(run_program(PretrainConfig, "Pretrain a GPT.", ""))
 """
+"""Rank 1 differs at one start, and is killed in its first step at the starts before it."""
 
 
 @pytest.mark.slow
-def test_torchrun_shows_the_reason_as_root_cause(folder: Path) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_torchrun_shows_the_reason_as_root_cause(folder: Path, restarts: int) -> None:
     (folder / "program.py").write_text(PROGRAM)
     arguments = ["--data.prefix=corpus", "--parallel.data=2"]
-    job = start(
-        2, *arguments, folder=folder, program=folder / "program.py", errors=subprocess.STDOUT, PYTHONPATH=str(ROOT)
-    )
+    variables = {"PYTHONPATH": str(ROOT), "PET_MAX_RESTARTS": str(restarts), "DIFFERS_AT_START": str(restarts)}
+    job = start(2, *arguments, folder=folder, program=folder / "program.py", errors=subprocess.STDOUT, **variables)
     output = rest_of(job, LIMIT_SECONDS)
     assert job.returncode == 1, "torchrun's own"
     assert output.count("error: the ranks do not run the same job: training.seed: rank 0 has 1234") == 1, output
