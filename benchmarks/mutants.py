@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -136,14 +137,26 @@ def catching_tier(root: Path, package: str, tiers: list[str], seconds: float) ->
     return None
 
 
-def tested(package: str, mutant: Mutant, tiers: list[str], seconds: float) -> dict[str, object]:
-    """Apply a mutant to a copy of the last commit, run its package's tests, and return the mutant's row."""
+@contextmanager
+def copy_of_last_commit() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="megapipe-mutant-", ignore_cleanup_errors=True) as folder:
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-        mutant.apply(Path(folder))
+        yield Path(folder)
+
+
+def fails_unchanged(package: str, tiers: list[str], seconds: float) -> bool:
+    """Return whether a package's tests fail on the unchanged copy, so that they would seem to catch every mutant."""
+    with copy_of_last_commit() as folder:
+        return catching_tier(folder, package, tiers[:1], seconds) is not None
+
+
+def tested(package: str, mutant: Mutant, tiers: list[str], seconds: float) -> dict[str, object]:
+    """Apply a mutant to a copy of the last commit, run its package's tests, and return the mutant's row."""
+    with copy_of_last_commit() as folder:
+        mutant.apply(folder)
         start = time.monotonic()
-        tier = catching_tier(Path(folder), package, tiers, seconds)
+        tier = catching_tier(folder, package, tiers, seconds)
     change = f"{mutant.path}:{mutant.line} {mutant.operator}: `{mutant.before[:60]}` -> `{mutant.after[:60]}`"
     print(f"| {package} | {' '.join(change.split())} | {tier or 'no test'} |", flush=True)
     return {"package": package, **asdict(mutant), "tier": tier, "seconds": time.monotonic() - start}
@@ -164,6 +177,12 @@ def main() -> None:
     mutants = chosen(options.packages, options.count, seed)
     print(f"seed {seed}\n\n| package | change | caught by |\n|---|---|---|", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
+        red = list(
+            pool.map(lambda package: fails_unchanged(package, options.tiers, options.seconds), options.packages)
+        )
+        if any(red):
+            names = ", ".join(package for package, fails in zip(options.packages, red, strict=True) if fails)
+            parser.error(f"the tests of {names} fail on the last commit: make them pass first")
         rows = list(pool.map(lambda row: tested(*row, options.tiers, options.seconds), mutants))
     early = sum(str(row["tier"]).startswith(("fast", "slow")) for row in rows)
     caught = sum(row["tier"] is not None for row in rows)

@@ -160,7 +160,7 @@ def test_a_bert_without_its_masked_token_head_is_told(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"model_type": "gpt2"}, r"model_type 'gpt2' .* taken from bert, megatron-bert"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"position_embedding_type": "relative_key"}, 'position_embedding_type is "relative_key"'),
         ({"type_vocab_size": 3}, "type_vocab_size is 3"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ],
