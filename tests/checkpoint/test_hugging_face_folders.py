@@ -211,7 +211,7 @@ def narrow_keys(folder: Path) -> None:
     [
         (own_head, "set model.tie_embeddings to False .*lm_head.weight differs from transformer.wte.weight"),
         (narrow_keys, r"h\.0\.attn\.c_attn\.weight has the shape \(64, 176\), but .* needs \(64, 192\)"),
-        (lambda folder: edit(folder / "config.json", scale_attn_weights=False), "scale_attn_weights is False"),
+        (lambda folder: edit(folder / "config.json", scale_attn_weights=False), "scale_attn_weights is false"),
         (lambda folder: edit(folder / "config.json", quantization_config={"bits": 4}), "weights are quantized"),
     ],
 )
