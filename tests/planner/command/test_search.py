@@ -64,6 +64,22 @@ def test_fields_that_are_given_stay(capsys):
     assert layout["data"] == 2
 
 
+def test_sequence_parallelism_can_be_given_while_the_tensor_size_is_open(capsys):
+    layout = json_of(capsys, "search", *SEARCH, *LENGTH, "--parallel.sequence=true", "--parallel.pipeline=2")["layout"]
+    assert layout["sequence"] is True
+    assert layout["tensor"] > 1
+
+
+def test_long_samples_are_cut_over_context_ranks(capsys):
+    """One sample a step of a small model: only context ranks can share its work."""
+    model = ["--model.num_layers=4", "--model.hidden_size=512", "--model.num_heads=2", "--model.max_positions=131072"]
+    asked = ["--hardware=a100-80", "--devices=8", *model, "--batch.global_size=1", "--data.sequence_length=131072"]
+    found = json_of(capsys, "search", *asked)
+    one = json_of(capsys, "search", *asked, "--parallel.context=1")
+    assert found["layout"]["context"] > 1
+    assert found["step_time_s"] < 0.7 * one["step_time_s"]
+
+
 def test_fields_of_a_file_stay_too(capsys, tmp_path):
     (tmp_path / "run.yaml").write_text("parallel: {tensor: 4, data: null}\nrecompute: {method: full}\n")
     layout = json_of(capsys, "search", "--config", str(tmp_path / "run.yaml"), *SEARCH, *LENGTH)["layout"]
