@@ -56,6 +56,13 @@ def test_a_per_layer_plan_names_a_strategy_for_every_layer_within_memory(memory:
     assert plan["tokens_per_s"] == pytest.approx(8 * 128 / plan["step_time_s"])
 
 
+@pytest.mark.parametrize(("heads", "sizes"), [(5, {1}), (4, {2})])
+def test_a_per_layer_plan_cuts_only_what_divides(heads: int, sizes: set[int]) -> None:
+    """Two tensor ranks are fastest for both models, but 5 heads cannot be shared by 2 ranks."""
+    plan = per_layer(run(num_layers=4, num_heads=heads, hidden_size=640), machine(), 4)
+    assert {layer["tensor"] for stage in plan["stages"] for layer in stage["layers"]} == sizes
+
+
 def test_less_memory_never_makes_a_per_layer_plan_faster() -> None:
     base = run(num_layers=4)
     times = [per_layer(base, machine(memory), 4)["step_time_s"] for memory in (2e7, 3e7, 6e7, 1e9)]

@@ -134,6 +134,15 @@ def test_the_best_are_simulated_and_ordered_by_that() -> None:
     assert not any(each.simulated for each in closed.ranked)
 
 
+def test_a_schedule_without_a_bubble_is_found_where_it_is_much_faster() -> None:
+    """On slow links only a pipeline pays, and with two micro-batches per rank its bubble is large."""
+    base, hardware = run(num_layers=8, tie_embeddings=False), machine(inside=1e8, outside=1e8, node=1, nodes=4)
+    found = search(base, hardware, 4, space=SearchSpace())
+    assert found.best.config.schedule.name == "zb_h2"
+    without = search(base, hardware, 4, space=SearchSpace(other_schedules=()))
+    assert found.best.estimate.tokens_per_second > 1.3 * without.best.estimate.tokens_per_second
+
+
 def test_layers_move_between_stages_where_their_times_say_so() -> None:
     """A large vocabulary: by FLOPs its head weighs less than by its kernels, which make little of narrow matrices."""
     base = run(num_layers=9, vocabulary_size=5000, hidden_size=128)
