@@ -101,12 +101,11 @@ def free_space(folder: Path) -> str:
 
 def explained(error: OSError, folder: Path) -> str:
     """Return the system's message about a failed change in `folder`, and how to fix it."""
-    told = error.strerror or str(error)
+    message = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"{told}; {free_space(folder)}. Older checkpoints are untouched: free some space, lower "
-            "checkpoint.keep_last, or point training.directory at a larger disk"
+            f"{message}; {free_space(folder)}: free some space, or write to a larger disk; older files are untouched"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{told}; make {folder} writable for this user, or point training.directory elsewhere"
-    return told
+        return f"{message}; make {folder} writable for this user, or write to another folder"
+    return message

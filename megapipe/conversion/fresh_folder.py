@@ -1,11 +1,10 @@
 """A folder that appears when it is whole: written under a hidden name, flushed, renamed."""
 
-import errno
 from contextlib import suppress
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import DISK, StorageWriter, free_space, remove_tree
+from megapipe.checkpoint.storage import DISK, StorageWriter, explained, remove_tree
 
 
 class FreshFolder:
@@ -29,7 +28,7 @@ class FreshFolder:
                 "unless a conversion is still running"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.partial}: {reason(error, path.parent)}") from error
+            raise CheckpointError(f"cannot write {self.partial}: {explained(error, path.parent)}") from error
 
     def finish(self) -> None:
         """Give the folder its name, once every file in it is durable. Raises CheckpointError."""
@@ -39,18 +38,10 @@ class FreshFolder:
             self._storage.rename(self.partial, self.path)
             self._storage.flush_folder(self.path.parent)
         except OSError as error:
-            raise CheckpointError(f"cannot complete {self.path}: {reason(error, self.path.parent)}") from error
+            raise CheckpointError(f"cannot complete {self.path}: {explained(error, self.path.parent)}") from error
 
     def abandon(self) -> None:
         """Remove what was written. Where that fails too, the next conversion tells of it."""
         with suppress(OSError):
             if self.partial.exists():
                 remove_tree(self._storage, self.partial)
-
-
-def reason(error: OSError, folder: Path) -> str:
-    """Return the system's message about a failed write in `folder`, with the free space where that matters."""
-    told = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{told}; {free_space(folder)}: free some space, or write to another disk"
-    return told

@@ -18,10 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.storage import DISK, StorageWriter
+from megapipe.checkpoint.storage import DISK, StorageWriter, explained
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.checkpoint.untrusted import check_safetensors
-from megapipe.conversion.fresh_folder import reason
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -71,7 +70,7 @@ class TensorStream:
         try:
             self._descriptor = storage.create(path)
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {reason(error, path.parent)}") from error
+            raise CheckpointError(f"cannot write {path}: {explained(error, path.parent)}") from error
         self._write(memoryview(header))
 
     def add(self, key: str, values: Tensor) -> tuple[str, ...]:
@@ -102,7 +101,7 @@ class TensorStream:
         try:
             self._storage.flush(self._descriptor)
         except OSError as error:
-            raise CheckpointError(f"cannot write {self._path}: {reason(error, self._path.parent)}") from error
+            raise CheckpointError(f"cannot write {self._path}: {explained(error, self._path.parent)}") from error
         finally:
             self._release()
 
@@ -120,7 +119,7 @@ class TensorStream:
             while part:
                 part = part[self._storage.write(self._descriptor, part) :]
         except OSError as error:
-            raise CheckpointError(f"cannot write {self._path}: {reason(error, self._path.parent)}") from error
+            raise CheckpointError(f"cannot write {self._path}: {explained(error, self._path.parent)}") from error
 
 
 class TensorReader:

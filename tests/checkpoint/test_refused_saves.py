@@ -19,9 +19,9 @@ from tests.support.meshes import run_threads
 
 PAIR = Layout({"pipeline": 2}, [["table", "one"], ["two", "table"]])
 ERRORS = {
-    errno.ENOSPC: "No space left on device.*bytes are free.*Older checkpoints are untouched.*training.directory",
+    errno.ENOSPC: "No space left on device.*bytes are free.*write to a larger disk; older files are untouched",
     errno.EIO: "Input/output error",
-    errno.EDQUOT: "uota exceeded.*Older checkpoints are untouched",
+    errno.EDQUOT: "uota exceeded.*older files are untouched",
     errno.EROFS: "Read-only file system.*writable",
     errno.EFBIG: "File too large",
     errno.EXDEV: "Invalid cross-device link",
