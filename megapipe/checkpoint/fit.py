@@ -39,7 +39,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
             *("normalization", "norm_epsilon", "norm_position", "activation", "positions", "rope_theta"),
             *("rope_scaling.kind", "rope_scaling.factor", "rope_scaling.low_frequency_factor"),
             *("rope_scaling.high_frequency_factor", "rope_scaling.original_length"),
-            *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head"),
+            *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head", "expert_bias"),
         ),
         "optimizer": ("name",),
     },

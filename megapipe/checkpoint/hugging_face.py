@@ -30,8 +30,7 @@ __all__ = ["CONFIG", "INDEX", "SINGLE", "is_hugging_face", "load_hugging_face"]
 
 
 def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelConfig, mesh: Mesh) -> None:
-    """Take the weights of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 folder as the weights before a first step; for a
-    BERT those of a BERT or MegatronBert folder.
+    """Take the weights of a folder as the weights before a first step; docs/conversion.md lists the families.
 
     A collective call. Each rank reads only the tensors that its shards come from, one at a time.
 

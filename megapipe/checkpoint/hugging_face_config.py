@@ -53,6 +53,8 @@ def field_differences(model: ModelConfig, wanted: Mapping[str, Any]) -> list[str
         "ffn_hidden_size": model.ffn_size,
         **{f"rope_scaling.{name}": value for name, value in vars(model.rope_scaling).items()},
     }
+    if wanted.get("expert_balance_rate") and model.expert_balance_rate:
+        found["expert_balance_rate"] = wanted["expert_balance_rate"]  # any rate: it is the training's, not the model's
     if "sliding_window" in wanted:
         window = _effective(wanted["sliding_window"], model)
         wanted = {**wanted, "sliding_window": window}
@@ -97,7 +99,7 @@ def _decoder_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         "head_size": config.get("head_dim") or config["hidden_size"] // heads,
-        "ffn_hidden_size": config["intermediate_size"],
+        "ffn_hidden_size": config["moe_intermediate_size" if family == "ernie4_5_moe" else "intermediate_size"],
         "normalization": "rms_norm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "activation": _known({"silu": "swiglu", "swish": "swiglu"}, config.get("hidden_act", "silu")),
@@ -106,17 +108,33 @@ def _decoder_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]
         "bias": "qkv" if family == "qwen2" else "none",
         "qk_norm": family == "qwen3",
         "sliding_window": _window(config, family),
-        **(_mixtral_fields(config) if family == "mixtral" else {"num_experts": None}),
+        **_expert_fields(config, family),
     }
 
 
-def _mixtral_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Mixtral balances its experts by an auxiliary loss: its router has no bias."""
+def _expert_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Mixtral balances its experts by an auxiliary loss: its router has no bias. Ernie 4.5 has biases as ours."""
+    if family == "mixtral":
+        return {
+            "num_experts": config["num_local_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "normalize_expert_shares": True,
+            "expert_balance_rate": 0.0,
+        }
+    if family != "ernie4_5_moe":
+        return {"num_experts": None}
+    last = config["moe_layer_end_index"]
+    if last != -1 and last < config["num_hidden_layers"] - 1:
+        raise CheckpointError(
+            f"moe_layer_end_index is {last}, so the layers after it have no experts; the model configuration has "
+            "experts in every layer or in none"
+        )
     return {
-        "num_experts": config["num_local_experts"],
-        "experts_per_token": config["num_experts_per_tok"],
+        "num_experts": config["moe_num_experts"],
+        "experts_per_token": config["moe_k"],
         "normalize_expert_shares": True,
-        "expert_balance_rate": 0.0,
+        "expert_balance_rate": ModelConfig().expert_balance_rate,
+        "expert_bias": "shares",
     }
 
 

@@ -14,7 +14,7 @@ _MATRICES = {
 }
 """Output matrix -> the embedding that it may be tied to, by family."""
 _BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
-_TIED_BY_DEFAULT = ("gpt2", "bert", "megatron-bert")
+_TIED_BY_DEFAULT = ("gpt2", "bert", "megatron-bert", "ernie4_5_moe")
 """model_type of the families whose missing tie_word_embeddings means true."""
 _PIECE = 1 << 22
 """Elements that are compared at once."""

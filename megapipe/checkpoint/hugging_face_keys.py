@@ -129,6 +129,30 @@ FAMILIES = {
         _NO_BIAS,
         {"num_key_value_heads": 32, "head_dim": 128},
     ),
+    "ernie4_5_moe": _Family(
+        _DECODER - {"intermediate_size"} | _keys("moe_intermediate_size moe_num_experts moe_k moe_layer_end_index"),
+        # intermediate_size is the width of layers without experts, of which there are none.
+        _DECODER_WITHOUT_EFFECT | {"intermediate_size", "output_router_logits", "router_aux_loss_coef"},
+        {
+            "use_bias": (False,),
+            "moe_num_shared_experts": (0,),
+            "moe_layer_start_index": (0,),
+            "moe_layer_interval": (1,),
+            "moe_norm_min": (1e-12,),
+        },
+        {
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 1536,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_layer_end_index": -1,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
     "bert": _BERT,
     "megatron-bert": _BERT,
 }
@@ -143,6 +167,7 @@ def known_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError for a key that is not known, or whose value the model configuration cannot express.
     """
     family = FAMILIES[config["model_type"]]
+    config = {**(family.defaults or {}), **config}
     fixed = {**_ALWAYS, **(family.fixed or {})}
     ignored = _WITHOUT_EFFECT | family.without_effect
     for key, value in config.items():
@@ -160,7 +185,7 @@ def known_config(config: Mapping[str, Any]) -> dict[str, Any]:
                 "key if you know that it does not",
             )
             raise CheckpointError(f"{key} is {_shown(value)}, {reason}")
-    return {**(family.defaults or {}), **config}
+    return config
 
 
 def _shown(value: Any) -> str:

@@ -153,13 +153,19 @@ def _wrong_version(file: Path, version: Any, code_version: Any) -> str:
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
+    files = {_plain_name(name): int(size) for name, size in document["files"].items()}
+    chunks = tuple(_decoded_chunk(entry, files) for entry in document["chunks"])
+    config = dict(document["config"])
+    if any(chunk.name.endswith(".mlp.router.bias") for chunk in chunks):
+        # Version 0.1 knew only this rule, and did not store it.
+        config["model"] = {"expert_bias": "scores", **config["model"]}
     run = RunState(
         step=int(document["step"]),
         consumed_samples=int(document["consumed_samples"]),
         random={str(name): int(value) for name, value in document["random"].items()},
         precision=str(document["precision"]),
         losses=tuple((int(step), math.nan if loss is None else float(loss)) for step, loss in document["losses"]),
-        config=dict(document["config"]),
+        config=config,
         loss_scale={str(name): float(value) for name, value in document.get("loss_scale", {}).items()},
         skipped=tuple((int(first), int(stop)) for first, stop in document.get("skipped", [])),
         data=None if document.get("data") is None else DataIdentity.from_dict(document["data"]),
@@ -168,8 +174,6 @@ def _manifest(document: dict[str, Any]) -> Manifest:
             for change in document.get("data_changes", [])
         ),
     )
-    files = {_plain_name(name): int(size) for name, size in document["files"].items()}
-    chunks = tuple(_decoded_chunk(entry, files) for entry in document["chunks"])
     applied = {str(name): int(count) for name, count in document["applied_updates"].items()}
     return Manifest(str(document["code_version"]), run, applied, files, chunks)
 

@@ -60,6 +60,9 @@ class ModelConfig:
     """Step size of the biases that balance the experts: after each step, an expert's bias falls if it received more
     than its share of the tokens and rises if it received less. The bias affects only which experts are chosen. 0 turns
     balancing off."""
+    expert_bias: Literal["shares", "scores"] = "shares"
+    """What the biases that balance the experts are added to when a token's experts are chosen. shares: the softmax
+    over the scores of all experts (Wang et al. 2024). scores: the scores themselves, as in version 0.1."""
     max_positions: int = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
     normalization: Literal["layer_norm", "rms_norm"] = "layer_norm"

@@ -20,6 +20,7 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
 }
 _BERTS = {"post": ("bert", "Bert"), "pre": ("megatron-bert", "MegatronBert")}
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -61,7 +62,7 @@ def _gpt(model: ModelConfig) -> dict[str, Any]:
     if model.positions == "learned":
         return _gpt2(model)
     if model.num_experts is not None:
-        family = "mixtral"
+        family = "ernie4_5_moe" if model.balances_experts else "mixtral"
     elif model.qk_norm:
         family = "qwen3"
     elif model.bias == "qkv":
@@ -124,6 +125,18 @@ def _own_fields(model: ModelConfig, family: str) -> dict[str, Any]:
             "sliding_window": model.sliding_window,
             "num_local_experts": model.num_experts,
             "num_experts_per_tok": model.experts_per_token,
+        }
+    if family == "ernie4_5_moe":
+        return {
+            "use_bias": False,
+            "moe_intermediate_size": model.ffn_size,
+            "moe_num_experts": model.num_experts,
+            "moe_k": model.experts_per_token,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": model.num_layers - 1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
         }
     if family in ("qwen2", "qwen3"):
         return {"use_sliding_window": False}

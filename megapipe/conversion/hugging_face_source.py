@@ -23,7 +23,7 @@ from megapipe.models.gpt_hugging_face import WeightMappingError
 
 
 class HuggingFaceSource:
-    """The model of a folder of GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, BERT or MegatronBert, weights alone.
+    """The model of a folder of a family that docs/conversion.md lists, weights alone.
 
     Raises CheckpointError for a folder that is incomplete, unreadable or of another model, and for what a hostile one
     may try.

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from megapipe.conversion.target import TargetOptions
 from megapipe.conversion.tensor_stream import TensorStream
 from megapipe.conversion.tokenizer_files import exported_tokenizer
 
-_BIAS = ".mlp.router.bias"
 GENERATION = "generation_config.json"
 _Described = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of one of their tensors."""
@@ -37,13 +35,8 @@ class HuggingFaceTarget:
                 f"weights are stored as {', '.join(sorted(dtypes))}; a Hugging Face folder has one type: choose it "
                 "with --precision"
             )
-        # No family has biases that balance experts; where they are zero the model is the same without them.
-        balances = contents.model.balances_experts
-        model = replace(contents.model, expert_balance_rate=0.0) if balances else contents.model
-        self._biases = frozenset(each.name for each in contents.tensors if balances and each.name.endswith(_BIAS))
-        contents = replace(contents, tensors=tuple(each for each in contents.tensors if each.name not in self._biases))
-        self._config = exported_config(model, dtypes.pop())
-        self._pairs = exported_pairs(model, self._config)
+        self._config = exported_config(contents.model, dtypes.pop())
+        self._pairs = exported_pairs(contents.model, self._config)
         self._check(contents)
         self._shards = self._planned(contents, options.max_shard_bytes)
         self._files = [_file_name(number, len(self._shards)) for number in range(len(self._shards))]
@@ -54,14 +47,6 @@ class HuggingFaceTarget:
         self._next = 0
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
-        if tensor.name in self._biases:
-            if values.any():
-                raise CheckpointError(
-                    f"{tensor.name} is not zero: this model was trained with model.expert_balance_rate above 0, and "
-                    f"transformers' {self._config['model_type']} has no biases that balance experts; train with "
-                    "model.expert_balance_rate 0 to export it, or keep it in the megapipe format"
-                )
-            return
         pair = self._pairs[tensor.name]
         for name, part in zip(pair.theirs, pair.part(values), strict=True):
             if self._stream is None or self._stream.full:

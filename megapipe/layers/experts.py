@@ -35,7 +35,9 @@ class Experts(nn.Module, OnShards):
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
-        self.router = Router(within(shapes, "router"), model.experts_per_token, model.normalize_expert_shares)
+        self.router = Router(
+            within(shapes, "router"), model.experts_per_token, model.normalize_expert_shares, model.expert_bias
+        )
         self.up = GroupedLinear(within(shapes, "up"))
         self.down = GroupedLinear(within(shapes, "down"))
         self.activation = model.activation

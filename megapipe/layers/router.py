@@ -1,7 +1,7 @@
 """Which experts a token goes to, and with what shares (Shazeer et al. 2017, arXiv 1701.06538, section 2.1)."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,21 @@ class Router(SplitModule, OnShards):
 
     Every tensor rank has the whole weight [experts, h] and the same tokens, and so the same scores; where tokens are
     sharded each scores its own. shapes: of `weight` and, where loads are evened out, of `bias` [experts], which is
-    added to the scores when experts are chosen and in nothing else (Wang et al. 2024, arXiv 2408.15664, equation 3;
-    theirs is added behind the softmax). The bias's gradient is not the loss's: it is how many more tokens than its
-    share each expert got, times the number of experts, a sum over tokens as other gradients are.
+    added to the softmax of the scores when experts are chosen and in nothing else (Wang et al. 2024, arXiv 2408.15664,
+    equation 3). biased: "scores" adds it to the scores instead, as version 0.1 did. The bias's gradient is not the
+    loss's: it is how many more tokens than its share each expert got, times the number of experts, a sum over tokens
+    as other gradients are.
     """
 
     partial = ("weight", "bias")
 
-    def __init__(self, shapes: Shapes, choices: int, normalize: bool) -> None:
+    def __init__(self, shapes: Shapes, choices: int, normalize: bool, biased: Literal["shares", "scores"]) -> None:
         super().__init__()
         self.weight = empty_parameter(shapes["weight"])
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
         self.choices = choices
         self.normalize = normalize
+        self.biased = biased
 
     def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
         """(shares, experts) [b, s, choices] for x [b, s, h]: of each token the experts that it goes to, int64, the
@@ -46,7 +48,9 @@ class Router(SplitModule, OnShards):
             record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
             record.saved, record.again = ((x.detach(),), None) if again is None else (again.sources, again)
             scores = _Probed.apply(x, record.probe, self.weight.detach())
-        ranked = scores.detach() if self.bias is None else scores.detach() + self.bias.detach()
+        ranked = scores.detach()
+        if self.bias is not None:
+            ranked = (ranked.softmax(-1) if self.biased == "shares" else ranked) + self.bias.detach()
         experts = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : self.choices].contiguous()
         if self.bias is not None:
             load = self._load(experts)

@@ -1,4 +1,4 @@
-"""Weights of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3 as canonical tensors, and back.
+"""Weights of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 and Ernie 4.5 as canonical tensors, and back.
 
 Every conversion is a permutation of elements, so that it carries gradients and optimizer moments as well as weights.
 """
@@ -15,7 +15,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.costs.gpt import gpt_layers
 from megapipe.costs.parameters import ParameterSpec
 
-Family = Literal["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"]
+Family = Literal["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "ernie4_5_moe"]
 
 Join = Callable[[Sequence[Tensor]], Tensor]
 Part = Callable[[Tensor], Sequence[Tensor]]
@@ -51,8 +51,12 @@ _LLAMA_BLOCK = {
     "mlp.down": ("mlp.down_proj",),
 }
 
-_MIXTRAL_EXPERT = {"mlp.up": ("w1", "w3"), "mlp.down": ("w2",)}
-"""As files have them: transformers stacks the experts when it reads them."""
+_EXPERTS: Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {
+    "mixtral": ("block_sparse_moe", {"mlp.up": ("w1", "w3"), "mlp.down": ("w2",)}),
+    "ernie4_5_moe": ("mlp", {"mlp.up": ("gate_proj", "up_proj"), "mlp.down": ("down_proj",)}),
+}
+"""Family -> the module of router and experts, and the matrices of an expert. Files have experts one by one:
+transformers stacks them when it reads them."""
 
 
 class WeightMappingError(ValueError):
@@ -158,29 +162,37 @@ def _correspondence(spec: ParameterSpec, model: ModelConfig, family: Family) -> 
     _, _, inner = spec.name.partition("blocks.")
     index, _, path = inner.partition(".")
     module, _, leaf = path.rpartition(".")
-    if family == "mixtral" and path.startswith("mlp."):
-        return _mixtral_correspondence(spec, f"model.layers.{index}.block_sparse_moe", module, leaf, model)
+    if family in _EXPERTS and path.startswith("mlp."):
+        return _expert_correspondence(spec, f"model.layers.{index}", module, leaf, model, family)
     if module not in block or (module == "mlp.up" and (model.activation == "swiglu") == (family == "gpt2")):
         raise _no_place(spec, family)
     if model.num_experts is not None and path.startswith("mlp."):
         raise _no_place(spec, family)
     prefix = "transformer.h" if family == "gpt2" else "model.layers"
     theirs = tuple(f"{prefix}.{index}.{name}.{leaf}" for name in block[module])
-    join, part = query_key_value(model, fused=len(theirs) == 1) if module == "attention.qkv" else _stacked(len(theirs))
+    if module == "attention.qkv":
+        join, part = query_key_value(model, fused=len(theirs) == 1, interleaved=family == "ernie4_5_moe")
+    else:
+        join, part = _stacked(len(theirs))
     if family == "gpt2" and leaf == "weight" and not module.endswith("norm"):
         return Correspondence(spec, theirs, lambda parts: join([parts[0].t()]), lambda ours: [part(ours)[0].t()])
     return Correspondence(spec, theirs, join, part)
 
 
-def _mixtral_correspondence(
-    spec: ParameterSpec, prefix: str, module: str, leaf: str, model: ModelConfig
+def _expert_correspondence(
+    spec: ParameterSpec, layer: str, module: str, leaf: str, model: ModelConfig, family: str
 ) -> Correspondence:
     """Router and experts. Theirs come one by one, gate and up apart."""
+    folder, matrices = _EXPERTS[family]
+    prefix = f"{layer}.{folder}"
     if leaf == "weight" and module == "mlp.router":
         return Correspondence(spec, (f"{prefix}.gate.weight",), only, alone)
+    if leaf == "bias" and module == "mlp.router" and family == "ernie4_5_moe":
+        name = f"{prefix}.moe_statics.e_score_correction_bias"
+        return Correspondence(spec, (name,), lambda parts: parts[0][0], lambda ours: [ours[None]])
     if leaf != "weight" or model.num_experts is None or model.activation != "swiglu":
-        raise _no_place(spec, "mixtral")
-    names = _MIXTRAL_EXPERT[module]
+        raise _no_place(spec, family)
+    names = matrices[module]
     theirs = tuple(f"{prefix}.experts.{expert}.{name}.weight" for expert in range(model.num_experts) for name in names)
     leading = spec.shape[: 1 if len(names) == 1 else 2]
 
@@ -197,11 +209,19 @@ def _no_place(spec: ParameterSpec, family: str) -> WeightMappingError:
     )
 
 
-def query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Part]:
-    """(kv groups, query heads per group + 2, head_dim, ...) from and to query, key and value, in one or three."""
+def query_key_value(model: ModelConfig, fused: bool, interleaved: bool = False) -> tuple[Join, Part]:
+    """(kv groups, query heads per group + 2, head_dim, ...) from and to query, key and value, in one or three.
+
+    interleaved: theirs rotates channels 2i and 2i + 1 of a head together, ours i and i + head_dim / 2.
+    """
     groups, width = model.kv_heads, model.head_dim
     heads = model.num_heads // groups
     rows = [model.num_heads * width, groups * width, groups * width]
+
+    def regrouped(pieces: Sequence[Tensor], *pairs: int) -> list[Tensor]:
+        """Queries and keys with the two indices of a channel exchanged; values as they are."""
+        *rotated, value = pieces
+        return [*(each.unflatten(2, pairs).transpose(2, 3).flatten(2, 3) for each in rotated), value]
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         pieces = parts[0].split(rows) if fused else parts
@@ -209,10 +229,11 @@ def query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Part]:
             piece.reshape(groups, count, width, *piece.shape[1:])
             for piece, count in zip(pieces, (heads, 1, 1), strict=True)
         ]
-        return torch.cat(shaped, dim=1)
+        return torch.cat(regrouped(shaped, width // 2, 2) if interleaved else shaped, dim=1)
 
     def part(ours: Tensor) -> Sequence[Tensor]:
-        pieces = [piece.flatten(0, 2) for piece in ours.split([heads, 1, 1], dim=1)]
+        shaped = ours.split([heads, 1, 1], dim=1)
+        pieces = [piece.flatten(0, 2) for piece in (regrouped(shaped, 2, width // 2) if interleaved else shaped)]
         return [torch.cat(pieces)] if fused else pieces
 
     return join, part

@@ -154,11 +154,6 @@ def _run(
             f"take about {eager_cost(replica.schedule):.0%} longer than with lazy, which needs a second gradient "
             "buffer"
         )
-    if config.model.balances_experts:
-        say(
-            f"note: experts are balanced by biases (model.expert_balance_rate {config.model.expert_balance_rate}), "
-            "which no transformers model supports; set model.expert_balance_rate 0 if you want to export the model"
-        )
     weights = list(config.data.blend.values())
     if weights and config.data.order == "keyed" and weights_are_rounded(weights):
         say(

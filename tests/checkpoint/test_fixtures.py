@@ -2,16 +2,20 @@
 
 import json
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from megapipe.checkpoint import save
+from megapipe.checkpoint import CheckpointError, read_manifest, save
+from megapipe.checkpoint.fit import check_run, model_differences
 from megapipe.config.run import PretrainConfig
+from megapipe.data.identity import data_identity
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.hardware.reader import load_hardware
 from megapipe.schedules.text import dumps, loads
 from megapipe.training.families import family_of
+from megapipe.training.generation_request import trained_config
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer, checkpoint_directory
 from tests.checkpoint.runs import RankOutcome, train, whole_tensors
@@ -48,6 +52,22 @@ def test_a_checkpoint_of_0_1_resumes_bit_for_bit(tmp_path: Path, name: str) -> N
     warnings = [line for line in old[0].said if line.startswith("warning: ")]
     assert len(warnings) == 1
     assert "does not record which data it was trained on" in warnings[0]
+
+
+def test_experts_of_0_1_are_not_chosen_by_another_rule(tmp_path: Path) -> None:
+    """0.1 added the balancing biases to the scores, and stored no field that said so."""
+    path = FOLDER / "experts/checkpoints/step-00000004"
+    manifest, config = read_manifest(path), configuration("experts", tmp_path)
+    data = data_identity(config.data)
+    assert check_run(path, manifest, config, data).reported == ()
+    config.model = replace(config.model, expert_bias="shares")
+    with pytest.raises(CheckpointError, match=r"model\.expert_bias is 'shares' and was 'scores'; set that back"):
+        check_run(path, manifest, config, data)
+    assert "model.expert_bias is 'shares' here and 'scores' in the checkpoint" in model_differences(
+        manifest, asdict(config.model)
+    )
+    assert trained_config(manifest.run).model.expert_bias == "scores"
+    assert "expert_bias" not in read_manifest(FOLDER / "gpt/checkpoints/step-00000004").run.config["model"]
 
 
 def test_a_schedule_of_0_1_is_read() -> None:

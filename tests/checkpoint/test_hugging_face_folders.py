@@ -25,7 +25,7 @@ from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.toy import alone
-from tests.models.hugging_face import CASES, Case
+from tests.models.hugging_face import CASES, FOLDERS, Case
 from tests.support.gpt_runs import Shard, assembled, shards
 from tests.support.meshes import run_threads
 
@@ -69,6 +69,23 @@ def check(found: dict[str, torch.Tensor], case: Case) -> None:
 def test_every_family(tmp_path: Path, folders: dict[str, Path], name: str) -> None:
     case = CASES[name]()
     check(assembled([initial(alone(), make(tmp_path, case.model, folders[name]))]), case)
+
+
+def test_balanced_experts_with_any_rate(tmp_path: Path) -> None:
+    """Files do not store the rate. Without biases, the model would choose other experts."""
+    case = FOLDERS["ernie4_5_moe"]()
+    case.theirs.save_pretrained(tmp_path / "theirs")
+    files = safetensors.torch.load_file(tmp_path / "theirs" / SINGLE)
+    wanted = from_hugging_face(files, case.model, case.family)
+    assert wanted["blocks.1.mlp.router.bias"].abs().min() > 0
+    config = make(tmp_path / "run", replace(case.model, expert_balance_rate=0.02), tmp_path / "theirs")
+    found = assembled(run_threads({"tensor": 2, "pipeline": 2}, initial, config))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    config.model = replace(case.model, expert_balance_rate=0.0)
+    with pytest.raises(CheckpointError, match=r"set model\.expert_balance_rate to 0\.001 \(it is 0\.0\)"):
+        initial(alone(), config)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

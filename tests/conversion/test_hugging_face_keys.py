@@ -25,7 +25,7 @@ FAMILIES = [
     "mistral",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("gpt2", "llama", "mixtral", "qwen2", "qwen3", "bert", "megatron_bert")
+        for name in ("gpt2", "llama", "mixtral", "ernie4_5_moe", "qwen2", "qwen3", "bert", "megatron_bert")
     ),
 ]
 OF_4 = {
@@ -67,6 +67,8 @@ CHANGES: dict[str, list[Any]] = {
         {"rope_type": "default", "rope_theta": 40.0, "partial_rotary_factor": 0.5},
     ],
     "num_experts_per_tok": [1, 3],
+    "moe_k": [1, 3, 4],
+    "moe_layer_end_index": [0, -1, 5],
     "id2label": [{"0": "A", "1": "B", "2": "C"}],
     "label2id": [{"A": 0, "B": 1, "C": 2}],
     "problem_type": ["regression"],

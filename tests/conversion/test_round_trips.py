@@ -42,7 +42,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 FAMILIES = [
-    name if name in ("gpt2", "llama", "mixtral", "bert") else pytest.param(name, marks=pytest.mark.exhaustive)
+    name
+    if name in ("gpt2", "llama", "mixtral", "ernie4_5_moe", "bert")
+    else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in (*FOLDERS, *BERTS)
 ]
 
@@ -76,6 +78,8 @@ def test_the_exported_configuration_is_the_one_that_was_read(trip: tuple[str, Pa
     told = {**before.to_dict()}
     if told.get("n_inner", 0) is None:  # GPT-2 for four times the width
         told["n_inner"] = 4 * told["n_embd"]
+    if "moe_intermediate_size" in told:  # no layer is without experts, so the other width is of nothing
+        del told["intermediate_size"]
     for name, value in after.to_dict().items():
         if name in told and name not in ignored:
             assert value == told[name], name
@@ -162,26 +166,63 @@ def test_a_model_that_no_family_has_is_refused_with_the_fields(changes: dict[str
     assert told in str(raised.value)
 
 
-@pytest.mark.parametrize("bias", [0.0, 0.5])
-def test_balanced_experts_are_exported_where_their_biases_are_zero(
-    bias: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    theirs_of("mixtral").save_pretrained(tmp_path / "theirs")
-    source = HuggingFaceSource(tmp_path / "theirs")
-    model = replace(source.contents.model, expert_balance_rate=ModelConfig().expert_balance_rate)
+def balanced(folder: Path, **changes: object) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A model whose experts are balanced, with Mixtral's random weights and random biases, and its checkpoint."""
+    theirs_of("mixtral").save_pretrained(folder / "theirs")
+    source = HuggingFaceSource(folder / "theirs")
+    model = replace(source.contents.model, expert_balance_rate=ModelConfig().expert_balance_rate, **changes)
     values = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
-    values |= {f"blocks.{block}.mlp.router.bias": torch.full((4,), bias) for block in range(2)}
+    generator = torch.Generator().manual_seed(0)
+    values |= {f"blocks.{block}.mlp.router.bias": torch.randn(4, generator=generator) for block in range(2)}
     described = tuple(StoredTensor(name, "weights", tuple(each.shape), "F32") for name, each in values.items())
-    target = MegapipeTarget(tmp_path / "ours", Contents(model, described))
+    target = MegapipeTarget(folder / "ours", Contents(model, described))
     for tensor in described:
         target.add(tensor, values[tensor.name])
     target.finish()
-    status = main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")])
-    if bias:
-        assert status == 2
-        assert "train with model.expert_balance_rate 0 to export it" in capsys.readouterr().err
-        assert not (tmp_path / "back").exists()
-    else:
-        assert status == 0
-        for found, expected in logits_of(tmp_path / "back", model, values):
-            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    return model, values
+
+
+def test_a_model_with_balanced_experts_is_exported(tmp_path: Path) -> None:
+    model, values = balanced(tmp_path)
+    assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 0
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "ernie4_5_moe"
+    ((found, expected),) = logits_of(tmp_path / "back", model, values)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    ((without, _),) = logits_of(tmp_path / "theirs", replace(model, expert_balance_rate=0.0), values)
+    assert (found - without).abs().max() > 0.1 * expected.abs().max(), "the biases decided nothing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"expert_bias": "scores"}, "set model.expert_bias to 'shares'"),
+        ({"sliding_window": 7}, "set model.sliding_window to None"),
+        ({"normalize_expert_shares": False}, "set model.normalize_expert_shares to True"),
+    ],
+    ids=str,
+)
+def test_balanced_experts_that_ernie_lacks_are_refused(
+    changes: dict[str, object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    balanced(tmp_path, **changes)
+    assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_router_and_biases_may_be_fp32_beside_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As transformers saves an Ernie that it loaded in bf16."""
+    theirs, ours, back = (str(tmp_path / name) for name in ("theirs", "ours", "back"))
+    theirs_of("ernie4_5_moe").save_pretrained(tmp_path / "fp32")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    load(tmp_path / "fp32", dtype=torch.bfloat16).save_pretrained(theirs)
+    stored = tensors_of(tmp_path / "theirs")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
+    assert main(["convert", theirs, "--to", "megapipe", ours]) == 0
+    assert main(["convert", ours, "--to", "hf", back]) == 2
+    assert "choose it with --precision" in capsys.readouterr().err
+    assert main(["convert", ours, "--to", "hf", back, "--precision", "fp32"]) == 0
+    found = tensors_of(tmp_path / "back")
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(found[name], tensor.float()), name

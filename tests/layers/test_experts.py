@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from transformers import MixtralConfig
+from transformers import Ernie4_5_MoeConfig, MixtralConfig
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from megapipe.config.model import ModelConfig
@@ -74,10 +75,36 @@ def test_outputs_and_gradients_are_those_of_mixtral() -> None:
         torch.testing.assert_close(found.reshape(parameter.shape), parameter.grad, **close)
 
 
+def test_experts_and_shares_are_those_of_ernie() -> None:
+    """Its biases are added to the softmax of the scores; added to the scores, most of these would choose otherwise."""
+    config = Ernie4_5_MoeConfig(hidden_size=32, moe_num_experts=8, moe_k=3)
+    theirs = Ernie4_5_MoeTopKRouter(config)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in theirs.parameters():
+        parameter.data.normal_(0.0, 0.3, generator=generator)
+    model = small_model(**LLAMA, num_experts=8, experts_per_token=3, ffn_hidden_size=24)
+    block = block_of(model, torch.float32)
+    router = experts_of(block).router
+    block.parameters()["blocks.0.mlp.router.weight"].copy_(theirs.weight)
+    block.parameters()["blocks.0.mlp.router.bias"].copy_(theirs.moe_statics.e_score_correction_bias[0])
+    x = drawn(4, 50, 32).float()
+    scores, expected, chosen = theirs(x.flatten(0, 1))
+    shares, experts = router(x, None)
+    assert torch.equal(experts.flatten(0, 1), chosen)
+    torch.testing.assert_close(shares.flatten(0, 1), expected)
+    router.biased = "scores"
+    other = (scores + theirs.moe_statics.e_score_correction_bias).topk(3).indices
+    assert torch.equal(router(x, None)[1].flatten(0, 1), other)
+    assert (other != chosen).any(-1).float().mean() > 0.5
+
+
 def every_expert_on_every_token(weights: dict[str, Tensor], model: ModelConfig, x: Tensor) -> Tensor:
     """The definition: all experts' results, weighed by shares that are 0 for those not chosen."""
     scores = x @ weights["router.weight"].t()
-    ranked = scores + weights.get("router.bias", torch.zeros(()))
+    if "router.bias" not in weights:
+        ranked = scores
+    else:
+        ranked = (scores if model.expert_bias == "scores" else scores.softmax(-1)) + weights["router.bias"]
     kth = ranked.sort(dim=-1, descending=True).values[..., model.experts_per_token - 1 :][..., :1]
     chosen = ranked >= kth
     if model.normalize_expert_shares:
@@ -110,9 +137,10 @@ def every_expert_on_every_token(weights: dict[str, Tensor], model: ModelConfig, 
     shape=st.sampled_from(sorted(SHAPES)),
     normalize=st.booleans(),
     pull=st.sampled_from([0.0, 50.0]),
+    rule=st.sampled_from(["shares", "scores"]),
 )
 def test_any_shape_equals_every_expert_on_every_token(
-    number: int, choices: int, tokens: int, shape: str, normalize: bool, pull: float
+    number: int, choices: int, tokens: int, shape: str, normalize: bool, pull: float, rule: Any
 ) -> None:
     """pull: the last expert's bias, so large that all tokens go there, and none by choice to the first."""
     choices = min(choices, number)
@@ -122,6 +150,7 @@ def test_any_shape_equals_every_expert_on_every_token(
         experts_per_token=choices,
         ffn_hidden_size=24,
         normalize_expert_shares=normalize,
+        expert_bias=rule,
     )
     block = block_of(model)
     weights = {name.removeprefix("blocks.0.mlp."): value for name, value in block.parameters().items()}

@@ -186,6 +186,33 @@ def mixtral() -> Case:
     return Case("mixtral", model, _drawn(transformers.MixtralForCausalLM(config)))
 
 
+def ernie4_5_moe() -> Case:
+    """Two of four experts for every token, chosen with biases; heads wider than hidden / heads. Files as Mixtral's."""
+    config = _decoder_config(
+        transformers.Ernie4_5_MoeConfig,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=48,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        experts_implementation="eager",
+    )
+    model = ModelConfig(
+        **SIZES,
+        **{**DECODER, "ffn_hidden_size": 48},
+        num_kv_heads=2,
+        head_size=32,
+        bias="none",
+        num_experts=4,
+    )
+    return Case("ernie4_5_moe", model, _drawn(transformers.Ernie4_5_MoeForCausalLM(config)))
+
+
 CASES = {case.__name__: case for case in (gpt2, llama, llama_linear, mistral, qwen2, qwen3)}
-FOLDERS = {**CASES, "mixtral": mixtral}
-"""Also the family whose files are not its state dict."""
+FOLDERS = {**CASES, "mixtral": mixtral, "ernie4_5_moe": ernie4_5_moe}
+"""Also the families whose files are not their state dict."""

@@ -75,6 +75,8 @@ def test_weights_come_back_as_they_went() -> None:
         ({"expert_balance_rate": 0.001}, "mixtral", r"mlp\.router\.bias"),
         ({"activation": "gelu"}, "mixtral", r"mlp\.up\.weight"),
         ({"num_experts": None}, "mixtral", r"mlp\.up\.weight"),
+        ({"num_experts": None}, "ernie4_5_moe", r"mlp\.up\.weight"),
+        ({"bias": "all"}, "ernie4_5_moe", r"mlp\.up\.bias"),
         ({}, "llama", r"mlp\.router\.weight"),
         ({}, "qwen3", r"mlp\.router\.weight"),
     ],

@@ -14,6 +14,7 @@ WITHOUT_EFFECT = (
     "tie_embeddings",
     "init_std",
     "scale_residual_init",
+    "expert_bias",
 )
 """Fields of a model that change no layer's time."""
 OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
