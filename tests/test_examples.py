@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -165,3 +166,29 @@ def test_a_parallel_example_starts_as_its_comment_says(path: Path) -> None:
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(line[3])]
     assert str(path) in words
     validate(parse_as(kind, words), int(line[1]))
+
+
+def test_generate_with_transformers_samples_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The most likely continuation of a small model repeats itself; a sample of the same seed is always the same."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `hf`)")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(200)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(tmp_path)
+    transformers.set_seed(0)
+    shape = {"vocab_size": 200, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "eos_token_id": None}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(tmp_path)
+
+    def printed(*arguments: str) -> str:
+        program = str(ROOT / "examples/generate_with_transformers.py")
+        monkeypatch.setattr("sys.argv", [program, str(tmp_path), "w1 w2", *arguments])
+        runpy.run_path(program, run_name="__main__")
+        return capsys.readouterr().out
+
+    sample, greedy = printed(), printed("0")
+    assert printed() == sample
+    assert printed("0.7") == sample
+    assert len(set(sample.split())) > 3 * len(set(greedy.split()))

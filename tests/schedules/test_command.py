@@ -63,6 +63,18 @@ def test_compare_shows_every_schedule_or_why_not(capsys):
     assert "use at least 4 micro-batches" in output(capsys, "compare", "--microbatches", "2")
 
 
+def test_compare_gives_times_per_step_and_marks_the_steps(capsys):
+    flags = ("compare", "--schedule", "1f1b,zb_v,2bw")
+    rows = json.loads(output(capsys, *flags, "--json"))
+    assert [row["steps"] for row in rows] == [1, 1, 4]
+    title, *lines = output(capsys, *flags).split("\n\n")[0].splitlines()
+    assert len(lines) == len(rows)
+    for row, line in zip(rows, lines, strict=True):
+        cells = dict(zip(title.split(), line.split(), strict=False))
+        assert (cells["schedule"], cells["steps"]) == (row["schedule"], str(row["steps"]))
+        assert float(cells["time/step"]) == pytest.approx(row["makespan"] / row["steps"], rel=1e-4)
+
+
 def test_options_reach_the_schedules(capsys):
     for flags in (
         "--schedule interleaved_1f1b --chunks 3 --group-size 5",

@@ -72,6 +72,24 @@ def test_pictures_of_the_guide_are_up_to_date(name):
     assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == picture(name)
 
 
+def shown_data(page):
+    return json.loads(page.partition('<script id="data" type="application/json">')[2].partition("</script>")[0])
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_page_figures_agree_with_its_bars(name):
+    """The figures name the whole axis, and count all idle time that is visible on the busiest rank."""
+    data = shown_data(draw_html(run_of(name, backward_input=1.0, backward_weight=1.0)))
+    figures = {title: value for title, value, _ in data["figures"]}
+    busy = [0.0] * len(data["lines"])
+    for _, rank, lane, _, _, _, _, start, end, *_ in data["bars"]:
+        busy[rank] += end - start if lane == "compute" else 0.0
+    assert float(figures["first to last action"]) == pytest.approx(data["finish"], rel=1e-5)
+    assert float(figures["longest rank"]) <= data["finish"] + 1e-6
+    idle = float(figures["idle from first to last action"].rstrip("%")) / 100
+    assert idle == pytest.approx(data["finish"] / max(busy) - 1, abs=1e-4)
+
+
 def test_page_is_self_contained():
     page = draw_html(run_of("1f1b"))
     assert "@DATA@" not in page
@@ -103,6 +121,7 @@ def test_hovering_an_action_tells_what_it_is(tmp_path):
         )
         page.mouse.move(x, y)
         text = page.inner_text("#tooltip")
+        names = page.inner_text("#ranks").split("rank ")[1:]
         page.mouse.wheel(0, -600)
         page.wait_for_function("view.to - view.from < data.finish * 0.9")
         page.click("#critical")
@@ -110,6 +129,7 @@ def test_hovering_an_action_tells_what_it_is(tmp_path):
         assert page.evaluate("view.to - view.from") == page.evaluate("data.finish")
         browser.close()
     assert errors == []
+    assert [int(each) for each in names] == [0, 1, 2, 3], "every activation curve is named"
     assert "backward, weight half" in text
     assert "BACKWARD_WEIGHT stage 2, micro-batch 3" in text
     assert "rank 2" in text

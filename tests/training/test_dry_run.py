@@ -1,6 +1,7 @@
 """A run of many ranks in one process: rules, schedule, shapes on the meta device, memory by the formulas."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megapipe.config import progress
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
@@ -210,3 +212,18 @@ def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.Captur
         "error: training.precision auto depends on the machine; give --hardware, or set a value",
         "error: recompute.method auto depends on the machine; give --hardware, or set a value",
     ]
+
+
+def test_a_slow_check_shows_its_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name, value in (("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run.yaml").write_text("training: {steps: 1}\n")
+    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
+    assert main(["dry-run", *asked, "--json"], {"dry-run": run_dry_run}) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "checking pipeline coordinates" in captured.err

@@ -19,9 +19,11 @@ from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.recompute_budget import peak_bytes
 from megapipe.planner.runs.validation import data_parallel_size
-from megapipe.training import memory_check
+from megapipe.training import assemble, memory_check
 from megapipe.training.assemble import building_progress
+from megapipe.training.families import family_of
 from megapipe.training.memory_check import Free, Need, Rank, check_memory, free_on_host, memory_problem, needed
+from megapipe.training.replica import Replica
 from tests.support.meshes import run_threads
 
 MODEL = {"vocabulary_size": 512, "num_layers": 4, "hidden_size": 64, "num_heads": 8, "max_positions": 64}
@@ -180,6 +182,15 @@ def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> No
         "building the model: 2 of 6 layers on rank 0, about 6 s left",
         "building the model: 4 of 6 layers on rank 0, about 4 s left",
     ]
+
+
+def test_a_replica_prints_the_progress_of_its_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "BUILDING_SECONDS", 0.0)
+    config, lines = _config(), list[str]()
+    mesh = run_threads({"data": 1}, _itself)[0]
+    Replica(config, mesh, family_of(config).layers, say=lines.append)
+    assert lines
+    assert all(re.fullmatch(r"building the model: \d of 6 layers on rank 0, about \d+ s left", line) for line in lines)
 
 
 @pytest.mark.slow

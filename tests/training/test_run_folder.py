@@ -1,6 +1,7 @@
 """A run's folder records every start: configuration, command, versions and end; no start overwrites an earlier one."""
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,31 @@ def test_three_starts_explain_themselves(tmp_path: Path, corpus: str, monkeypatc
     history = read_losses(tmp_path / "metrics.jsonl")
     assert sorted(history.training) == [1, 2, 3, 4, 5, 6]
     assert [sorted(dropped) for dropped in history.dropped] == [[3, 4]]
+
+
+def test_the_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "megapipe"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr("megapipe.__file__", str(package / "__init__.py"))
+
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+        done = subprocess.run(["git", "-C", tmp_path, *identity, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def recorded() -> str | None:
+        RunFolder(tmp_path, "one", PretrainConfig(), 0, {})
+        commit: str | None = starts(tmp_path)[-1]["git"]
+        return commit
+
+    git("init", "--quiet")
+    assert recorded() is None, "not one of the files of this checkout"
+    git("add", "megapipe")
+    git("commit", "--quiet", "--message=one")
+    assert recorded() == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_text("changed = True\n")
+    assert recorded() == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_a_failed_run_says_why(tmp_path: Path, corpus: str) -> None:

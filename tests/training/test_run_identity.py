@@ -17,7 +17,7 @@ from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.rendezvous import Start, StartError, connect
 from megapipe.training import run_identity as module
 from megapipe.training.folders import locked_folder
-from megapipe.training.run_identity import Fact, agree_on_run, difference, run_identity
+from megapipe.training.run_identity import Fact, Identity, agree_on_run, difference, run_identity
 from tests.support.gpt_runs import write_shard
 from tests.support.ranks import free_port, run_ranks
 
@@ -171,3 +171,25 @@ def test_sources_of_all_packages_are_compared() -> None:
     names = set(module._sources())
     for name in ("training/pretrain.py", "kernels/registry.py"):
         assert f"source megapipe/{name}" in names
+
+
+def test_code_torch_device_and_world_size_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is the only fact that differs where nothing else does."""
+    write_shard(tmp_path)
+    config = start_config(PretrainConfig, tmp_path)
+    sources = {"source megapipe/a.py": "1", "source megapipe/b.py": "2"}
+    monkeypatch.setattr(module, "_sources", lambda: sources)
+    here = run_identity(config, 2, CPU)
+
+    def differing(there: Identity) -> set[str]:
+        absent = Fact("", "")
+        return {name for name in {*here, *there} if here.get(name, absent) != there.get(name, absent)}
+
+    assert differing(run_identity(config, 2, CPU)) == set()
+    assert differing(run_identity(config, 3, CPU)) == {"WORLD_SIZE"}
+    assert differing(run_identity(config, 2, torch.device("meta"))) == {"the kind of device"}
+    sources |= {"source megapipe/b.py": "3"}
+    assert differing(run_identity(config, 2, CPU)) == {"source megapipe/b.py"}
+    sources |= {"source megapipe/b.py": "2"}
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    assert differing(run_identity(config, 2, CPU)) == {"the version of torch"}

@@ -20,10 +20,11 @@ from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.save import Content, save
 from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import StorageWriter
+from megapipe.config.between_steps import CheckpointConfig
 from megapipe.config.reliability import SpikesConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepResult
-from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.parallel.launch import LaunchEnvironment, initialize
 from megapipe.training import evaluation, loop, resume, saving
 from megapipe.training.pretrain import pretrain
 from megapipe.training.saving import Saves
@@ -93,6 +94,15 @@ def test_auto_measures_and_then_saves_as_often_as_it_may(
     assert (found[0], found[-1]) == (10, 40)
     gaps = {after - before for before, after in itertools.pairwise(found)}
     assert gaps <= {1, 2}, "a limit that no save reaches leaves the disk's speed alone, which a step outlasts"
+
+
+def test_a_silent_disk_is_given_up_before_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 must report a save to which no rank writes before its peers take it for lost."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(saving, "BackgroundSaver", lambda *_, **options: given.update(options))
+    for timeout in (0.5, 600.0):
+        Saves(CheckpointConfig(every=1), tmp_path, initialize({}, "cpu"), timeout, lambda line: None)
+        assert 0 < given["patience"] <= 0.75 * timeout
 
 
 def test_minutes(tmp_path: Path, corpus: str) -> None:

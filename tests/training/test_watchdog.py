@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -117,6 +118,12 @@ def test_a_rank_that_ends_leaves_nothing(tmp_path: Path) -> None:
     with Watchdog(WatchdogConfig(floor_seconds=60.0), 0, tmp_path) as heartbeat:
         heartbeat.step(0, "FORWARD")
         assert [path.name for path in (tmp_path / "stacks").iterdir()] == [f"rank-0-pid-{os.getpid()}.txt"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_ends_well_although_its_stacks_file_is_gone(tmp_path: Path) -> None:
+    with Watchdog(WatchdogConfig(floor_seconds=60.0), 0, tmp_path):
+        shutil.rmtree(tmp_path / "stacks")
     assert list(tmp_path.iterdir()) == []
 
 

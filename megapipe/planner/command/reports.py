@@ -136,7 +136,8 @@ def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) ->
             Section(
                 "Speed against memory",
                 pictures["pareto"],
-                "Layouts that no other layout beats in both speed and memory.",
+                "Layouts that no other layout beats in both speed and memory. Their speeds are in closed form, as the "
+                "search compares them; the figures at the top are those of the simulated schedule.",
             )
         )
     found.append(Section("Terms of a step", table_html(["term", "time", "of the step", "source"], terms)))

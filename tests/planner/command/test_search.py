@@ -2,9 +2,11 @@
 
 import json
 import re
+import sys
 
 import pytest
 
+from megapipe.config import progress
 from megapipe.config.load import parse
 from megapipe.planner.command.main import main
 from megapipe.planner.runs.validation import run_problems
@@ -159,6 +161,38 @@ def test_the_report_has_every_part_and_needs_nothing_else(capsys, tmp_path):
     assert not re.findall(r"""(?:src|href)=["'](?!#)""", page)
     assert set(re.findall(r"https?://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}
     assert {each.stem for each in folder.iterdir()} >= {"memory", "breakdown", "pareto"}
+
+
+def test_the_report_names_the_model_and_one_speed(capsys, tmp_path):
+    html = tmp_path / "report.html"
+    output(capsys, "search", *SEARCH, *LENGTH, "--html", str(html))
+    page = html.read_text()
+    title = page.partition("<h1>")[2].partition("</h1>")[0]
+    assert title.startswith("GPT of 6.66B parameters on 16 x ")
+    data = json.loads(page.partition('<script id="data" type="application/json">')[2].partition("</script>")[0])
+    figures = {name: value for name, value, _ in data["figures"]}
+    ranked = page.partition("<h3>The best layouts</h3>")[2]
+    columns = re.findall("<th>(.*?)</th>", ranked.partition("</tr>")[0])
+    cells = re.findall("<td[^>]*>(.*?)</td>", ranked.partition("<tbody>")[2].partition("</tr>")[0])
+    assert figures["tokens/s/device"] == dict(zip(columns, cells, strict=True))["tokens/s/device"]
+    assert float(figures["tokens/s"].replace(",", "")) == pytest.approx(
+        16 * float(figures["tokens/s/device"].replace(",", "")), rel=2e-4
+    )
+    front = page.partition("<h3>Speed against memory</h3>")[2]
+    fastest = re.findall(r">(\d[\d,]*)</text>", front.partition(">1</text>")[2])
+    if figures["tokens/s"] not in fastest:
+        assert "in closed form" in front.partition("<svg")[0], "two speeds of one layout need an explanation"
+
+
+def test_a_slow_search_shows_its_progress(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name, value in (("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["search", *SEARCH, *LENGTH, "--json"], {}) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "searching layouts" in captured.err
 
 
 def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys):
