@@ -148,12 +148,15 @@ def test_no_field_is_set_after_it_was_checked(sandbox: Sandbox, tmp_path: Path) 
         Archive(archived(late_state("argparse.Namespace"), tmp_path / "weights.pt"), sandbox)
 
 
-def tensor_at(offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
-    """A pickle of one tensor of a storage of four floats."""
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+"""Of four floats, in a pickle."""
+
+
+def tensor_at(offset: int, shape: tuple[int, ...], stride: tuple[int, ...], state: bytes = b"") -> bytes:
+    """A pickle of one tensor of a storage of four floats. state: set on it afterwards, in a pickle."""
     parts = b"".join(pickle.dumps(each, 2)[2:-1] for each in (offset, shape, stride, False))
-    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
-    rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + parts + b"ccollections\nOrderedDict\n)RtR"
-    return b"\x80\x02" + rebuilt + b"."
+    rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE + parts + b"ccollections\nOrderedDict\n)RtR"
+    return b"\x80\x02" + rebuilt + state + b"b" * bool(state) + b"."
 
 
 @pytest.mark.parametrize(
@@ -177,6 +180,31 @@ def test_a_tensor_outside_its_storage_is_refused(
     archive = Archive(archived(tensor_at(1, (3,), (1,)), tmp_path / "whole.pt", elements), sandbox)
     assert archive.tensor(archive.value).tolist() == [1.0, 2.0, 3.0]
     archive.close()
+
+
+OUTSIDE = {
+    "before it": (-1000, (4,), (1,)),
+    "after it": (1, (4,), (1,)),
+    "too large": (0, (1 << 40,), (1,)),
+    "beyond 64 bits": (0, (1 << 70,), (1,)),
+}
+
+
+@pytest.mark.parametrize("place", OUTSIDE.values(), ids=OUTSIDE)
+@pytest.mark.parametrize("form", ["arguments", "fields"])
+def test_no_tensor_is_moved_out_of_its_storage_after_it_was_checked(
+    place: tuple[int, tuple[int, ...], tuple[int, ...]], form: str, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """A pickle may set the state of an object that it has built."""
+    parts = b"".join(pickle.dumps(each, 2)[2:-1] for each in place)
+    state = b"(" + STORAGE + parts + b"t"
+    if form == "fields":
+        state = pickle.dumps(dict(zip(("offset", "shape", "stride"), place, strict=True)), 2)[2:-1]
+    path = archived(tensor_at(0, (4,), (1,), state), tmp_path / "weights.pt", [np.arange(4, dtype="<f4").tobytes()])
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=r"weights\.pt is not read"):
+        Archive(path, sandbox)
+    assert time.process_time() - start < 5
 
 
 GOOD = {"dtype": "float32", "start": 64, "num_bytes": 16, "crc32": 0, "offset": 0, "shape": [4], "stride": [1]}
