@@ -61,7 +61,7 @@ def measure(rank: int, store: str, num_bytes: int, count: int, repeats: int, pip
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     mesh = connected_mesh(MeshShape({"pipeline": 2}), torch.device("cpu"))
-    edges = [Edge(0, 1, 0, num_bytes), Edge(1, 0, 1, num_bytes)]
+    edges = [Edge(0, 1, num_bytes), Edge(1, 0, num_bytes)]
     links = {kind: make_links(mesh, edges, kind, timeout=60) for kind in KINDS}
     tensor = torch.zeros(num_bytes, dtype=torch.uint8)
     for _ in range(repeats + 1):  # the first, which warms up, is dropped by whoever reads

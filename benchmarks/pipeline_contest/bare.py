@@ -1,15 +1,14 @@
 """A loop over the same actions that runs the stages and moves tensors, and nothing else: no state, no sums."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
 from megapipe.engine.stage import TensorSpec
 from megapipe.engine.transfers import Boundary, ReceiveSlots, Sender, receive_slots
-from megapipe.engine.wiring import LinkPool
-from megapipe.parallel.links import Edge
+from megapipe.engine.wiring import LinkPool, link_edges
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import Action, Kind
 from pipeline_contest.floor import COMPUTE, Compute
@@ -38,20 +37,26 @@ class _Loop:
         self._outgoing: dict[tuple[bool, int, int], Tensor] = {}
         header, device = schedule.header, setting.mesh.device
         specs = (TensorSpec(tuple(setting.x.shape), setting.x.dtype),)
-        edges = _edges(schedule, setting.x.nbytes)
-        made = pool.links([edge for pair in edges.values() for edge in pair])
+        crossings = [
+            (stage, following)
+            for stage, following in itertools.pairwise(header.routes[0])
+            if schedule.rank_of(stage) != schedule.rank_of(following)
+        ]
+        links = pool.links(link_edges(header, dict.fromkeys(crossings, specs)))
         mine = header.stages_on(setting.rank)
         self._senders: dict[tuple[Kind, int], Sender] = {}
         self._slots: dict[tuple[Kind, int], ReceiveSlots] = {}
-        for (stage, following), (activation, gradient) in edges.items():
+        for stage, following in crossings:
+            source, destination = schedule.rank_of(stage), schedule.rank_of(following)
+            there, back = (Boundary(links[source, destination], specs), Boundary(links[destination, source], specs))
             if stage in mine:
-                self._senders[Kind.SEND_ACTIVATION, stage] = Sender(Boundary(made[activation], specs))
-                boundary, count = Boundary(made[gradient], specs), header.gradient_slots[stage]
-                self._slots[Kind.RECV_GRADIENT, stage] = receive_slots(boundary, count, device)
+                self._senders[Kind.SEND_ACTIVATION, stage] = Sender(there)
+                count = header.gradient_slots[stage]
+                self._slots[Kind.RECV_GRADIENT, stage] = receive_slots(back, count, device)
             if following in mine:
-                self._senders[Kind.SEND_GRADIENT, following] = Sender(Boundary(made[gradient], specs))
-                boundary, count = Boundary(made[activation], specs), header.activation_slots[following]
-                self._slots[Kind.RECV_ACTIVATION, following] = receive_slots(boundary, count, device)
+                self._senders[Kind.SEND_GRADIENT, following] = Sender(back)
+                count = header.activation_slots[following]
+                self._slots[Kind.RECV_ACTIVATION, following] = receive_slots(there, count, device)
 
     def closure(self, action: Action) -> Callable[[], object]:
         """What the loop does for an action."""
@@ -89,21 +94,3 @@ class _Loop:
 
 def _nothing() -> None:
     """What the loop does for sums and updates."""
-
-
-def _edges(schedule: Schedule, num_bytes: int) -> Mapping[tuple[int, int], Sequence[Edge]]:
-    """The same edges as the engine's, so that both use the same links."""
-    crossings = [
-        (stage, following)
-        for stage, following in itertools.pairwise(schedule.header.routes[0])
-        if schedule.rank_of(stage) != schedule.rank_of(following)
-    ]
-    edges = {}
-    for index, (stage, following) in enumerate(crossings):
-        source, target = schedule.rank_of(stage), schedule.rank_of(following)
-        kept, kept_gradients = schedule.header.activation_slots[following], schedule.header.gradient_slots[stage]
-        edges[stage, following] = (
-            Edge(source, target, 2 * index, num_bytes, loans=kept),
-            Edge(target, source, 2 * index + 1, num_bytes, loans=kept_gradients),
-        )
-    return edges

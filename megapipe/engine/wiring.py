@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -11,20 +10,9 @@ from megapipe.engine.stage import Stage, TensorSpec, described
 from megapipe.engine.transfers import Boundary, Sender, Transfers, receive_slots
 from megapipe.parallel.links import Edge, Link, LinkKind, make_links
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.schedule import Connection, Header, Schedule
 
 Specs = tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Two stages that follow each other on different ranks, and what crosses between them."""
-
-    stage: int
-    next_stage: int
-    specs: Specs
-    activation: Edge
-    gradient: Edge
 
 
 class LinkPool:
@@ -37,21 +25,27 @@ class LinkPool:
         self._mesh = mesh
         self._kind: LinkKind = kind
         self._timeout = timeout
-        self._asked: set[Edge] = set()
-        self._links: dict[Edge, Link] = {}
+        self._edges: dict[Connection, Edge] = {}
+        self._links: dict[Connection, Link] = {}
+        self._made: list[Link] = []
 
-    def links(self, edges: Sequence[Edge]) -> Mapping[Edge, Link]:
-        """At least this rank's ends of `edges`. A collective call over the pipeline group."""
-        new = [edge for edge in edges if edge not in self._asked]
-        self._asked.update(new)
-        self._links |= make_links(self._mesh, new, self._kind, timeout=self._timeout)
-        return self._links
+    def links(self, edges: Sequence[Edge]) -> Mapping[Connection, Link]:
+        """At least this rank's ends of `edges`, by source and destination. A collective call over the pipeline group.
+
+        A link that an earlier engine was given is used again if it is large enough.
+        """
+        new = [edge for edge in edges if edge.pair not in self._edges or not self._edges[edge.pair].serves(edge)]
+        self._edges |= {edge.pair: edge for edge in new}
+        made = make_links(self._mesh, new, self._kind, timeout=self._timeout)
+        self._made += made.values()
+        self._links |= {edge.pair: link for edge, link in made.items()}
+        return dict(self._links)
 
     def close(self) -> None:
         """Release what the links hold. Peers may still receive what was sent; who waits for more is told of an end."""
-        for link in self._links.values():
+        for link in self._made:
             link.close()
-        self._links = {}
+        self._made, self._links, self._edges = [], {}, {}
 
 
 def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: LinkPool) -> Transfers:
@@ -64,32 +58,48 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
     for part in pipeline.all_gather_object({s: (stage.inputs, stage.outputs) for s, stage in stages.items()}):
         shapes.update(part)
     crossings = _crossings(schedule, shapes)
-    by_stages = {(each.stage, each.next_stage): each.activation for each in crossings}
-    by_stages |= {(each.next_stage, each.stage): each.gradient for each in crossings}
-    links = pool.links([by_stages[connection] for connection in schedule.header.connections])
+    links = pool.links(link_edges(schedule.header, crossings))
     header, device = schedule.header, mesh.device
     training = header.mode == "train"
     transfers = Transfers({}, {}, {}, {})
-    for crossing in crossings:
-        grads = tuple(spec for spec in crossing.specs if spec.requires_grad)
-        if crossing.stage in stages:
-            transfers.send_activation[crossing.stage] = Sender(Boundary(links[crossing.activation], crossing.specs))
+    for (stage, following), specs in crossings.items():
+        source, destination = header.stages[stage].rank, header.stages[following].rank
+        grads = tuple(spec for spec in specs if spec.requires_grad)
+        if stage in stages:
+            transfers.send_activation[stage] = Sender(Boundary(links[source, destination], specs))
             if training:
-                boundary = Boundary(links[crossing.gradient], grads)
-                slots = header.gradient_slots[crossing.stage]
-                transfers.receive_gradient[crossing.stage] = receive_slots(boundary, slots, device)
-        if crossing.next_stage in stages:
-            boundary = Boundary(links[crossing.activation], crossing.specs)
-            slots = header.activation_slots[crossing.next_stage]
-            transfers.receive_activation[crossing.next_stage] = receive_slots(boundary, slots, device)
+                boundary = Boundary(links[destination, source], grads)
+                transfers.receive_gradient[stage] = receive_slots(boundary, header.gradient_slots[stage], device)
+        if following in stages:
+            boundary = Boundary(links[source, destination], specs)
+            slots = header.activation_slots[following]
+            transfers.receive_activation[following] = receive_slots(boundary, slots, device)
             if training:
-                transfers.send_gradient[crossing.next_stage] = Sender(Boundary(links[crossing.gradient], grads))
+                transfers.send_gradient[following] = Sender(Boundary(links[destination, source], grads))
     return transfers
 
 
-def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) -> list[Crossing]:
-    """Every boundary between ranks, in one order on all of them; its number tells its links' channels apart."""
-    crossings: dict[tuple[int, int], Crossing] = {}
+def link_edges(header: Header, crossings: Mapping[tuple[int, int], Specs]) -> list[Edge]:
+    """The edges of a schedule's links, in the order in which they are connected.
+
+    crossings: of each two stages that follow one another on different ranks, what crosses between them.
+    """
+    size, loans = dict.fromkeys(header.connections, 0), dict.fromkeys(header.connections, 0)
+    for (stage, following), specs in crossings.items():
+        source, destination = header.stages[stage].rank, header.stages[following].rank
+        for pair, slots in (
+            ((source, destination), header.activation_slots[following]),
+            ((destination, source), header.gradient_slots[stage]),
+        ):
+            if pair in size:
+                size[pair] = max([size[pair], *map(_bytes, specs)])
+                loans[pair] += slots * len(specs)
+    return [Edge(*pair, size[pair], loans=loans[pair]) for pair in header.connections]
+
+
+def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) -> dict[tuple[int, int], Specs]:
+    """What crosses at every boundary between ranks, by the stages on both sides."""
+    crossings: dict[tuple[int, int], Specs] = {}
     for route in schedule.header.routes:
         for stage, following in itertools.pairwise(route):
             outputs, inputs = shapes[stage][1], shapes[following][0]
@@ -98,21 +108,9 @@ def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) ->
                     f"stage {stage} returns {described(outputs)} but stage {following} expects {described(inputs)}; "
                     "both ends of a boundary must declare the same tensors"
                 )
-            source, destination = schedule.rank_of(stage), schedule.rank_of(following)
-            if source == destination or (stage, following) in crossings:
-                continue
-            channel = 2 * len(crossings)
-            size = max((_bytes(spec) for spec in outputs), default=0)
-            kept = schedule.header.activation_slots[following] * len(outputs)
-            kept_gradients = schedule.header.gradient_slots[stage] * len(outputs)
-            crossings[stage, following] = Crossing(
-                stage,
-                following,
-                outputs,
-                Edge(source, destination, channel, size, loans=kept),
-                Edge(destination, source, channel + 1, size, loans=kept_gradients),
-            )
-    return list(crossings.values())
+            if schedule.rank_of(stage) != schedule.rank_of(following):
+                crossings[stage, following] = outputs
+    return crossings
 
 
 def _bytes(spec: TensorSpec) -> int:

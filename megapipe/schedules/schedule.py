@@ -15,7 +15,7 @@ FORMAT_VERSION: Final = 1
 
 Mode = Literal["train", "forward"]
 Connection = tuple[int, int]
-"""Sending and receiving stage of a link between two ranks."""
+"""Sending and receiving rank of a link."""
 NumericalClass = Literal["A", "B", "C"]
 SectionName = Literal["prologue", "body", "epilogue"]
 KINDS: Final = {int(kind): kind for kind in Kind}
@@ -134,15 +134,15 @@ class Header:
 
     @cached_property
     def connections(self) -> tuple[Connection, ...]:
-        """Every link between ranks, in the order in which all ranks connect them: activations to the next stage of
-        a route, then gradients back."""
+        """Every link between ranks, in the order in which all ranks connect them: along each route from stage to
+        stage, activations forward, then gradients back."""
         found: dict[Connection, None] = {}
         for route in self.routes:
-            for stage, following in pairwise(route):
-                if self.stages[stage].rank != self.stages[following].rank:
-                    found[stage, following] = None
+            for source, destination in pairwise(self.stages[stage].rank for stage in route):
+                if source != destination:
+                    found[source, destination] = None
                     if self.mode == "train":
-                        found[following, stage] = None
+                        found[destination, source] = None
         return tuple(found)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ PROCESS_KINDS: list[LinkKind] = ["gloo", "shared_memory"]
 
 
 def two_links(mesh: Mesh, kind: LinkKind, timeout: float) -> tuple[Link, Link]:
-    """From rank 0 to rank 1 on channel 3, and back on channel 4."""
-    there, back = Edge(0, 1, 3, 1024, slots=2), Edge(1, 0, 4, 1024, slots=2)
+    """From rank 0 to rank 1, and back."""
+    there, back = Edge(0, 1, 1024, slots=2), Edge(1, 0, 1024, slots=2)
     links = make_links(mesh, [there, back], kind, timeout)
     return links[there], links[back]
 
@@ -57,7 +57,7 @@ def wait_for_the_dead(rank: int, kind: LinkKind) -> tuple[str, float]:
 @pytest.mark.parametrize("kind", PROCESS_KINDS)
 def test_dead_peer_is_named_at_once(kind: LinkKind) -> None:
     message, seconds = run_ranks(2, wait_for_the_dead, kind, may_die=[1])[0]
-    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0 channel 4, but ")
+    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0, but ")
     assert kind == "gloo" or message.endswith("rank 1 has ended")
     assert seconds < 25, "half of the time-out"
 
@@ -81,7 +81,7 @@ def send_to_the_dead(rank: int) -> str:
 def test_sender_to_a_dead_peer_is_told() -> None:
     message = run_ranks(2, send_to_the_dead, may_die=[1])[0]
     assert message.startswith("rank 0 waited for rank 1 to take message ")
-    assert message.endswith("of link 0->1 channel 3, but rank 1 has ended")
+    assert message.endswith("of link 0->1, but rank 1 has ended")
 
 
 def wait_for_the_silent(mesh: Mesh, kind: LinkKind, told: Path) -> tuple[str, float]:
@@ -98,7 +98,7 @@ def wait_for_the_silent(mesh: Mesh, kind: LinkKind, told: Path) -> tuple[str, fl
 @pytest.mark.parametrize("kind", PROCESS_KINDS)
 def test_silent_process_is_named_after_the_timeout(tmp_path: Path, kind: LinkKind) -> None:
     message, seconds = run_mesh({"pipeline": 2}, wait_for_the_silent, kind, tmp_path / "told")[0]
-    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0 channel 4")
+    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0")
     assert 0.2 < seconds < 15
 
 
@@ -115,7 +115,7 @@ def overfill(mesh: Mesh) -> str:
 
 def test_sender_with_full_slots_gives_up_after_the_timeout() -> None:
     assert run_mesh({"pipeline": 2}, overfill)[0] == (
-        "rank 0 waited for rank 1 to take message 0 of link 0->1 channel 3, but there was no answer within 0.3 s"
+        "rank 0 waited for rank 1 to take message 0 of link 0->1, but there was no answer within 0.3 s"
     )
 
 
@@ -126,7 +126,7 @@ def wait_for_a_silent_thread(mesh: Mesh) -> str:
 
 def test_silent_thread_is_named_after_the_timeout() -> None:
     message = run_threads({"pipeline": 2}, wait_for_a_silent_thread)[0]
-    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0 channel 4")
+    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0")
     assert message.endswith("within 0.3 s")
 
 
@@ -153,7 +153,7 @@ def disagree_about_size(mesh: Mesh, kind: LinkKind) -> None:
 
 
 def test_messages_of_another_size_are_told() -> None:
-    with pytest.raises(RuntimeError, match="message 0 of link 0->1 channel 3, but 16 bytes were sent and 20 expected"):
+    with pytest.raises(RuntimeError, match="message 0 of link 0->1, but 16 bytes were sent and 20 expected"):
         run_mesh({"pipeline": 2}, disagree_about_size, "shared_memory")
     with pytest.raises(CommunicationError, match=r"4 elements of torch.float32 were sent and 5 elements"):
         run_threads({"pipeline": 2}, disagree_about_size, "in_process")

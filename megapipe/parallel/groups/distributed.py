@@ -47,6 +47,8 @@ class DistributedGroup(Group):
 
     Attributes:
         group_name: what torch calls the process group.
+        pairs: communicators for messages from one member to another, by their ranks in the group; None where this
+            rank is neither. `links` makes them.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class DistributedGroup(Group):
         self._make_messages = make_messages
         super().__init__(name, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
         self.group_name = process_group.group_name
+        self.pairs: dict[tuple[int, int], DistributedGroup | None] = {}
         self._process_group = weakref.ref(process_group)
 
     @property

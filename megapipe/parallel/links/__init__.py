@@ -1,4 +1,4 @@
-"""Links: ordered point-to-point transfer of tensors, one direction between two pipeline ranks each."""
+"""Links: ordered point-to-point transfer of tensors, one for each ordered pair of pipeline ranks."""
 
 from megapipe.parallel.links.link import FINISHED, Edge, Link, Loan, Transfer
 from megapipe.parallel.links.make import LinkKind, make_links

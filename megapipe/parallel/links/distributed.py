@@ -1,5 +1,9 @@
-"""Links over torch.distributed: gloo with channels as tags in the pipeline's group, NCCL with a communicator each."""
+"""Links over torch.distributed: gloo in the pipeline's group, NCCL with a communicator for each ordered pair of ranks.
 
+Neither uses tags: the messages of a pair are matched in the order in which both ends start them.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,15 +14,17 @@ from torch import Tensor
 from megapipe.parallel.groups import DistributedGroup
 from megapipe.parallel.links.link import Edge, Link, Transfer
 
+STREAMS_PER_PRIORITY = 32
+"""Streams of one priority that torch has on a device (c10/cuda/CUDAStream.h). It hands them out in turn, one to each
+communicator, so the 33rd communicator shares the stream of the first."""
 _NCCL_MAXIMUM_BLOCKS = 4
 
 
 class DistributedLink(Link):
-    """Either end of an edge. Messages of one pair of ranks with one tag arrive in order in both backends.
+    """Either end of an edge.
 
     Args:
         carrier: gloo or NCCL group that holds both ends.
-        tag: the messages' tag; NCCL has none and ignores it.
         wait_timeout: what `wait` gives the backend. NCCL gets None: its waits are the stream's, and its watchdog ends
             the process when a peer falls silent.
     """
@@ -29,12 +35,10 @@ class DistributedLink(Link):
         group: DistributedGroup,
         timeout: float,
         carrier: DistributedGroup,
-        tag: int,
         wait_timeout: timedelta | None,
     ) -> None:
         super().__init__(edge, group, timeout)
         self._carrier = carrier
-        self._tag = tag
         self.wait_timeout = wait_timeout
         self._started = 0
 
@@ -45,7 +49,7 @@ class DistributedLink(Link):
         payload = tensor.detach().contiguous()
         number = self._next_number()
         try:
-            work = dist.isend(payload, self.peer, self._carrier.process_group, self._tag)
+            work = dist.isend(payload, self.peer, self._carrier.process_group)
         except RuntimeError as error:
             raise self.failure(number, f"the send failed: {error}") from error
         return _DistributedTransfer(self, number, work, payload)
@@ -57,7 +61,7 @@ class DistributedLink(Link):
         buffer = into.detach()
         number = self._next_number()
         try:
-            work = dist.irecv(buffer, self.peer, self._carrier.process_group, self._tag)
+            work = dist.irecv(buffer, self.peer, self._carrier.process_group)
         except RuntimeError as error:
             raise self.failure(number, f"the receive failed: {error}") from error
         return _DistributedTransfer(self, number, work, buffer)
@@ -103,13 +107,10 @@ class _DistributedTransfer(Transfer):
 def gloo_links(
     group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
 ) -> dict[Edge, DistributedLink]:
-    """Return this rank's ends of `edges`, connected; the channel is the tag. A collective call over the pipeline's
-    group."""
+    """Return this rank's ends of `edges`, connected. A collective call over the pipeline's group."""
     wait_timeout = timedelta(seconds=timeout)
     links = {
-        edge: DistributedLink(edge, group, timeout, group, edge.channel, wait_timeout)
-        for edge in edges
-        if group.rank in (edge.source, edge.destination)
+        edge: DistributedLink(edge, group, timeout, group, wait_timeout) for edge in edges if group.rank in edge.pair
     }
     return _connected(links, device)
 
@@ -117,27 +118,75 @@ def gloo_links(
 def nccl_links(
     group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
 ) -> dict[Edge, DistributedLink]:
-    """Return this rank's ends of `edges`, connected. Each has a communicator of its two ranks, so that no direction
-    waits for another.
+    """Return this rank's ends of `edges`, connected. Each ordered pair of ranks has a communicator of its own.
+
+    With one communicator for both directions, a posted receive would hold back the sends that the peer waits for. A
+    pair keeps its communicator: links that are made later use it again.
 
     A collective call over the pipeline's group. The communicators are split from the pipeline's, run on high-priority
     streams and use few thread blocks, because they copy while kernels compute.
+
+    Raises:
+        ValueError: a rank would have more communicators than torch has streams for them.
     """
-    links: dict[Edge, DistributedLink] = {}
-    for edge in edges:
+    new = [edge.pair for edge in edges if edge.pair not in group.pairs]
+    _check_streams([*group.pairs, *new])
+    for pairs in disjoint_rounds(new):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = _NCCL_MAXIMUM_BLOCKS
         options._timeout = timedelta(seconds=timeout)
-        pair = dist.split_group(
+        mine = next((pair for pair in pairs if group.rank in pair), None)
+        name = "links" if mine is None else f"link {mine[0]}->{mine[1]}"
+        process_group = dist.split_group(
             group.process_group,
-            [sorted((edge.source, edge.destination))],
+            [sorted(pair) for pair in pairs],
             timeout=timedelta(seconds=timeout),
             pg_options=options,
-            group_desc=str(edge),
+            group_desc=name,
         )
-        if pair is not None:
-            links[edge] = DistributedLink(edge, group, timeout, DistributedGroup(str(edge), pair), 0, None)
-    return _connected(links, device)
+        group.pairs |= dict.fromkeys(pairs)
+        if mine is not None:
+            assert process_group is not None  # this rank is in one of the groups
+            group.pairs[mine] = DistributedGroup(name, process_group)
+    carriers = {edge: group.pairs[edge.pair] for edge in edges}
+    links = {
+        edge: DistributedLink(edge, group, timeout, carrier, None)
+        for edge, carrier in carriers.items()
+        if carrier is not None
+    }
+    _connected({edge: link for edge, link in links.items() if edge.pair in new}, device)
+    return links
+
+
+def disjoint_rounds(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Divide pairs of ranks into rounds in which no rank appears twice: each pair into the first round that is free.
+
+    A rank in n pairs needs at least n rounds. Pipelines whose stages follow one another in a line get exactly that
+    number; in general there are fewer than twice as many (greedy edge colouring).
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    busy: list[set[int]] = []
+    for pair in pairs:
+        for taken, members in zip(rounds, busy, strict=True):
+            if members.isdisjoint(pair):
+                taken.append(pair)
+                members.update(pair)
+                break
+        else:
+            rounds.append([pair])
+            busy.append(set(pair))
+    return rounds
+
+
+def _check_streams(pairs: Sequence[tuple[int, int]]) -> None:
+    counts = Counter(rank for pair in pairs for rank in pair)
+    rank, count = counts.most_common(1)[0] if counts else (0, 0)
+    if count > STREAMS_PER_PRIORITY:
+        raise ValueError(
+            f"pipeline rank {rank} has {count} links, but torch has {STREAMS_PER_PRIORITY} high-priority streams on a "
+            "GPU, and links that share a stream wait for one another: place the stages so that each rank has at most "
+            f"{STREAMS_PER_PRIORITY // 2} neighbours"
+        )
 
 
 def _connected(links: dict[Edge, DistributedLink], device: torch.device) -> dict[Edge, DistributedLink]:

@@ -31,7 +31,7 @@ class SharedMemoryExchange:
 
     def __init__(self, group: DistributedGroup, timeout: float) -> None:
         pairs = [(source, to) for source in range(group.size) for to in range(group.size) if source != to]
-        edges = [Edge(source, to, 0, CHUNK_BYTES, SLOTS) for source, to in pairs]
+        edges = [Edge(source, to, CHUNK_BYTES, SLOTS) for source, to in pairs]
         links = list(shared_memory_links(group, edges, timeout).values())
         self._outgoing = {end.edge.destination: end for end in links if isinstance(end, SharedMemorySender)}
         self._incoming = {end.edge.source: end for end in links if isinstance(end, SharedMemoryReceiver)}

@@ -11,11 +11,10 @@ from megapipe.parallel.groups import Group
 
 @dataclass(frozen=True)
 class Edge:
-    """A link to be made.
+    """A link to be made. It carries everything that one rank sends to another, in one order.
 
     Attributes:
         source, destination: pipeline coordinates of its two ends.
-        channel: tells several links between the same two ranks apart.
         maximum_bytes: size of the largest tensor that it will carry.
         slots: messages that shared memory holds before a send waits for a receive.
         loans: slots that it has besides, for messages that the receiver keeps where they lie.
@@ -23,13 +22,26 @@ class Edge:
 
     source: int
     destination: int
-    channel: int
     maximum_bytes: int
     slots: int = 4
     loans: int = 0
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Source and destination."""
+        return self.source, self.destination
+
+    def serves(self, other: "Edge") -> bool:
+        """Whether a link made for this edge can carry what `other` asks for."""
+        return (
+            self.pair == other.pair
+            and self.maximum_bytes >= other.maximum_bytes
+            and self.slots >= other.slots
+            and self.loans >= other.loans
+        )
+
     def __str__(self) -> str:
-        return f"link {self.source}->{self.destination} channel {self.channel}"
+        return f"link {self.source}->{self.destination}"
 
 
 class Transfer(ABC):

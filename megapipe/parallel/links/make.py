@@ -17,7 +17,8 @@ LinkKind = Literal["auto", "gloo", "shared_memory", "nccl", "in_process"]
 def make_links(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0) -> dict[Edge, Link]:
     """This rank's ends of `edges`, which run within its pipeline.
 
-    A collective call: all ranks of a pipeline call it with the same edges in the same order.
+    A collective call: all ranks of a pipeline call it with the same edges in the same order, at most one edge for each
+    ordered pair of ranks.
 
     Args:
         kind: "auto" takes in_process for threads, nccl on GPUs, and on the CPU shared memory where the whole pipeline
@@ -58,10 +59,9 @@ def _check_edges(edges: Sequence[Edge], pipeline_size: int) -> None:
                 f"{edge} has {edge.slots} slots of {edge.maximum_bytes} bytes and {edge.loans} to lend, but needs at "
                 "least 1 slot of at least 1 byte"
             )
-        key = (edge.source, edge.destination, edge.channel)
-        if key in seen:
-            raise ValueError(f"{edge} is requested twice: give each link between two ranks its own channel")
-        seen.add(key)
+        if edge.pair in seen:
+            raise ValueError(f"{edge} is requested twice: one link carries everything that a rank sends to another")
+        seen.add(edge.pair)
 
 
 def _check_kind(kind: LinkKind, possible: tuple[LinkKind, ...], where: str) -> None:

@@ -48,18 +48,14 @@ class FirstUses:
         Args:
             connected: links that all ranks connect at the start, in this order.
         """
-        ranks = [place.rank for place in self.header.stages]
         programs: list[list[tuple[_Meeting, Action | None]]] = [[] for _ in self.by_rank]
         for connection in connected:
-            for rank in (ranks[stage] for stage in connection):
+            for rank in connection:
                 programs[rank].append((connection, None))
         known = set(connected)
         for program, uses in zip(programs, self.by_rank, strict=True):
             program += [(meeting, action) for meeting, action in uses if meeting not in known]
-        members: dict[_Meeting, set[int]] = {}
-        for meeting in {meeting for program in programs for meeting, _ in program}:
-            members[meeting] = set(meeting) if isinstance(meeting, frozenset) else {ranks[stage] for stage in meeting}
-        return _stuck(programs, members)
+        return _stuck(programs)
 
 
 def _candidates(table: Table) -> list[int]:
@@ -90,11 +86,12 @@ def _meeting(table: Table, row: int) -> _Meeting:
         return frozenset(header.stages[other].rank for other in header.tied_groups[group])
     neighbours = {"following": header.following_stages, "preceding": header.preceding_stages}
     route = int(table.microbatch[row]) % len(header.routes)
-    other = int(neighbours[_SENDERS.get(kind) or _RECEIVERS[kind]][route, stage])
-    return (stage, other) if kind in _SENDERS else (other, stage)
+    neighbour = int(neighbours[_SENDERS.get(kind) or _RECEIVERS[kind]][route, stage])
+    rank, other = header.stages[stage].rank, header.stages[neighbour].rank
+    return (rank, other) if kind in _SENDERS else (other, rank)
 
 
-def _stuck(programs: list[list[tuple[_Meeting, Action | None]]], members: dict[_Meeting, set[int]]) -> str:
+def _stuck(programs: list[list[tuple[_Meeting, Action | None]]]) -> str:
     at = [0] * len(programs)
     moved = True
     while moved:
@@ -104,7 +101,7 @@ def _stuck(programs: list[list[tuple[_Meeting, Action | None]]], members: dict[_
             if at[rank] < len(program):
                 waiting.setdefault(program[at[rank]][0], set()).add(rank)
         for meeting, present in waiting.items():
-            if present == members[meeting]:
+            if present == set(meeting):
                 moved = True
                 for rank in present:
                     at[rank] += 1

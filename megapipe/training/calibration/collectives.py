@@ -55,7 +55,7 @@ def measured_collectives(mesh: Mesh) -> dict[str, Timings]:
 def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
     """Transport -> times of messages between two ranks, half a round trip each. A collective call of two."""
     pair = connected_mesh(MeshShape({"pipeline": 2}), mesh.device, LINK_TIMEOUT)
-    edges = [Edge(0, 1, 0, max(SIZES)), Edge(1, 0, 1, max(SIZES))]
+    edges = [Edge(0, 1, max(SIZES)), Edge(1, 0, max(SIZES))]
     found: dict[str, Timings] = {}
     for kind in kinds:
         links = make_links(pair, edges, kind, LINK_TIMEOUT)
