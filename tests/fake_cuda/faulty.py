@@ -1,0 +1,121 @@
+"""Small programs with one mistake each, which a GPU might forgive. Only forks of the fake server run them."""
+
+import torch
+
+from tests.fake_cuda.runs import FakeRank, on_fake_device
+
+
+def _both() -> tuple[torch.Tensor, torch.cuda.Stream]:
+    return torch.ones(1000, device="cuda"), torch.cuda.Stream()
+
+
+@on_fake_device
+def reads_early(fake: FakeRank, waits: bool) -> None:
+    x, side = _both()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    torch.cuda.current_stream().wait_stream(side)
+    del y
+
+
+@on_fake_device
+def overwrites_early(fake: FakeRank, waits: bool) -> None:
+    x, side = _both()
+    side.wait_stream(torch.cuda.current_stream())
+    y = torch.empty_like(x)
+    with torch.cuda.stream(side):
+        y.copy_(x)
+    if waits:
+        torch.cuda.current_stream().wait_event(side.record_event())
+    x.zero_()
+    torch.cuda.synchronize()
+
+
+@on_fake_device
+def frees_early(fake: FakeRank, way: str) -> None:
+    x, side = _both()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    if way == "record_stream":
+        x.record_stream(side)
+    elif way == "wait":
+        torch.cuda.current_stream().wait_stream(side)
+    elif way == "synchronize":
+        side.synchronize()
+    del x
+    torch.cuda.synchronize()
+    del y
+
+
+@on_fake_device
+def uses_new_memory_early(fake: FakeRank, waits: bool) -> None:
+    """The block may be what an earlier kernel of the allocation stream still reads."""
+    x, side = _both()
+    x.zero_()
+    y = torch.empty(1000, device="cuda")
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y.fill_(1)
+    torch.cuda.synchronize()
+
+
+@on_fake_device
+def reads_pinned_memory_early(fake: FakeRank, waits: bool) -> None:
+    x = torch.ones(1000, device="cuda")
+    there = torch.empty(1000, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().record_event().synchronize()
+    fake.report.results.append(there.sum())
+    fake.report.results.clear()
+
+
+@on_fake_device
+def overwrites_pinned_memory_early(fake: FakeRank, waits: bool) -> None:
+    here = torch.ones(1000).pin_memory()
+    x = here.to("cuda", non_blocking=True)
+    if waits:
+        torch.cuda.synchronize()
+    here.zero_()
+    del x
+
+
+@on_fake_device
+def crosses_autograd_streams(fake: FakeRank) -> None:
+    """Autograd runs a backward on its forward's stream, and waits where a gradient crosses streams: no fault."""
+    x = torch.ones(1000, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x * 2
+    torch.cuda.current_stream().wait_stream(side)
+    y.record_stream(torch.cuda.current_stream())
+    (y * 3).sum().backward()
+    fake.report.results.append(sorted(fake.timeline.live))
+
+
+@on_fake_device
+def waits_for_the_device(fake: FakeRank) -> None:
+    """Every way in which a line of Python waits for a GPU."""
+    x = torch.ones(8, device="cuda")
+    pageable, pinned = torch.ones(8), torch.ones(8).pin_memory()
+    for name, run in {
+        "item": lambda: x[0].item(),
+        "float": lambda: float(x[0]),
+        "bool": lambda: bool(x[0] > 0),
+        "tolist": x.tolist,
+        "cpu": x.cpu,
+        "tensor": lambda: torch.tensor([1.0], device="cuda"),
+        "pageable": lambda: pageable.to("cuda", non_blocking=True),
+        "pinned": lambda: pinned.to("cuda", non_blocking=True),
+        "blocking": lambda: pinned.to("cuda"),
+        "synchronize": torch.cuda.synchronize,
+        "event": lambda: torch.cuda.current_stream().record_event().synchronize(),
+        "add": lambda: x + 1,
+    }.items():
+        with fake.phase(name):
+            run()

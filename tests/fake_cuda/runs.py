@@ -1,0 +1,158 @@
+"""Runs of the product on devices that are not there. Only forks of the fake server import this module.
+
+It is imported before any stand-in is in place; `connected` puts them there.
+"""
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # FakeTensorMode imports it and what follows at its first use, which would be in every fork
+import torch.distributed.tensor
+
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepInput
+from megapipe.optim.learning_rate import learning_rate
+from megapipe.parallel import launch, unit_state
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.evaluation import Evaluation
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
+from tests.fake_cuda import attention, kernels
+from tests.fake_cuda.communicators import Exchanged, Nccl
+from tests.fake_cuda.device import Device
+from tests.fake_cuda.mode import Watch
+from tests.fake_cuda.timeline import Timeline
+
+
+@dataclass
+class Phase:
+    """What one part of a run did. launches, moved: operations and bytes by name. syncs: (reason, place) -> times."""
+
+    launches: Counter[str]
+    moved: Counter[str]
+    syncs: Counter[tuple[str, str]]
+
+    @property
+    def waits(self) -> int:
+        """Times that the host waited for the device."""
+        return self.syncs.total()
+
+
+@dataclass
+class Report:
+    """What one rank's run did. faults: in words. log: exchanges. peak: bytes. results: what the run returned."""
+
+    phases: dict[str, Phase] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    log: list[Exchanged] = field(default_factory=list)
+    peak: int = 0
+    results: list[Any] = field(default_factory=list)
+
+
+class FakeRank:
+    """One rank on its fake device."""
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = int(os.environ["FAKE_CUDA_RANK"]), int(os.environ["FAKE_CUDA_RANKS"])
+        self.timeline = Timeline()
+        self.device = Device(self.timeline)
+        self.watch = Watch(self.timeline, self.device)
+        self.nccl = Nccl(self.watch, self.rank, self.ranks, Path(os.environ["FAKE_CUDA_FOLDER"]))
+        self.report = Report()
+
+    def install(self) -> None:
+        """Put every stand-in in place. A launcher would have set the variables."""
+        self.device.install(self.ranks)
+        kernels.install(self.watch)
+        attention.install(self.watch)
+        self.nccl.install()
+        self.watch.install()
+        unit_state.fill_box = _no_weights  # type: ignore[assignment]
+        torch.set_num_threads(1)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens in the block under this name."""
+        timeline = self.timeline
+        timeline.launches, timeline.moved, timeline.syncs = Counter(), Counter(), Counter()
+        yield
+        self.report.phases[name] = Phase(timeline.launches, timeline.moved, timeline.syncs)
+
+    def mesh(self, sizes: Mapping[str, int]) -> Mesh:
+        """This rank's mesh, as `launch.initialize` makes it."""
+        device = launch.choose_device("cuda", self.rank)
+        if self.ranks > 1:
+            torch.distributed.init_process_group("nccl", device_id=device)
+        return launch.connected_mesh(MeshShape(sizes), device)
+
+    def end(self) -> Report:
+        """The report, once nothing is under way."""
+        if self.ranks > 1:
+            launch.shutdown()
+        self.report.faults = [str(each) for each in self.timeline.faults]
+        self.report.log = self.nccl.log
+        self.report.peak = self.timeline.peak_total
+        return self.report
+
+
+_ZERO = np.zeros(1, np.float32)
+
+
+def _no_weights(name: str, shape: Any, box: Any, init: Any, seed: int) -> np.ndarray:
+    """Initial weights that take no memory: nothing looks at them."""
+    return np.lib.stride_tricks.as_strided(_ZERO, box.shape, [0] * len(box.shape))
+
+
+def on_fake_device(function: Callable[..., None]) -> Callable[..., Report]:
+    """Decorate `function(fake, ...)` so that the server can run it on a rank."""
+
+    def run(rank: int, *args: Any) -> Report:
+        fake = FakeRank()
+        fake.install()
+        with fake.watch.entered():
+            function(fake, *args)
+        return fake.end()
+
+    run.__module__, run.__qualname__ = function.__module__, function.__qualname__
+    return run
+
+
+@on_fake_device
+def train(fake: FakeRank, config: PretrainConfig, steps: int = 2, evaluate: bool = False) -> None:
+    """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`."""
+    sizes = {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
+    mesh = fake.mesh(sizes)
+    with fake.phase("build"):
+        replica = Replica(config, mesh, family_of(config).layers)
+        loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    for step in range(steps):
+        with fake.phase("load"):
+            batch = loader.load(step * config.batch.global_size)
+        with fake.phase("step"):
+            scaler = replica.loss_scaler
+            scale = 1.0 if scaler is None else scaler.scale(step)
+            rate = learning_rate(config.optimizer, step + 1, config.training.steps)
+            given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
+            result = replica.engine.run(given)
+            if scaler is not None:
+                scaler.observe(step, result.skipped)
+            fake.report.results.append(result)
+    if evaluate:
+        with fake.phase("evaluation"):
+            samples = open_samples(config, "validation")
+            fake.report.results.append(Evaluation(config, mesh, replica, samples).run(steps))
+
+
+def small(config: PretrainConfig) -> PretrainConfig:
+    """The configuration in a folder of its own that disappears with the process."""
+    return replace(config, training=replace(config.training, directory=tempfile.mkdtemp(prefix="megapipe-fake-run-")))

@@ -1,0 +1,44 @@
+"""The checker finds what it is for: one mistake each, and none where the mistake is put right."""
+
+import pytest
+
+from tests.fake_cuda import faulty
+from tests.fake_cuda.server import run_fake
+
+EARLY = {
+    "reads_early": "reads what another stream writes",
+    "overwrites_early": "overwrites what another stream still reads",
+    "uses_new_memory_early": "overwrites what another stream writes",
+    "reads_pinned_memory_early": "the host reads what a copy still fills",
+    "overwrites_pinned_memory_early": "the host overwrites what a copy still reads",
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_an_order_that_nothing_guarantees_is_found(name: str) -> None:
+    program = getattr(faulty, name)
+    (wrong,), (right,) = run_fake(program, False), run_fake(program, True)
+    assert len(wrong.faults) == 1
+    assert EARLY[name] in wrong.faults[0]
+    assert wrong.faults[0].startswith("tests/fake_cuda/faulty.py:")
+    assert right.faults == []
+
+
+def test_memory_freed_while_another_stream_reads_it_is_found() -> None:
+    (wrong,) = run_fake(faulty.frees_early, "")
+    assert len(wrong.faults) == 1
+    assert "memory is freed while another stream may still use it" in wrong.faults[0]
+    for way in ("record_stream", "wait", "synchronize"):
+        assert run_fake(faulty.frees_early, way)[0].faults == []
+
+
+def test_autograd_waits_where_a_gradient_crosses_streams() -> None:
+    (report,) = run_fake(faulty.crosses_autograd_streams)
+    assert report.faults == []
+    assert report.results == [[0, 1]]
+
+
+def test_every_way_to_wait_for_the_device_is_counted() -> None:
+    (report,) = run_fake(faulty.waits_for_the_device)
+    waits = {name: phase.waits for name, phase in report.phases.items()}
+    assert waits == {**dict.fromkeys(waits, 1), "pinned": 0, "add": 0}

@@ -1,0 +1,294 @@
+"""What a GPU's streams would do, as vector clocks: which operation surely ends before which other one starts.
+
+A stream's clock says, for every stream, how many of its operations surely ended before the next one here starts. The
+host has a clock for each thread: what it has waited for. Two accesses of one memory race unless the clocks order them.
+"""
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+
+ROUNDING = 512
+"""The caching allocator's smallest unit, in bytes."""
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = (f"{ROOT / 'megapipe'}/", f"{ROOT / 'kernels'}/", f"{ROOT / 'tests/fake_cuda/faulty.py'}")
+"""Where the code is whose lines are named."""
+
+
+class Fault(NamedTuple):
+    """Something that would go wrong on a GPU, sometimes. where, other: places in the product, `file:line`."""
+
+    kind: str
+    where: str
+    other: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind}" + (f" ({self.other})" if self.other else "")
+
+
+class Access(NamedTuple):
+    """The `tick`-th operation of a stream. place: where the product started it."""
+
+    stream: int
+    tick: int
+    place: "Place"
+
+
+class Place(NamedTuple):
+    """A line of the product."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+NOWHERE = Place("outside of the product", 0)
+
+
+@dataclass(eq=False)
+class Memory:
+    """One storage. size: bytes as the allocator rounds them. stream: where it was allocated, None for host memory."""
+
+    stream: int | None
+    size: int
+    address: int
+    made: Place
+    pinned: bool = False
+    writer: Access | None = None
+    readers: dict[int, Access] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+
+
+_files: dict[CodeType, str | None] = {}
+
+
+def place() -> Place:
+    """The innermost line of the product that led here; of the main thread where a thread of torch's own runs."""
+    frame = sys._getframe(1)
+    found = _product_line(frame)
+    if found is None and threading.get_ident() != threading.main_thread().ident:
+        thread = threading.current_thread()
+        if isinstance(thread, threading._DummyThread) or not hasattr(thread, "_target"):
+            outer = sys._current_frames().get(threading.main_thread().ident or 0)
+            found = None if outer is None else _product_line(outer)
+    return NOWHERE if found is None else found
+
+
+def _product_line(frame: object) -> Place | None:
+    while frame is not None:
+        code = frame.f_code  # type: ignore[attr-defined]
+        if code not in _files:
+            name = str(Path(code.co_filename).resolve()) if code.co_filename.endswith(".py") else ""
+            mine = name.startswith(PRODUCT)
+            _files[code] = str(Path(name).relative_to(ROOT)) if mine else None
+        file = _files[code]
+        if file is not None:
+            return Place(file, frame.f_lineno)  # type: ignore[attr-defined]
+        frame = frame.f_back  # type: ignore[attr-defined]
+    return None
+
+
+class Timeline:
+    """All streams of one device, its memory, and the host's threads.
+
+    Attributes:
+        faults: found so far, each once.
+        syncs: times that the host waited for the device, by reason and place.
+        launches, moved: operations and bytes by name.
+        live, peak: bytes of device memory by stream, now and at most; `peak_total` of all streams at once.
+    """
+
+    def __init__(self) -> None:
+        self._clocks: dict[int, dict[int, int]] = {0: {}}
+        self._ticks: dict[int, int] = {0: 0}
+        self._events: dict[int, dict[int, int]] = {}
+        self._next_stream = 1
+        self._host = threading.local()
+        self._memories: dict[int, Memory] = {}
+        self._next_address = 1 << 32
+        self.faults: dict[Fault, None] = {}
+        self.syncs: Counter[tuple[str, str]] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        self.live: Counter[int] = Counter()
+        self.live_total = 0
+        self.peak_total = 0
+        self.peak: Counter[int] = Counter()
+
+    # Streams, events and the host.
+
+    def new_stream(self) -> int:
+        stream, self._next_stream = self._next_stream, self._next_stream + 1
+        self._clocks[stream], self._ticks[stream] = {}, 0
+        return stream
+
+    def record(self, stream: int) -> dict[int, int]:
+        """An event: what has surely ended once everything that the stream has been given so far has."""
+        event = {**self._clocks[stream], stream: self._ticks[stream]}
+        _advance(event, self.host)
+        return event
+
+    def wait(self, stream: int, event: dict[int, int]) -> None:
+        """What is given to the stream from now on runs after the event."""
+        _advance(self._clocks[stream], event)
+
+    @property
+    def host(self) -> dict[int, int]:
+        """What this thread of the host knows to have ended."""
+        if not hasattr(self._host, "clock"):
+            self._host.clock = {}
+        clock: dict[int, int] = self._host.clock
+        return clock
+
+    def synchronize(self, event: dict[int, int], reason: str) -> None:
+        """This thread of the host waits for an event."""
+        self.syncs[reason, str(place())] += 1
+        _advance(self.host, event)
+
+    def synchronize_device(self, reason: str) -> None:
+        """This thread of the host waits for all streams."""
+        self.synchronize(dict(self._ticks), reason)
+
+    def tell(self, carrier: object) -> None:
+        """Whoever learns from the carrier (a thread, a future, a queue) knows what this thread of the host knows."""
+        if self.host:
+            clock = carrier.__dict__.setdefault("_known_to_have_ended", {})
+            _advance(clock, self.host)
+
+    def learn(self, carrier: object) -> None:
+        """The counterpart of `tell`."""
+        clock = carrier.__dict__.get("_known_to_have_ended")
+        if clock:
+            _advance(self.host, clock)
+
+    # Memory.
+
+    def memory(self, storage: torch.UntypedStorage) -> Memory | None:
+        return self._memories.get(storage._cdata)
+
+    def record_stream(self, storage: int, stream: int) -> None:
+        """The allocator keeps a freed storage until the stream has done what it was given before."""
+        memory = self._memories.get(storage)
+        if memory is not None:
+            memory.recorded.add(stream)
+
+    def allocated(self, storage: torch.UntypedStorage, stream: int | None, *, pinned: bool = False) -> Memory:
+        """A new storage. stream: None for host memory."""
+        num_bytes = storage.nbytes()
+        size = -(-num_bytes // ROUNDING) * ROUNDING if stream is not None else num_bytes
+        memory = Memory(stream, size, self._next_address, place(), pinned)
+        self._next_address += max(size, 1) + ROUNDING
+        key = storage._cdata
+        self._memories[key] = memory
+        if stream is not None:
+            memory.writer = self._before(stream, memory.made)
+            self._grow(stream, size)
+        weakref.finalize(storage, self._freed, key, memory)
+        return memory
+
+    def resized(self, memory: Memory, num_bytes: int) -> None:
+        """A storage's memory came or went."""
+        if memory.stream is None:
+            return
+        size = -(-num_bytes // ROUNDING) * ROUNDING
+        if size < memory.size:
+            self._check_free(memory)
+        self._grow(memory.stream, size - memory.size)
+        memory.size = size
+        memory.address = self._next_address
+        self._next_address += size + ROUNDING
+        memory.writer, memory.readers, memory.recorded = self._before(memory.stream, place()), {}, set()
+
+    def _before(self, stream: int, made: Place) -> Access:
+        """New memory may be what the stream's operations so far still work on: another stream has to wait for them."""
+        return Access(stream, self._ticks[stream], made)
+
+    def _grow(self, stream: int, size: int) -> None:
+        self.live[stream] += size
+        self.live_total += size
+        self.peak[stream] = max(self.peak[stream], self.live[stream])
+        self.peak_total = max(self.peak_total, self.live_total)
+
+    def _freed(self, key: int, memory: Memory) -> None:
+        if self._memories.get(key) is memory:
+            del self._memories[key]
+        if memory.stream is not None:
+            self._check_free(memory)
+            self._grow(memory.stream, -memory.size)
+
+    def _check_free(self, memory: Memory) -> None:
+        """The allocator hands freed memory to the next allocation on its stream, at once."""
+        assert memory.stream is not None
+        known = self._clocks[memory.stream]
+        uses = [*memory.readers.values(), *([memory.writer] if memory.writer else [])]
+        for use in uses:
+            if use.stream in (memory.stream, *memory.recorded):
+                continue
+            if known.get(use.stream, 0) < use.tick and self.host.get(use.stream, 0) < use.tick:
+                self.fault(
+                    "memory is freed while another stream may still use it", use.place, memory.made, "allocated"
+                )
+
+    # Operations.
+
+    def launch(
+        self, stream: int, reads: Iterable[Memory], writes: Iterable[Memory], at: Place | None = None
+    ) -> Access:
+        """An operation on a stream, checked against every other one that touches its memory."""
+        at = place() if at is None else at
+        clock = self._clocks[stream]
+        if self.host:
+            _advance(clock, self.host)
+        self._ticks[stream] += 1
+        access = Access(stream, self._ticks[stream], at)
+        clock[stream] = access.tick
+        for memory in reads:
+            writer = memory.writer
+            if writer is not None and clock.get(writer.stream, 0) < writer.tick:
+                self.fault("reads what another stream writes, without waiting for it", at, writer.place, "written")
+            memory.readers[stream] = access
+        for memory in writes:
+            self._check_overwrite(memory, clock, at)
+            memory.writer, memory.readers = access, {}
+        return access
+
+    def _check_overwrite(self, memory: Memory, clock: dict[int, int], at: Place) -> None:
+        writer = memory.writer
+        if writer is not None and clock.get(writer.stream, 0) < writer.tick:
+            self.fault("overwrites what another stream writes, without waiting for it", at, writer.place, "written")
+        for reader in memory.readers.values():
+            if clock.get(reader.stream, 0) < reader.tick:
+                self.fault("overwrites what another stream still reads", at, reader.place, "read")
+
+    def host_reads(self, memory: Memory) -> None:
+        """The host looks into host memory."""
+        if memory.writer is not None and self.host.get(memory.writer.stream, 0) < memory.writer.tick:
+            self.fault("the host reads what a copy still fills", place(), memory.writer.place, "copied")
+
+    def host_writes(self, memory: Memory) -> None:
+        """The host writes host memory."""
+        self.host_reads(memory)
+        for reader in memory.readers.values():
+            if self.host.get(reader.stream, 0) < reader.tick:
+                self.fault("the host overwrites what a copy still reads", place(), reader.place, "copied")
+        memory.writer, memory.readers = None, {}
+
+    def fault(self, kind: str, at: Place, other: Place | None = None, verb: str = "") -> None:
+        self.faults[Fault(kind, str(at), "" if other is None else f"{verb} at {other}")] = None
+
+
+def _advance(clock: dict[int, int], other: dict[int, int]) -> None:
+    for stream, tick in other.items():
+        if clock.get(stream, 0) < tick:
+            clock[stream] = tick
