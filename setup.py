@@ -55,6 +55,9 @@ EXTRAS = {
     ],
 }
 
+# Not an extra: NVIDIA's apex, whose kernels the registry can use, is built from its sources with the flags in
+# docs/kernels.md; the "apex" of package indexes is another project.
+
 # Run by its path: an isolated build has neither torch nor megapipe.
 CUDA_BUILD = runpy.run_path("kernels/cuda_backend/build.py")
 CUDA_LIBRARY = "megapipe.kernels.cuda_backend.libmegapipe_cuda"

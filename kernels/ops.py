@@ -25,8 +25,9 @@ def _triton(name: str) -> Backend:
     return Backend("triton", f"{triton_backend.__name__}.{name}", triton_backend.unavailable)
 
 
-def _apex(name: str) -> Backend:
-    return Backend("apex", f"{apex_backend.__name__}.{name}", apex_backend.unavailable)
+def _apex(name: str, only_requested: bool = False) -> Backend:
+    module = f"{apex_backend.__name__}.{name}"
+    return Backend("apex", module, apex_backend.unavailable(name), only_requested)
 
 
 def _cuda(name: str) -> Backend:
@@ -62,13 +63,14 @@ OPS = Registry(
             (
                 _triton("attention_probabilities"),
                 _cuda("attention_probabilities"),
+                _apex("attention_probabilities", only_requested=True),
                 Backend(REFERENCE, attention_probabilities),
             ),
         ),
         Op(
             "softmax",
             ("forward", "input_gradient"),
-            (_triton("softmax"), _cuda("softmax"), Backend(REFERENCE, softmax)),
+            (_triton("softmax"), _cuda("softmax"), _apex("softmax", only_requested=True), Backend(REFERENCE, softmax)),
         ),
         Op("cross_entropy", CROSS_ENTROPY, (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))),
         Op(
@@ -76,12 +78,16 @@ OPS = Registry(
             ("statistics", "statistics_and_gradient", "complete_gradient", "backward"),
             (_triton("linear_cross_entropy"), Backend(REFERENCE, linear_cross_entropy)),
         ),
-        Op("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), Backend(REFERENCE, adamw))),
+        Op("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), _apex("adamw"), Backend(REFERENCE, adamw))),
         Op(
             "stochastic_rounding",
             ("round_to",),
             (_triton("stochastic_rounding"), Backend(REFERENCE, stochastic_rounding)),
         ),
-        Op("gradient_norm", ("squared_norm",), (_triton("gradient_norm"), Backend(REFERENCE, gradient_norm))),
+        Op(
+            "gradient_norm",
+            ("squared_norm",),
+            (_triton("gradient_norm"), _apex("gradient_norm"), Backend(REFERENCE, gradient_norm)),
+        ),
     ]
 )

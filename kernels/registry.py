@@ -30,12 +30,18 @@ class Backend:
 
     name: `reference`, `triton`, `cuda` or `apex`. module: or its full name, and then it is imported when a tensor
     first reaches it. unavailable: device type -> why none of its tensors can be taken, or None; asked before that.
+    only_requested: chosen only where the configuration names it, because some calls have arguments that it refuses.
     """
 
     def __init__(
-        self, name: str, module: ModuleType | str, unavailable: Callable[[str], str | None] | None = None
+        self,
+        name: str,
+        module: ModuleType | str,
+        unavailable: Callable[[str], str | None] | None = None,
+        only_requested: bool = False,
     ) -> None:
         self.name = name
+        self.only_requested = only_requested
         self._source = module
         self._unavailable = unavailable
 
@@ -173,6 +179,8 @@ class Registry:
             if demanded is not None and backend.name != demanded:
                 continue
             refusal = backend.refusal(device, dtype, width)
+            if refusal is None and backend.only_requested and demanded is None:
+                refusal = "runs only where kernels.backends names it"
             if refusal is None:
                 if demanded is not None:
                     reasons = ["requested by the configuration"]

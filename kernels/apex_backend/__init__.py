@@ -1,14 +1,40 @@
-"""Norms of NVIDIA's apex, known by its compiled extension: the `apex` on PyPI is another project."""
+"""Kernels of NVIDIA's apex, recognised by its compiled extensions: the `apex` on PyPI is another project."""
 
 import importlib.util
+from collections.abc import Callable
 
-EXTENSION = "fused_layer_norm_cuda"
+EXTENSIONS = {
+    "layer_norm": "fused_layer_norm_cuda",
+    "rms_norm": "fused_layer_norm_cuda",
+    "adamw": "amp_C",
+    "gradient_norm": "amp_C",
+    "softmax": "scaled_upper_triang_masked_softmax_cuda",
+    "attention_probabilities": "scaled_upper_triang_masked_softmax_cuda",
+}
+"""Op -> the extension of apex that has its functions; `--cuda_ext` builds all of them."""
 
 
-def unavailable(device: str) -> str | None:
-    """Why apex's norms cannot run on this type of device; None where they can."""
-    if device != "cuda":
-        return "needs a GPU" if device == "cpu" else f"runs on NVIDIA GPUs, not on {device}"
-    if importlib.util.find_spec(EXTENSION) is None:
-        return f"NVIDIA's apex is not installed with its norms (there is no module {EXTENSION})"
-    return None
+def unavailable(op: str) -> Callable[[str], str | None]:
+    """Return a rule: device type -> why apex cannot run this op there, or None."""
+
+    def rule(device: str) -> str | None:
+        if device != "cuda":
+            return "needs a GPU" if device == "cpu" else f"runs on NVIDIA GPUs, not on {device}"
+        if not _installed(EXTENSIONS[op]):
+            return f"NVIDIA's apex is not installed with its extension {EXTENSIONS[op]}"
+        return None
+
+    return rule
+
+
+def described() -> str | None:
+    """Return a line that names the ops which the installed apex has kernels for; None without apex."""
+    ops = [op for op, extension in EXTENSIONS.items() if _installed(extension)]
+    missing = sorted({extension for op, extension in EXTENSIONS.items() if op not in ops})
+    if not ops:
+        return None
+    return f"apex: has {', '.join(ops)}" + (f"; not built: {', '.join(missing)}" if missing else "")
+
+
+def _installed(extension: str) -> bool:
+    return importlib.util.find_spec(extension) is not None

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.kernels.apex_backend.extension import contiguous_like, extension, statistic_of
-from megapipe.kernels.apex_backend.extension import refusal as refusal
+from megapipe.kernels.apex_backend.signatures import LAYER_NORM_BACKWARD, LAYER_NORM_FORWARD, why_unsupported
+from megapipe.kernels.cuda_backend import library
+from megapipe.kernels.cuda_backend.norms import operands, result_of, statistic_of
 from megapipe.kernels.opaque import opaque
+
+
+def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
+    """Return why the backend cannot take x of this dtype and width."""
+    return library.refusal(device, dtype, width) or why_unsupported([LAYER_NORM_FORWARD, LAYER_NORM_BACKWARD])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -25,14 +31,16 @@ def _forward_backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, 
 
 @opaque(
     "layer_norm_apex(Tensor x, Tensor weight, Tensor bias, float epsilon) -> (Tensor, Tensor, Tensor)",
-    lambda x, weight, bias, epsilon: (contiguous_like(x), statistic_of(x), statistic_of(x)),
+    lambda x, weight, bias, epsilon: (result_of(x), statistic_of(x), statistic_of(x)),
     _keep,
     _forward_backward,
 )
 def forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """(normalised [..., h] in x's dtype, mean [..., 1], reciprocal standard deviation [..., 1])."""
-    parameters = (weight.contiguous(), bias.contiguous())
-    y, mean, rstd = extension().forward_affine(x.contiguous(), x.shape[-1:], *parameters, epsilon)
+    x, *parameters = operands("layer_norm", x, {}, {"weight": weight, "bias": bias})
+    if not x.numel():  # apex would launch no blocks, which CUDA refuses
+        return result_of(x), statistic_of(x), statistic_of(x)
+    y, mean, rstd = LAYER_NORM_FORWARD(x, x.shape[-1:], *parameters, epsilon)
     return y, mean.view(*x.shape[:-1], 1), rstd.view(*x.shape[:-1], 1)
 
 
@@ -69,11 +77,13 @@ def backward(
 @opaque(
     "layer_norm_apex_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight) "
     "-> (Tensor, Tensor, Tensor)",
-    lambda dy, x, mean, rstd, weight: (contiguous_like(x), torch.empty_like(weight), torch.empty_like(weight)),
+    lambda dy, x, mean, rstd, weight: (result_of(x), torch.empty_like(weight), torch.empty_like(weight)),
 )
 def _backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    weight, statistics = weight.contiguous(), (mean.float().flatten(), rstd.float().flatten())
-    # Bias and epsilon matter only where apex recomputes x from its result, which this does not ask for.
-    arguments = (dy.contiguous(), *statistics, x.contiguous(), x.shape[-1:], weight, weight, 0.0, False)
-    dx, dweight, dbias = extension().backward_affine(*arguments)
+    x, dy, weight = operands("layer_norm", x, {"dy": dy}, {"weight": weight})
+    if not x.numel():
+        return result_of(x), torch.zeros_like(weight), torch.zeros_like(weight)
+    statistics = (mean.float().flatten(), rstd.float().flatten())
+    # Bias, epsilon and the last flag matter only to builds that can recompute x from the result; this does not ask.
+    dx, dweight, dbias = LAYER_NORM_BACKWARD(dy, *statistics, x, x.shape[-1:], weight, weight, 0.0, False)
     return dx, dweight, dbias

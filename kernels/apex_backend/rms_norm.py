@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.kernels.apex_backend.extension import contiguous_like, extension, statistic_of
-from megapipe.kernels.apex_backend.extension import refusal as refusal
+from megapipe.kernels.apex_backend.signatures import RMS_NORM_BACKWARD, RMS_NORM_FORWARD, why_unsupported
+from megapipe.kernels.cuda_backend import library
+from megapipe.kernels.cuda_backend.norms import operands, result_of, statistic_of
 from megapipe.kernels.opaque import opaque
+
+
+def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
+    """Return why the backend cannot take x of this dtype and width."""
+    return library.refusal(device, dtype, width) or why_unsupported([RMS_NORM_FORWARD, RMS_NORM_BACKWARD])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -24,13 +30,16 @@ def _forward_backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, 
 
 @opaque(
     "rms_norm_apex(Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)",
-    lambda x, weight, epsilon: (contiguous_like(x), statistic_of(x)),
+    lambda x, weight, epsilon: (result_of(x), statistic_of(x)),
     _keep,
     _forward_backward,
 )
 def forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(normalised [..., h] in x's dtype, reciprocal root of the mean square [..., 1])."""
-    y, rstd = extension().rms_forward_affine(x.contiguous(), x.shape[-1:], weight.contiguous(), epsilon)
+    x, weight = operands("rms_norm", x, {}, {"weight": weight})
+    if not x.numel():  # apex would launch no blocks, which CUDA refuses
+        return result_of(x), statistic_of(x)
+    y, rstd = RMS_NORM_FORWARD(x, x.shape[-1:], weight, epsilon)
     return y, rstd.view(*x.shape[:-1], 1)
 
 
@@ -59,10 +68,12 @@ def backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | N
 
 @opaque(
     "rms_norm_apex_backward(Tensor dy, Tensor x, Tensor rstd, Tensor weight) -> (Tensor, Tensor)",
-    lambda dy, x, rstd, weight: (contiguous_like(x), torch.empty_like(weight)),
+    lambda dy, x, rstd, weight: (result_of(x), torch.empty_like(weight)),
 )
 def _backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    # apex needs no epsilon here, and looks at none of its rows' shapes but the last axis.
-    arguments = (dy.contiguous(), rstd.float().flatten(), x.contiguous(), x.shape[-1:], weight.contiguous())
-    dx, dweight = extension().rms_backward_affine(*arguments, 0.0, False)
+    x, dy, weight = operands("rms_norm", x, {"dy": dy}, {"weight": weight})
+    if not x.numel():
+        return result_of(x), torch.zeros_like(weight)
+    # Epsilon and the last flag matter only to builds that can recompute x from the result; this does not ask.
+    dx, dweight = RMS_NORM_BACKWARD(dy, rstd.float().flatten(), x, x.shape[-1:], weight, 0.0, False)
     return dx, dweight

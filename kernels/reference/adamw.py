@@ -113,8 +113,8 @@ def step(
 ) -> None:
     """Update the master and both moments in place. All buffers are flat, contiguous and equally long.
 
-    master, gradient: fp32 (here fp64 too). first, second: moments, both in the master's dtype or both in bf16, rounded
-    to nearest after their use.
+    master, gradient: fp32 (here fp64 too); other backends may leave the scaled gradient in its buffer. first, second:
+    moments, both in the master's dtype or both in bf16, rounded to nearest after their use.
     parameter: bf16, overwritten by the rounded master. gradient_scale: one fp32 number that multiplies every gradient
     first (clipping, 1 / loss scale). skip: one fp32 number; where it is not 0 nothing changes.
     Raises ValueError when a buffer is not so, or bf16 moments could not decay (`check_moments`).

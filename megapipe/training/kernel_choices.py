@@ -7,6 +7,7 @@ import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.kernels import apex_backend
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
 from megapipe.layers.document_blocks import why_a_mask
@@ -150,7 +151,8 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
 
 
 def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
-    """The choices in words: a line for each backend and reason why no preferred one was taken.
+    """The choices in words: a line for each backend and reason why no preferred one was taken; NVIDIA's apex, if it is
+    installed.
 
     demands: kernels.backends; a demand for an op that is not among the choices gets a warning.
     """
@@ -158,6 +160,8 @@ def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
     lines = []
     for (backend, why), group in groupby(choices, key=lambda choice: (choice.backend, _why(choice))):
         lines.append(f"kernels: {backend} for {', '.join(dict.fromkeys(choice.op for choice in group))}{why}")
+    apex = apex_backend.described() if any(choice.device == "cuda" for choice in choices) else None
+    lines += [] if apex is None else [f"kernels: {apex}"]
     idle = sorted(set(demands) - {choice.op for choice in choices})
     if idle:
         lines.append(f"warning: kernels.backends names {', '.join(idle)}, which this run never calls")

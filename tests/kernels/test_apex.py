@@ -1,100 +1,206 @@
-"""How NVIDIA's apex is found and called; a stand-in with its functions, made of torch's, takes the module's place."""
+"""How NVIDIA's apex is found, compared with the table of its functions, and called (`apex_stand_in`)."""
 
-import importlib.machinery
+import importlib
 import sys
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from megapipe.kernels import apex_backend
-from megapipe.kernels.apex_backend import layer_norm, rms_norm
+from megapipe.kernels.apex_backend import (
+    adamw,
+    attention_probabilities,
+    gradient_norm,
+    layer_norm,
+    rms_norm,
+    signatures,
+    softmax,
+)
 from megapipe.kernels.ops import OPS
-from megapipe.kernels.reference import layer_norm as layer_norm_reference
-from megapipe.kernels.reference import rms_norm as rms_norm_reference
-from tests.kernels import norm_checks
-from tests.kernels.cases import LAYOUTS, Layout
+from megapipe.kernels.reference import gradient_norm as gradient_norm_reference
+from megapipe.kernels.reference import softmax as softmax_reference
+from megapipe.kernels.registry import KernelError
+from megapipe.training.kernel_choices import told
+from tests.kernels import adamw_checks, apex_stand_in, norm_checks, softmax_checks
+from tests.kernels.apex_stand_in import BUILDS
+from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, misaligned
 from tests.kernels.norm_checks import Norm
 
 NORMS = [Norm("layer_norm", layer_norm), Norm("rms_norm", rms_norm)]
-
-
-def forward_affine(x: Tensor, shape: torch.Size, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, ...]:
-    assert all(tensor.is_contiguous() for tensor in (x, weight, bias))
-    y, mean, rstd = layer_norm_reference.forward(x, weight, bias, epsilon)
-    return y, mean.flatten(), rstd.flatten()
-
-
-def backward_affine(
-    dy: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    x: Tensor,
-    shape: torch.Size,
-    weight: Tensor,
-    bias: Tensor,
-    epsilon: float,
-    memory_efficient: bool,
-) -> tuple[Tensor, ...]:
-    assert not memory_efficient
-    assert mean.shape == rstd.shape == (x.shape[:-1].numel(),)
-    rows = (*x.shape[:-1], 1)
-    return layer_norm_reference.backward(dy, x, mean.view(rows), rstd.view(rows), weight)
-
-
-def rms_forward_affine(x: Tensor, shape: torch.Size, weight: Tensor, epsilon: float) -> tuple[Tensor, ...]:
-    assert x.is_contiguous()
-    y, rstd = rms_norm_reference.forward(x, weight, epsilon)
-    return y, rstd.flatten()
-
-
-def rms_backward_affine(
-    dy: Tensor, rstd: Tensor, x: Tensor, shape: torch.Size, weight: Tensor, epsilon: float, memory_efficient: bool
-) -> tuple[Tensor, ...]:
-    assert not memory_efficient
-    assert rstd.shape == (x.shape[:-1].numel(),)
-    return rms_norm_reference.backward(dy, x, rstd.view(*x.shape[:-1], 1), weight)
-
-
-def module(name: str, *functions: object) -> ModuleType:
-    made = ModuleType(name)
-    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    made.__dict__.update({function.__name__: function for function in functions})  # type: ignore[attr-defined]
-    return made
+each_build = pytest.mark.parametrize("_apex", BUILDS, indirect=True)
+each_norm = pytest.mark.parametrize("norm", NORMS, ids=str)
 
 
 @pytest.fixture
-def _apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = (forward_affine, backward_affine, rms_forward_affine, rms_backward_affine)
-    monkeypatch.setitem(sys.modules, apex_backend.EXTENSION, module(apex_backend.EXTENSION, *functions))
+def _apex(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    apex_stand_in.install(monkeypatch, getattr(request, "param", "newest"))
 
 
+@each_build
+@each_norm
 @pytest.mark.usefixtures("_apex")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.op)
-def test_norms_through_apex(norm: Norm, dtype: torch.dtype, layout: Layout) -> None:
+def test_norms(norm: Norm, dtype: torch.dtype, layout: Layout) -> None:
     norm_checks.check_against_double(norm, (3, 2, 40), dtype, "cpu", layout)
 
 
+@each_norm
 @pytest.mark.usefixtures("_apex")
-@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.op)
-def test_gradients_through_apex(norm: Norm) -> None:
+def test_gradients_and_empty_inputs_of_norms(norm: Norm) -> None:
     norm_checks.check_autograd(norm, "cpu")
+    norm_checks.check_empty(norm, "cpu")
+    x, weight = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(8)
+    with pytest.raises(ValueError, match=r"weight is torch\.float32 \[8\] beside x, torch\.bfloat16"):
+        norm.module.forward(x, *[weight] * norm.num_parameters, 1e-5)
 
 
-def test_the_apex_of_pypi_is_not_nvidia_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apex", module("apex"))
-    monkeypatch.delitem(sys.modules, apex_backend.EXTENSION, raising=False)
-    assert apex_backend.unavailable("cuda") == (
-        "NVIDIA's apex is not installed with its norms (there is no module fused_layer_norm_cuda)"
+@pytest.mark.usefixtures("_apex")
+@pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw(moments: torch.dtype, decay: float) -> None:
+    adamw_checks.check_against_double(adamw, 1037, moments, "cpu", decay, scales_gradient=True)
+    adamw_checks.check_cuts(adamw, moments, "cpu")
+
+
+@pytest.mark.usefixtures("_apex")
+def test_rules_of_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "_LONGEST", 333)  # long buffers are lists of shorter ones
+    adamw_checks.check_parameter_copy(adamw, "cpu")
+    adamw_checks.check_skip(adamw, "cpu")
+    adamw_checks.check_not_a_number(adamw, "cpu")
+    adamw_checks.check_refusals(adamw, "cpu")
+
+
+@pytest.mark.usefixtures("_apex")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 65_536, 140_000])
+def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
+    values = draw(size, dtype=dtype)
+    found = gradient_norm.squared_norm(misaligned(values))
+    assert (found.dtype, found.shape) == (torch.float64, ())
+    assert found.item() == pytest.approx(values.double().square().sum().item(), rel=1e-5)
+    if size:
+        values[size // 2] = torch.nan
+        assert gradient_norm.squared_norm(values).isnan()
+        assert gradient_norm_reference.squared_norm(values).isnan()
+
+
+@pytest.mark.usefixtures("_apex")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 20, 20), (1, 4, 132, 132)])
+def test_causal_softmax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    softmax_checks.check_against_double(softmax, shape, dtype, "cpu", causal=True, layout=misaligned)
+
+
+@pytest.mark.usefixtures("_apex")
+def test_attention_weights_and_gradients() -> None:
+    query, key = (draw(2, rows, 4, seed=rows, dtype=torch.bfloat16).requires_grad_() for rows in (4 * 20, 20))
+    dy = draw(2, 4 * 20, 20, dtype=torch.bfloat16)
+    kept = dy.clone()
+    weights = attention_probabilities.apply(query, key, 0.3, None)
+    found = torch.autograd.grad(weights, (query, key), dy)
+    assert_same_bits(dy, kept)  # apex's backward writes over its argument
+    scores = torch.matmul(query, key.transpose(1, 2)) * 0.3
+    expected = softmax_reference.forward(scores.view(2, 4, 20, 20), None, 1.0, True, None).view(weights.shape)
+    torch.testing.assert_close(weights, expected, rtol=2e-2, atol=1e-2)
+    gradients = torch.autograd.grad(expected, (query, key), dy)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.usefixtures("_apex")
+@pytest.mark.parametrize(
+    ("shape", "arguments", "message"),
+    [
+        ((2, 4, 20, 20), (None, 1.0, True, 7), "a sliding window"),
+        ((2, 4, 20, 20), (None, 1.0, False, None), "not causal"),
+        ((2, 4, 20, 20), (torch.ones(20, dtype=torch.bool), 1.0, True, None), "does not support a mask"),
+        ((2, 4, 20, 24), (None, 1.0, True, None), "not causal over one sequence"),
+        ((2, 4, 22, 22), (None, 1.0, True, None), "must be a multiple of 4 between 20 and 16,384"),
+        ((2, 4, 16, 16), (None, 1.0, True, None), r"\[2, 4, 16, 16\] scores"),
+        ((1, 4, 20, 20), (None, 1.0, True, None), "samples times heads a multiple of 8"),
+    ],
+)
+def test_what_the_causal_softmax_does_not_take(
+    shape: tuple[int, ...], arguments: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises(KernelError, match=message):
+        softmax.forward(torch.zeros(shape, dtype=torch.bfloat16), *arguments)
+
+
+def test_the_apex_of_pypi_is_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    assert apex_backend.unavailable("layer_norm")("cuda") == (
+        "NVIDIA's apex is not installed with its extension fused_layer_norm_cuda"
+    )
+    assert apex_backend.described() is None
+
+
+@pytest.mark.usefixtures("_apex")
+def test_installed_extensions_are_found_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in apex_backend.EXTENSIONS:
+        rule = apex_backend.unavailable(op)
+        assert (rule("cuda"), rule("cpu")) == (None, "needs a GPU")
+        assert rule("xpu") == "runs on NVIDIA GPUs, not on xpu"
+    assert apex_backend.described() == f"apex: has {', '.join(apex_backend.EXTENSIONS)}"
+    monkeypatch.delitem(sys.modules, "amp_C")
+    assert apex_backend.described() == (
+        "apex: has layer_norm, rms_norm, softmax, attention_probabilities; not built: amp_C"
     )
 
 
 @pytest.mark.usefixtures("_apex")
-def test_nvidia_s_apex_is_found() -> None:
-    assert apex_backend.unavailable("cuda") is None
-    assert apex_backend.unavailable("cpu") == "needs a GPU"
-    assert apex_backend.unavailable("xpu") == "runs on NVIDIA GPUs, not on xpu"
-    assert "apex: needs a GPU" in OPS.choice("layer_norm", "cpu", torch.float32, 8).reasons
+def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
+    """And the backends that refuse some arguments are never chosen by themselves."""
+    backends = {op.name: backend for op in OPS.ops for backend in op.backends if backend.name == "apex"}
+    assert set(backends) == set(apex_backend.EXTENSIONS)
+    for name, backend in backends.items():
+        dtype = torch.float32 if name == "adamw" else torch.bfloat16
+        assert backend.module.refusal("cuda", dtype, 64) is None
+        assert backend.only_requested == ("softmax" in name or "attention" in name)
+        assert "float64" in backend.module.refusal("cuda", torch.float64, 64)
+
+
+@pytest.mark.usefixtures("_apex")
+def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = importlib.import_module("fused_layer_norm_cuda")
+    known = signatures.LAYER_NORM_BACKWARD.forms[-1]
+    longer = signatures.Form("later", (*known.arguments, "more:int"))
+    monkeypatch.setattr(extension, "backward_affine", lambda *arguments: None)
+    expected = "fused_layer_norm_cuda.backward_affine takes unknown arguments instead of 8 or 9; build apex at commit"
+    assert layer_norm.refusal("cuda", torch.float32, 8) == f"{expected} 6ff45486f"
+    extension.backward_affine.__doc__ = apex_stand_in.docstring("backward_affine", longer)
+    monkeypatch.setattr(extension, "backward_affine", apex_stand_in.checked(signatures.LAYER_NORM_BACKWARD, longer))
+    assert layer_norm.refusal("cuda", torch.float32, 8) == f"{expected} 6ff45486f".replace("unknown", "10")
+    x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match="takes 10 arguments instead of 8 or 9"):
+        layer_norm.backward(x, x, x[:, :1], x[:, :1], x[0])
+    monkeypatch.delattr(importlib.import_module("amp_C"), "multi_tensor_adam_capturable")
+    assert adamw.refusal("cuda", torch.float32, 8) == (
+        "amp_C has no function multi_tensor_adam_capturable; build apex at commit 6bd01c4b9 or later"
+    )
+
+
+def test_arguments_are_counted_in_docstrings_of_pybind11() -> None:
+    """Of functions of torch, which the same library binds."""
+    assert signatures._count(torch._C._jit_set_profiling_mode) == 1
+    assert signatures._count(torch._C._jit_pass_inline) == 1
+    assert signatures._count(torch._C._propagate_shapes) == 3
+
+
+@pytest.mark.usefixtures("_apex")
+def test_apex_is_chosen_and_reported_where_triton_and_csrc_cannot_run() -> None:
+    ops = OPS.with_overrides({})
+    names = ("layer_norm", "adamw", "gradient_norm")
+    choices = [ops.choice(name, "cuda", torch.float32, 64) for name in names]
+    assert [choice.backend for choice in choices] == ["apex"] * 3
+    weights = ops.choice("attention_probabilities", "cuda", torch.bfloat16, 64)
+    assert weights.backend == "reference"
+    assert weights.reasons[-1] == "apex: runs only where kernels.backends names it"
+    requested = OPS.with_overrides({"attention_probabilities": "apex"})
+    assert requested.choice("attention_probabilities", "cuda", torch.bfloat16, 64).backend == "apex"
+    lines = told(choices, {})
+    assert sum(line.startswith("kernels: apex for ") for line in lines) == len(lines) - 1
+    assert lines[-1] == f"kernels: {apex_backend.described()}"

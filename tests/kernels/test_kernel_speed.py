@@ -152,11 +152,21 @@ def test_predicted_bytes_are_those_of_inputs_and_results(name: str) -> None:
 
 
 def documented() -> dict[str, list[str]]:
-    """Op -> the other cells of its row in docs/kernels.md."""
-    lines = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    """Op -> the other cells of its row in the first table of docs/kernels.md."""
+    rows = [row for row in guide_rows() if len(row) == 6]
     assert len({row[0] for row in rows}) == len(rows)
     return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def guide_rows() -> list[list[str]]:
+    """The rows of all tables of docs/kernels.md that start with a name, by cells."""
+    lines = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+
+
+def test_the_guide_says_when_each_op_runs() -> None:
+    ops = [name for row in guide_rows() if len(row) == 2 for name in row[0].replace("`", "").split(", ")]
+    assert sorted(ops) == sorted(op.name for op in OPS.ops)
 
 
 def test_the_guide_names_every_op_and_its_backends_in_order() -> None:

@@ -1,0 +1,170 @@
+"""The functions of NVIDIA's apex that megapipe calls, with the arguments of every supported build.
+
+apex has no version numbers: a form is named by a commit of github.com/NVIDIA/apex. pybind11 checks arguments only when
+a function is called, and some are first called in the backward of the first step, so a build is compared with this
+table when a backend is chosen (`why_unsupported`).
+"""
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ARGUMENT = re.compile(r"[(,] *(?:arg\d+|\w+): ")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The arguments of a function, in order, as `name:kind`; commit: one whose sources have them."""
+
+    commit: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of one of apex's extensions. forms: each has the arguments of the one before it, and one more."""
+
+    extension: str
+    name: str
+    forms: tuple[Form, ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it with the leading arguments that the installed build takes, on the device of the first tensor.
+
+        Raises ImportError without the extension, ValueError when the build is not in the table.
+        """
+        found = getattr(importlib.import_module(self.extension), self.name)
+        count = _count(found)
+        if count not in self.counts:
+            raise ValueError(f"apex: {self.flaw()}")
+        device = next(tensor.device for tensor in _tensors(arguments))
+        if device.type != "cuda":
+            return found(*arguments[:count])
+        with torch.cuda.device(device):
+            return found(*arguments[:count])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of arguments of the known forms."""
+        return tuple(len(form.arguments) for form in self.forms)
+
+    def flaw(self) -> str | None:
+        """Return why the installed extension cannot be called; None if it can. Raises ImportError."""
+        found = getattr(importlib.import_module(self.extension), self.name, None)
+        oldest = self.forms[0].commit[:9]
+        if found is None:
+            return f"{self.extension} has no function {self.name}; build apex at commit {oldest} or later"
+        if _count(found) in self.counts:
+            return None
+        known, taken = " or ".join(map(str, self.counts)), _count(found) or "unknown"
+        return (
+            f"{self.extension}.{self.name} takes {taken} arguments instead of {known}; build apex at commit "
+            f"{self.forms[-1].commit[:9]}"
+        )
+
+
+def why_unsupported(functions: Iterable[Function]) -> str | None:
+    """Return why the installed build cannot run these functions; None if it can. Raises ImportError."""
+    return next((flaw for function in functions if (flaw := function.flaw()) is not None), None)
+
+
+@functools.cache
+def _count(function: Callable[..., Any]) -> int:
+    """Number of arguments by pybind11's docstring, `name(arg0: type, ...) -> type`; 0 if it does not say."""
+    signature = (function.__doc__ or "").partition(" -> ")[0].partition("\n")[0]
+    return len(_ARGUMENT.findall(signature))
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
+    return (argument for argument in arguments if isinstance(argument, Tensor))
+
+
+def _forms(*forms: tuple[str, str]) -> tuple[Form, ...]:
+    """Each form adds its arguments to those of the one before."""
+    arguments: tuple[str, ...] = ()
+    found = []
+    for commit, more in forms:
+        arguments += tuple(more.split())
+        found.append(Form(commit, arguments))
+    return tuple(found)
+
+
+_LAYER_NORM = "adee29f690e1fe2d45449f179ae2b6d17e497dfe"
+_RMS_NORM = "028ef04cb7a5ca79a5c2929fb4416209c27555ac"
+_MEMORY_EFFICIENT = "6ff45486f432f91eb86937a0def5eb5f2cf792ae"
+"""Pull request 1715, August 2023: both backwards take `memory_efficient`."""
+_AMP = "9082484be7ee36f12c300b2bd56cc427b9c70e2c"
+_CAPTURABLE = "6bd01c4b99a84648ad5e5238a959735e6936c813"
+"""Pull request 1560, January 2023: an Adam whose step, rate, scale and skip flag are on the device."""
+_SOFTMAX = "23c1f86520e22b505e8fdfcf6298273dff2d93d8"
+
+LAYER_NORM_FORWARD = Function(
+    "fused_layer_norm_cuda",
+    "forward_affine",
+    _forms((_LAYER_NORM, "input:tensor normalized_shape:shape gamma:tensor beta:tensor epsilon:float")),
+)
+LAYER_NORM_BACKWARD = Function(
+    "fused_layer_norm_cuda",
+    "backward_affine",
+    _forms(
+        (
+            _LAYER_NORM,
+            "dout:tensor mean:tensor invvar:tensor input:tensor normalized_shape:shape gamma:tensor beta:tensor "
+            "epsilon:float",
+        ),
+        (_MEMORY_EFFICIENT, "memory_efficient:bool"),
+    ),
+)
+RMS_NORM_FORWARD = Function(
+    "fused_layer_norm_cuda",
+    "rms_forward_affine",
+    _forms((_RMS_NORM, "input:tensor normalized_shape:shape gamma:tensor epsilon:float")),
+)
+RMS_NORM_BACKWARD = Function(
+    "fused_layer_norm_cuda",
+    "rms_backward_affine",
+    _forms(
+        (_RMS_NORM, "dout:tensor invvar:tensor input:tensor normalized_shape:shape gamma:tensor epsilon:float"),
+        (_MEMORY_EFFICIENT, "memory_efficient:bool"),
+    ),
+)
+L2_NORM = Function(
+    "amp_C",
+    "multi_tensor_l2norm",
+    _forms((_AMP, "chunk_size:int noop_flag:tensor tensor_lists:lists per_tensor:bool")),
+)
+ADAM = Function(
+    "amp_C",
+    "multi_tensor_adam_capturable",
+    _forms(
+        (
+            _CAPTURABLE,
+            "chunk_size:int noop_flag:tensor tensor_lists:lists lr:tensor beta1:float beta2:float epsilon:float "
+            "step:tensor mode:int bias_correction:int weight_decay:float inv_scale:tensor",
+        )
+    ),
+)
+CAUSAL_SOFTMAX_FORWARD = Function(
+    "scaled_upper_triang_masked_softmax_cuda", "forward", _forms((_SOFTMAX, "input:tensor scale_factor:float"))
+)
+CAUSAL_SOFTMAX_BACKWARD = Function(
+    "scaled_upper_triang_masked_softmax_cuda",
+    "backward",
+    _forms((_SOFTMAX, "output_grads:tensor softmax_results:tensor scale_factor:float")),
+)
+FUNCTIONS = (
+    LAYER_NORM_FORWARD,
+    LAYER_NORM_BACKWARD,
+    RMS_NORM_FORWARD,
+    RMS_NORM_BACKWARD,
+    L2_NORM,
+    ADAM,
+    CAUSAL_SOFTMAX_FORWARD,
+    CAUSAL_SOFTMAX_BACKWARD,
+)
