@@ -126,6 +126,7 @@ def whole_row_kernel(
         safe, factor = _finite(largest), 1.0 / total
         if TAIL:
             rest = tl.load(source + last, mask=last < width, other=0.0).to(tl.float32)
+            tl.debug_barrier()  # every warp reads these columns, one overwrites them
             _store_gradient(logits, source, last, last < width, tl.exp(rest - safe) * factor, hit)
         blocks = tl.cdiv(aligned, BLOCK)
         for index in range(blocks):
@@ -138,8 +139,21 @@ def whole_row_kernel(
 
 @triton.jit
 def _tile_gradient(
-    logits, columns, owned, log_sum_exp, scale, result, num_rows, row_stride, result_stride, row, column, stop
+    logits,
+    columns,
+    owned,
+    log_sum_exp,
+    scale,
+    result,
+    num_rows,
+    row_stride,
+    result_stride,
+    row,
+    column,
+    stop,
+    REPEATED: tl.constexpr,
 ):
+    """REPEATED: the tile is so small that several warps read it, of which one overwrites it."""
     inside = row < num_rows
     mask = inside[:, None] & (column < stop)[None, :]
     value = tl.load(logits + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -149,6 +163,8 @@ def _tile_gradient(
         value -= tl.where(column[None, :] == hit[:, None], 1.0, 0.0)
     if scale is not None:
         value *= tl.load(scale + row, mask=inside, other=0.0)[:, None]
+    if REPEATED:
+        tl.debug_barrier()
     tl.store(result + row[:, None] * result_stride + column[None, :], value.to(result.dtype.element_ty), mask=mask)
 
 
@@ -175,7 +191,19 @@ def gradient_kernel(
     row, column = tile_indices(width, ROWS, COLUMNS)
     aligned = _aligned(width, TAIL)
     _tile_gradient(
-        logits, columns, owned, log_sum_exp, scale, result, num_rows, row_stride, result_stride, row, column, aligned
+        logits,
+        columns,
+        owned,
+        log_sum_exp,
+        scale,
+        result,
+        num_rows,
+        row_stride,
+        result_stride,
+        row,
+        column,
+        aligned,
+        REPEATED=False,
     )
     if TAIL:
         across = tl.cdiv(width, COLUMNS)
@@ -194,4 +222,5 @@ def gradient_kernel(
                 row,
                 last,
                 width,
+                REPEATED=True,
             )

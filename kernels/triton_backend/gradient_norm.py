@@ -46,5 +46,6 @@ def squared_norm(values: Tensor) -> Tensor:
 
 def specimens() -> list[Specimen]:
     """Gradients of a large layer, in the accumulation dtype and in bf16."""
-    launches = {dtype: _launch(meta(1 << 26, dtype=dtype), meta(1 << 10)) for dtype in (torch.float32, torch.bfloat16)}
+    sums = meta(1 << 10, dtype=torch.float64)
+    launches = {dtype: _launch(meta(1 << 26, dtype=dtype), sums) for dtype in (torch.float32, torch.bfloat16)}
     return [Specimen(f"squared norm {dtype}", launch, loads=1, stores=0) for dtype, launch in launches.items()]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from megapipe.kernels.triton_backend.tiles import product
+
 
 @triton.jit
 def resident_kernel(
@@ -48,8 +50,8 @@ def resident_kernel(
             weight_sum = tl.fma(gradient, value, weight_sum)
             bias_sum += gradient
         if INPUT:
-            gradient *= factor
-            along = (tl.sum(gradient * value, axis=1) / width)[:, None]
+            gradient = product(gradient, factor + tl.zeros_like(gradient))
+            along = (tl.sum(product(gradient, value), axis=1) / width)[:, None]
             if CENTER:
                 gradient -= (tl.sum(gradient, axis=1) / width)[:, None]
             result = gradient - value * along

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two, stays_on_chip
 from megapipe.kernels.triton_backend.specimens import Specimen, meta
+from megapipe.kernels.triton_backend.tiles import product
 
 RESIDENT, RESIDENT_UNALIGNED = 16384, 8192
 _TILE, _CHUNK, _ELEMENTS_PER_WARP = 4096, 4096, 512
@@ -50,7 +51,7 @@ def _resident_kernel(
         center = tl.sum(value, axis=1) / width
         tl.store(mean + row, center, mask=inside)
         value = tl.where(mask, value - center[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(value * value, axis=1) / width + epsilon)
+    scale = tl.rsqrt(tl.sum(product(value, value), axis=1) / width + epsilon)
     tl.store(rstd + row, scale, mask=inside)
     result = value * scale[:, None] * tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     if CENTER:

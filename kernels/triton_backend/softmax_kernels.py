@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from megapipe.kernels.triton_backend.tiles import product
+
 
 @triton.jit
 def resident_kernel(
@@ -120,7 +122,7 @@ def resident_gradient_kernel(dy, y, dx, num_rows, keys, scale, ROWS: tl.constexp
     offset = row[:, None] * keys + key[None, :]
     weight = tl.load(y + offset, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask=inside, other=0.0).to(tl.float32)
-    common = tl.sum(weight * gradient, axis=1)
+    common = tl.sum(product(weight, gradient), axis=1)
     result = weight * (gradient - common[:, None]) * scale
     tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=inside)
 

@@ -14,6 +14,7 @@ from megapipe.kernels.triton_backend.launch import Launch
 
 _ALIGNMENT = 16
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

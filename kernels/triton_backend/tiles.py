@@ -51,3 +51,13 @@ def tile_indices(width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     return row, column
+
+
+@triton.jit
+def product(x, y):
+    """x * y, rounded by itself, as a sum over lanes needs it.
+
+    Where a lane has one term, the compiler would fuse its own product with the sum of its own and its neighbor's: the
+    lanes' sums differ in the last bit, and which of them is stored is left to the hardware.
+    """
+    return tl.fma(x, y, tl.zeros_like(x))

@@ -1,0 +1,468 @@
+"""Instructions that only compute: opcode -> (types of the operands, type of the result, function on numpy arrays).
+
+Semantics: PTX ISA, the sections on integer, floating-point, comparison, logic, shift and conversion instructions.
+Approximate instructions return a value at the far end of the error that the ISA documents for them, above or below it
+as the operand's bits say, so that a kernel is not judged by better functions than a GPU has.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from tests.ptx.numbers import (
+    NAN16,
+    TYPES,
+    Array,
+    bits_of,
+    flushed,
+    from_bf16,
+    fused32,
+    inexact,
+    larger,
+    narrowed,
+    on_pairs,
+    to_bf16,
+    widened,
+)
+
+_HALVES = ("f16", "bf16")
+_PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
+_IGNORED = frozenset({"rn", "lo", "full", "approx", "ftz", "sync", "aligned", "sat", "NaN", "wide", "hi"})
+
+
+@dataclass(frozen=True)
+class Operation:
+    """operands, result: PTX types, as `TYPES` has them; an operand of width 0 of a shift count is u32. function: numpy
+    arrays of these types -> one of the result's type. second: whether a complement goes to a second predicate."""
+
+    operands: tuple[str, ...]
+    result: str
+    function: Callable[..., Array]
+
+
+def _bits(kind: str) -> int:
+    return 8 * np.dtype(TYPES[kind]).itemsize
+
+
+def _wider(kind: str) -> str:
+    return f"{kind[0]}{2 * _bits(kind)}"
+
+
+def _is_float(kind: str) -> bool:
+    return kind[0] == "f" or kind[:2] == "bf"
+
+
+def _divided(x: Array, y: Array) -> Array:
+    """Quotient toward zero; all bits set where y is 0, which PTX leaves open."""
+    safe = np.where(y == 0, np.ones_like(y), y)
+    return np.where(y == 0, ~np.zeros_like(x), (x - np.fmod(x, safe)) // safe)
+
+
+def _remainder(x: Array, y: Array) -> Array:
+    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, np.ones_like(y), y)))
+
+
+def _high(x: Array, y: Array) -> Array:
+    """Upper half of the product."""
+    bits = 8 * x.dtype.itemsize
+    if bits < 64:
+        wide = np.dtype(f"{x.dtype.kind}{x.dtype.itemsize * 2}").type
+        return ((x.astype(wide) * y.astype(wide)) >> wide(bits)).astype(x.dtype)
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b = bits_of(x), bits_of(y)
+    a0, a1, b0, b1 = a & low, a >> shift, b & low, b >> shift
+    middle = a1 * b0 + ((a0 * b0) >> shift)
+    other = a0 * b1 + (middle & low)
+    high = a1 * b1 + (middle >> shift) + (other >> shift)
+    if x.dtype.kind == "i":
+        high = high - np.where(x < 0, b, np.uint64(0)) - np.where(y < 0, a, np.uint64(0))
+    return high.view(x.dtype)
+
+
+def _shift(x: Array, count: Array, left: bool) -> Array:
+    """Counts at or above the width leave 0, or the sign."""
+    bits = 8 * x.dtype.itemsize
+    within = np.minimum(count, np.uint32(bits - 1)).astype(x.dtype)
+    moved = x << within if left else x >> within
+    if not left and x.dtype.kind == "i":
+        return moved
+    return np.where(count >= bits, np.zeros_like(moved), moved)
+
+
+def _extracted(x: Array, position: Array, length: Array) -> Array:
+    """bfe: `length` bits from `position`, extended by zeros or by the field's sign."""
+    bits = 8 * x.dtype.itemsize
+    position, length = (value & np.uint32(255) for value in (position, length))
+    bottom = _shift(x, position, left=False)
+    kept = np.minimum(length, np.uint32(bits))
+    mask = np.where(
+        kept == bits, ~np.uint64(0), (np.uint64(1) << np.minimum(kept, 63).astype(np.uint64)) - np.uint64(1)
+    )
+    field = bits_of(bottom).astype(np.uint64) & mask
+    if x.dtype.kind == "i":
+        top = np.minimum(position.astype(np.int64) + length - 1, bits - 1)
+        sign = ((bits_of(x).astype(np.uint64) >> np.maximum(top, 0).astype(np.uint64)) & np.uint64(1)).astype(bool)
+        field = np.where(sign & (length > 0), field | ~mask, field)
+    return field.astype(bits_of(x).dtype).view(x.dtype)
+
+
+def _inserted(x: Array, target: Array, position: Array, length: Array) -> Array:
+    """bfi: the low `length` bits of x put into target at `position`."""
+    bits = 8 * x.dtype.itemsize
+    position, length = (np.minimum(value & np.uint32(255), np.uint32(bits)) for value in (position, length))
+    wide = [value.astype(np.uint64) for value in (x, target)]
+    ones = np.where(
+        length >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1)
+    )
+    mask = _shift(ones, position, left=True)
+    return ((wide[1] & ~mask) | (_shift(wide[0], position, left=True) & mask)).astype(x.dtype)
+
+
+def _permuted(x: Array, y: Array, selector: Array) -> Array:
+    """prmt: each nibble of the selector picks a byte of (y, x), or its sign eight times."""
+    both = x.astype(np.uint64) | (y.astype(np.uint64) << np.uint64(32))
+    result = np.uint32(0)
+    for place in range(4):
+        nibble = (selector >> np.uint32(4 * place)) & np.uint32(15)
+        byte = (both >> (np.uint64(8) * (nibble & np.uint32(7)).astype(np.uint64))).astype(np.uint32) & np.uint32(255)
+        signs = np.where(byte >> np.uint32(7), np.uint32(255), np.uint32(0))
+        result = result | (np.where(nibble >> np.uint32(3), signs, byte) << np.uint32(8 * place))
+    return result
+
+
+def _funnel(low: Array, high: Array, count: Array, left: bool, wrap: bool) -> Array:
+    """shf: 32 bits of (high, low), shifted by the count modulo 32 or at most 32."""
+    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+    count = (count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
+    return ((both << count) >> np.uint64(32) if left else both >> count).astype(np.uint32)
+
+
+def _looked_up(a: Array, b: Array, c: Array, table: Array) -> Array:
+    """lop3: bit by bit, entry (a b c) of the table."""
+    result = np.uint32(0)
+    for entry in range(8):
+        term = (a if entry & 4 else ~a) & (b if entry & 2 else ~b) & (c if entry & 1 else ~c)
+        result = result | np.where((table >> np.uint32(entry)) & np.uint32(1), term, np.uint32(0))
+    return result
+
+
+def _reversed(x: Array) -> Array:
+    result = np.zeros_like(x)
+    bits = 8 * x.dtype.itemsize
+    for place in range(bits):
+        result |= ((x >> x.dtype.type(place)) & x.dtype.type(1)) << x.dtype.type(bits - 1 - place)
+    return result
+
+
+def _leading_zeros(x: Array) -> Array:
+    count, bits = np.zeros(x.shape, np.uint32), 8 * x.dtype.itemsize
+    for place in range(bits):
+        count = np.where(x >> x.dtype.type(bits - 1 - place) == 0, count + np.uint32(1), count)
+    return count
+
+
+_COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal,
+    "ne": lambda x, y: (x != y) & (x == x) & (y == y),
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+    "equ": lambda x, y: ~((x < y) | (x > y)),
+    "neu": lambda x, y: ~(x == y),
+    "ltu": lambda x, y: ~(x >= y),
+    "leu": lambda x, y: ~(x > y),
+    "gtu": lambda x, y: ~(x <= y),
+    "geu": lambda x, y: ~(x < y),
+    "num": lambda x, y: (x == x) & (y == y),
+    "nan": lambda x, y: (x != x) | (y != y),
+}
+_BOOLEAN: dict[str, Callable[[Array, Array], Array]] = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def _setp(parts: tuple[str, ...]) -> Operation:
+    kind, compare = parts[-1], _COMPARISONS[parts[1]]
+    between = [part for part in parts[2:-1] if part != "ftz"]
+    convert = from_bf16 if kind == "bf16" else flushed if "ftz" in parts else _same
+
+    def compared(x: Array, y: Array) -> Array:
+        return compare(convert(x), convert(y))
+
+    if not between:
+        return Operation((kind, kind), "pred", compared)
+    (combine,) = (_BOOLEAN[part] for part in between)
+    return Operation((kind, kind, "pred"), "pred", lambda x, y, also: combine(compared(x, y), also))
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+# Errors: PTX ISA, "Floating Point Instructions", in units in the last place (2^-23 relative, at worst), relative, or
+# absolute.
+_ULP = 2.0**-23
+_APPROXIMATE: dict[str, Callable[[Array], Array]] = {
+    "ex2": lambda x: inexact(np.exp2(x.astype(np.float64)), 2.0**-22.5, x),
+    "rsqrt": lambda x: inexact(1 / np.sqrt(x.astype(np.float64)), 2.0**-22.9, x),
+    "rcp": lambda x: inexact(1 / x.astype(np.float64), _ULP, x),
+    "sqrt": lambda x: inexact(np.sqrt(x.astype(np.float64)), 2.0**-23, x),
+    "tanh": lambda x: inexact(np.tanh(x.astype(np.float64)), 2.0**-11, x),
+    "sin": lambda x: inexact(np.sin(x.astype(np.float64)), np.float64(2.0**-20.5), x),
+    "cos": lambda x: inexact(np.cos(x.astype(np.float64)), np.float64(2.0**-20.9), x),
+}
+
+
+def _log2(x: Array) -> Array:
+    exact = np.log2(x.astype(np.float64))
+    near = (x > 0.5) & (x < 2)
+    return inexact(exact, np.where(near, 2.0**-22, np.abs(exact) * 2.0**-22), x)
+
+
+def _unary_float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
+    if kind in _HALVES:
+        if name not in ("ex2", "tanh"):
+            raise KeyError(name)
+        exact = {"ex2": np.exp2, "tanh": np.tanh}[name]
+        return Operation((kind,), kind, lambda x: narrowed(exact(widened(x, kind)), kind))
+    if name == "lg2":
+        function = _log2
+    elif "approx" in parts:
+        function = _APPROXIMATE[name]
+    elif "rn" in parts and name in ("sqrt", "rcp"):
+        if kind == "f64":
+            return Operation(("f64",), "f64", np.sqrt if name == "sqrt" else lambda x: 1 / x)
+        # Of a root in fp64, which rounds twice, no case is a middle between fp32 numbers; a quotient is rounded once.
+        return _flushing(parts, Operation(("f32",), "f32", np.sqrt if name == "sqrt" else lambda x: np.float32(1) / x))
+    else:
+        raise KeyError(name)
+    if kind != "f32":
+        raise KeyError(kind)
+    return _flushing(parts, Operation(("f32",), "f32", function))
+
+
+def _flushing(parts: tuple[str, ...], operation: Operation) -> Operation:
+    """With .ftz and .sat, as the opcode asks."""
+    function = operation.function
+    if operation.result != "f32":
+        return operation
+    if "sat" in parts:
+        exact = function
+        function = lambda *values: np.fmin(np.fmax(exact(*values), np.float32(0)), np.float32(1))  # noqa: E731
+    if "ftz" in parts:
+        inner = function
+        function = lambda *values: flushed(inner(*(flushed(value) for value in values)))  # noqa: E731
+    return Operation(operation.operands, operation.result, function)
+
+
+def _fused64(x: Array, y: Array, z: Array) -> Array:
+    """x * y + z in extended precision: as good as fused, but for the last of 53 bits in rare cases."""
+    return (x.astype(np.longdouble) * y + z).astype(np.float64)
+
+
+_FLOAT: dict[str, Callable[..., Array]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "abs": np.abs,
+}
+
+
+def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
+    if any(part in ("rz", "rm", "rp") for part in parts):
+        raise KeyError("rounding other than to the nearest")
+    if kind in _PAIRS:
+        inner = _float(name, (*parts[:-1], _PAIRS[kind]), _PAIRS[kind])
+        return Operation((kind,) * len(inner.operands), kind, partial(on_pairs, inner.function, _PAIRS[kind]))
+    if name in ("min", "max"):
+        choose = partial(larger, sign=1 if name == "max" else -1, keep_nan="NaN" in parts)
+        if kind in _HALVES:
+            return Operation(
+                (kind, kind), kind, lambda x, y: narrowed(choose(widened(x, kind), widened(y, kind)), kind)
+            )
+        return _flushing(parts, Operation((kind, kind), kind, choose))
+    if name in ("fma", "mad"):
+        if kind in _HALVES:
+            return Operation(
+                (kind,) * 3,
+                kind,
+                lambda x, y, z: narrowed(widened(x, kind) * widened(y, kind) + widened(z, kind), kind),
+            )
+        return _flushing(parts, Operation((kind,) * 3, kind, fused32 if kind == "f32" else _fused64))
+    if name in ("ex2", "lg2", "rsqrt", "rcp", "sqrt", "tanh", "sin", "cos"):
+        return _unary_float(name, parts, kind)
+    function = _FLOAT[name]
+    count = 1 if name in ("neg", "abs") else 2
+    if kind in _HALVES:
+        return Operation(
+            (kind,) * count,
+            kind,
+            lambda *values: narrowed(function(*(widened(value, kind) for value in values)), kind),
+        )
+    if name == "div" and ("full" in parts or "approx" in parts):
+        return _flushing(
+            parts, Operation(("f32", "f32"), "f32", lambda x, y: inexact(x.astype(np.float64) / y, 2 * _ULP, x))
+        )
+    return _flushing(parts, Operation((kind,) * count, kind, function))
+
+
+_INTEGER: dict[str, tuple[int, Callable[..., Array]]] = {
+    "add": (2, np.add),
+    "sub": (2, np.subtract),
+    "mul": (2, np.multiply),
+    "mad": (3, lambda x, y, z: x * y + z),
+    "div": (2, _divided),
+    "rem": (2, _remainder),
+    "neg": (1, np.negative),
+    "abs": (1, np.abs),
+    "min": (2, np.minimum),
+    "max": (2, np.maximum),
+    "and": (2, np.bitwise_and),
+    "or": (2, np.bitwise_or),
+    "xor": (2, np.bitwise_xor),
+    "not": (1, np.invert),
+    "cnot": (1, lambda x: (x == 0).astype(x.dtype)),
+    "brev": (1, _reversed),
+}
+
+
+def _integer(name: str, parts: tuple[str, ...], kind: str) -> Operation:
+    if "sat" in parts or "cc" in parts:
+        raise KeyError("saturation and carries")
+    if name in ("mul", "mad") and "wide" in parts:
+        wide = TYPES[_wider(kind)]
+        if name == "mul":
+            return Operation((kind, kind), _wider(kind), lambda x, y: x.astype(wide) * y.astype(wide))
+        return Operation((kind, kind, _wider(kind)), _wider(kind), lambda x, y, z: x.astype(wide) * y.astype(wide) + z)
+    if name in ("mul", "mad") and "hi" in parts:
+        return Operation((kind,) * (2 + (name == "mad")), kind, lambda x, y, *z: sum(z, _high(x, y)))
+    if name in ("shl", "shr"):
+        return Operation((kind, "u32"), kind, partial(_shift, left=name == "shl"))
+    if name == "bfe":
+        return Operation((kind, "u32", "u32"), kind, _extracted)
+    if name == "bfi":
+        return Operation((kind, kind, "u32", "u32"), kind, _inserted)
+    if name == "prmt" and parts == ("prmt", "b32"):
+        return Operation(("u32",) * 3, "u32", _permuted)
+    if name == "shf" and parts[1] in ("l", "r") and parts[2] in ("wrap", "clamp"):
+        return Operation(("u32",) * 3, "u32", partial(_funnel, left=parts[1] == "l", wrap=parts[2] == "wrap"))
+    if name == "lop3" and parts == ("lop3", "b32"):
+        return Operation(("u32",) * 4, "u32", _looked_up)
+    if name == "popc":
+        return Operation((kind,), "u32", lambda x: np.bitwise_count(x).astype(np.uint32))
+    if name == "clz":
+        return Operation((kind,), "u32", _leading_zeros)
+    count, function = _INTEGER[name]
+    return Operation((kind,) * count, kind, function)
+
+
+_TO_INTEGER: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def _cvt(parts: tuple[str, ...]) -> Operation:
+    target, source = parts[-2:]
+    modifiers = set(parts[1:-2])
+    if source == "f32" and target in _PAIRS:
+        if modifiers != {"rn"}:
+            raise KeyError("rounding other than to the nearest")
+        half = _PAIRS[target]
+
+        def packed(upper: Array, lower: Array) -> Array:
+            high, low = (bits_of(_rounded(value, half)).astype(np.uint32) for value in (upper, lower))
+            return (high << np.uint32(16)) | low
+
+        return Operation(("f32", "f32"), target, packed)
+    if not modifiers <= {"rn", "rz", "ftz", "sat", *_TO_INTEGER}:
+        raise KeyError(", ".join(modifiers))
+    if _is_float(target):
+        if "rz" in modifiers and target != "bf16":
+            raise KeyError("rounding other than to the nearest")
+
+        def to_float(x: Array) -> Array:
+            value = from_bf16(x) if source == "bf16" else x
+            for name in modifiers & set(_TO_INTEGER):
+                value = _TO_INTEGER[name](value)
+            if "rz" in modifiers:
+                return to_bf16(value, toward_zero=True)
+            return _rounded(value, target)
+
+        return _flushing(
+            ("sat",) * ("sat" in modifiers) + ("ftz",) * ("ftz" in modifiers and source == "f32"),
+            Operation((source,), target, to_float),
+        )
+    if not _is_float(source):
+        return Operation((source,), target, partial(_resized, target=target, saturate="sat" in modifiers))
+    (rounding,) = modifiers & set(_TO_INTEGER)
+
+    def to_integer(x: Array) -> Array:
+        value = (from_bf16(x) if source == "bf16" else x).astype(np.float64)
+        limits = np.iinfo(TYPES[target])
+        value = _TO_INTEGER[rounding](value)
+        inside = np.where(np.isnan(value) | (value < limits.min) | (value >= float(limits.max)), 0, value)
+        found = inside.astype(TYPES[target])
+        found = np.where(value >= float(limits.max), limits.max, np.where(value < limits.min, limits.min, found))
+        return np.where(np.isnan(value), 0, found).astype(TYPES[target])
+
+    return Operation((source,), target, to_integer)
+
+
+def _rounded(value: Array, target: str) -> Array:
+    if target == "bf16":
+        return to_bf16(value if value.dtype.kind == "f" else value.astype(np.float64))
+    if target == "f16":
+        return np.where(np.isnan(value), NAN16.view(np.float16), value.astype(np.float16))
+    return value.astype(TYPES[target])
+
+
+def _resized(x: Array, target: str, saturate: bool) -> Array:
+    if saturate:
+        limits, own = np.iinfo(TYPES[target]), np.iinfo(x.dtype)
+        x = np.clip(x, max(limits.min, own.min), min(limits.max, own.max))
+    return x.astype(TYPES[target])
+
+
+def _selp(parts: tuple[str, ...]) -> Operation:
+    kind = parts[-1]
+    return Operation((kind, kind, "pred"), kind, lambda x, y, chosen: np.where(chosen, x, y))
+
+
+def _logic_of_predicates(name: str) -> Operation:
+    if name == "not":
+        return Operation(("pred",), "pred", np.logical_not)
+    return Operation(("pred", "pred"), "pred", _BOOLEAN[name])
+
+
+@cache
+def operation_of(opcode: str) -> Operation | None:
+    """What an opcode computes, or None where it is not known here."""
+    parts = tuple(opcode.split("."))
+    name, kind = parts[0], parts[-1]
+    known: Any
+    try:
+        if name == "cvt":
+            known = _cvt(parts)
+        elif kind not in TYPES:
+            known = None
+        elif name in ("setp", "selp"):
+            known = {"setp": _setp, "selp": _selp}[name](parts)
+        elif kind == "pred":
+            known = _logic_of_predicates(name)
+        elif _is_float(kind):
+            known = _float(name, parts, kind) if set(parts[1:-1]) <= _IGNORED else None
+        else:
+            known = _integer(name, parts, kind)
+    except (KeyError, ValueError, IndexError):
+        return None
+    return known

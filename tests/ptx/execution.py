@@ -1,0 +1,132 @@
+"""Execute a kernel's launch from PTX, on the tensors of its arguments."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megapipe.kernels.triton_backend.launch import Launch
+from tests.ptx.machine import GLOBAL_BASE, Block, Machine, granule_of
+from tests.ptx.memory import Counts, Memory
+from tests.ptx.program import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """PTX of a launch. arguments: names of those that are parameters, in order. shared: bytes of dynamic memory."""
+
+    ptx: str
+    arguments: tuple[str, ...]
+    shared: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one argument. requested: every time that a lane asked. distinct: each once."""
+
+    requested_read: int
+    requested_written: int
+    distinct_read: int
+    distinct_written: int
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What a launch did.
+
+    moved: by tensor argument; tensors of one storage share their numbers. opcodes: how often each ran. guarded: line
+    of a guarded instruction -> threads that executed it, and that did not.
+    """
+
+    moved: Mapping[str, Moved]
+    counts: Counts
+    opcodes: Mapping[str, int]
+    guarded: Mapping[int, tuple[int, int]]
+
+
+def compile_cases(names: Iterable[str]) -> dict[str, Compiled]:
+    """PTX for sm_90 of cases, by name. Another process compiles: kernels of this one may be interpreted."""
+    command = [sys.executable, "-m", "tests.ptx.compiler", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {name: Compiled(entry["ptx"], tuple(entry["arguments"]), entry["shared"]) for name, entry in found.items()}
+
+
+def execute(
+    compiled: Compiled,
+    launch: Launch,
+    outputs: Iterable[str],
+    blocks: Sequence[Block] | None = None,
+    change: Callable[[str], str] = str,
+) -> Executed:
+    """Run a launch; its tensors, on the CPU, get the results.
+
+    outputs: arguments whose content is undefined before. blocks: those of the grid that run, all by default. change:
+    applied to the PTX. Raises PtxError where a rule is broken.
+    """
+    program = parse(change(compiled.ptx))
+    memory = Memory("global memory", GLOBAL_BASE, granule_of(program))
+    tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+    places, numbers = _registered(memory, tensors, set(outputs))
+    arguments: list[float] = []
+    for name in compiled.arguments:
+        value = launch.arguments[name]
+        if isinstance(value, Tensor):
+            arguments.append(places[name] + value.storage_offset() * value.itemsize)
+        else:
+            arguments.append(value)
+    # The compiler adds pointers to scratch memory, which no kernel here uses.
+    arguments += [0] * (len(program.parameters) - len(arguments))
+    machine = Machine(program, memory, arguments, compiled.shared)
+    x, y, z = (*launch.grid, 1, 1)[:3]
+    machine.run((x, y, z), blocks)
+    for name, tensor in tensors.items():
+        result = torch.from_numpy(memory.content(numbers[name]).copy())
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).copy_(result)  # type: ignore[call-overload]
+    moved = {name: _moved(memory, number) for name, number in numbers.items()}
+    return Executed(moved, memory.counts, machine.opcodes, machine.guarded)
+
+
+def _registered(
+    memory: Memory, tensors: Mapping[str, Tensor], outputs: set[str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """(address of the storage, number of the buffer) of each tensor. Elements that no tensor shows are out of bounds,
+    those that no input shows are unwritten."""
+    storages: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    places, numbers = {}, {}
+    for number, names in enumerate(storages.values()):
+        storage = tensors[names[0]].untyped_storage()
+        written, owned = (torch.zeros(storage.nbytes(), dtype=torch.uint8) for _ in range(2))
+        for name in names:
+            _mark(owned, tensors[name])
+            if name not in outputs:
+                _mark(written, tensors[name])
+        content = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        masks = (mask.numpy() != 0 for mask in (written, owned))
+        address = memory.add(" and ".join(names), content.numpy().copy(), *masks)
+        places |= dict.fromkeys(names, address)
+        numbers |= dict.fromkeys(names, number)
+    memory.freeze()
+    return places, numbers
+
+
+def _mark(written: Tensor, tensor: Tensor) -> None:
+    """Set the bytes of a storage that a view of it shows."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    view = written[: written.numel() // tensor.itemsize * tensor.itemsize].view(kind)
+    view.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(-1)
+
+
+def _moved(memory: Memory, number: int) -> Moved:
+    counts = memory.buffers[number].counts
+    return Moved(counts.read_bytes, counts.written_bytes, *memory.touched(number))

@@ -1,0 +1,688 @@
+"""Runs a PTX kernel on numpy arrays that have one element per thread.
+
+All threads of several blocks execute an instruction together. Branches on which they differ run one path after the
+other, each under a mask, up to where the paths meet again (the immediate post-dominator), as on a GPU before Volta.
+A value that all threads share is an array of one element.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.ptx.arithmetic import Operation, operation_of
+from tests.ptx.memory import Access, AccessError, Memory, tags_of
+from tests.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
+from tests.ptx.program import Instruction, Program, PtxError
+
+WARP = 32
+GLOBAL_BASE = 0x7F_0000_0000
+"""Address of global memory: above 4 GiB, so that an address cut to 32 bits is out of bounds."""
+_SHARED_WINDOW = 0x70_0000_0000
+"""Generic address of a block's shared memory."""
+_MOST_LANES = 16384
+_MOST_STEPS = 4_000_000
+
+_NOTHING = {"fence", "membar", "griddepcontrol", "prefetch", "prefetchu", "applypriority", "discard", "nanosleep"}
+_ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio"}
+
+Block = tuple[int, int, int]
+
+
+@dataclass
+class _Path:
+    """Threads that execute together: from `index` up to `meeting`, where the path below goes on."""
+
+    index: int
+    meeting: int
+    mask: Array
+
+
+@dataclass
+class _Copy:
+    """An asynchronous copy under way. group: of each lane, the number of the group that it belongs to."""
+
+    lanes: Array
+    addresses: Array
+    data: Array
+    group: Array
+
+
+@dataclass
+class Machine:
+    """A kernel and the memory that it runs on.
+
+    arguments: one number per parameter. dynamic_shared: bytes of the extern array. opcodes: how often each ran.
+    guarded: line of a guarded instruction -> threads that executed it, and that did not.
+    """
+
+    program: Program
+    memory: Memory
+    arguments: Sequence[float]
+    dynamic_shared: int
+    opcodes: Counter[str] = field(default_factory=Counter)
+    guarded: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def run(self, grid: Block, blocks: Sequence[Block] | None = None) -> None:
+        """Execute a grid, or some of its blocks. Raises PtxError for an unknown opcode and for every broken rule."""
+        if blocks is None:
+            blocks = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+        step = max(1, _MOST_LANES // self.program.threads)
+        for first in range(0, len(blocks), step):
+            with np.errstate(all="ignore"):
+                _Batch(self, grid, blocks[first : first + step]).run()
+
+
+class _Batch:
+    """Blocks that run at the same time."""
+
+    def __init__(self, machine: Machine, grid: Block, blocks: Sequence[Block]) -> None:
+        self.machine, self.program = machine, machine.program
+        threads, count = self.program.threads, len(blocks)
+        self.threads, self.count = threads, threads * count
+        self.lanes = np.arange(self.count)
+        self.block = self.lanes // threads
+        self.thread = self.lanes % threads
+        numbers = np.array([x + grid[0] * (y + grid[1] * z) for x, y, z in blocks])
+        self.block_numbers = numbers[self.block]
+        self.phase = np.zeros(count, np.int64)
+        self.registers: dict[str, Array] = {}
+        self.alive = np.ones(self.count, np.bool_)
+        self.mask, self.full = self.alive, True
+        self.paths = [_Path(0, len(self.program.instructions), self.alive)]
+        self.copies: list[_Copy] = []
+        self.groups = np.zeros(self.count, np.int64)
+        self.specials = self._specials(grid, np.array(blocks, np.uint32))
+        self.shared = Memory("shared memory", 0, _granule(self.program, "shared"))
+        static = max([offset + size for offset, size in self.program.shared.values()], default=0)
+        self.shared_size = static + machine.dynamic_shared
+        nothing = np.zeros(self.shared_size, np.uint8)
+        self.shared_bases = np.array(
+            [self.shared.add(f"block {number}", nothing, nothing.astype(np.bool_)) for number in numbers]
+        )
+        self.shared.freeze()
+
+    def _specials(self, grid: Block, blocks: Array) -> dict[str, Array]:
+        one = {"%ntid.x": self.threads, "%ntid.y": 1, "%ntid.z": 1, "%tid.y": 0, "%tid.z": 0}
+        one |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", grid, strict=True)}
+        found = {name: np.array([value], np.uint32) for name, value in one.items()}
+        found |= {f"%ctaid.{axis}": blocks[self.block, index] for index, axis in enumerate("xyz")}
+        found["%tid.x"] = self.thread.astype(np.uint32)
+        found["%laneid"] = (self.thread % WARP).astype(np.uint32)
+        found["%warpid"] = (self.thread // WARP).astype(np.uint32)
+        return found
+
+    def run(self) -> None:
+        instructions, end = self.program.instructions, len(self.program.instructions)
+        for _ in range(_MOST_STEPS):
+            while self.paths and (
+                self.paths[-1].index in (self.paths[-1].meeting, end) or not self.paths[-1].mask.any()
+            ):
+                self.paths.pop()
+            if not self.paths:
+                return
+            path = self.paths[-1]
+            self._enter(path.mask)
+            instruction = instructions[path.index]
+            path.index += 1
+            self.machine.opcodes[instruction.opcode] += 1
+            try:
+                self._step(path, instruction)
+            except AccessError as error:
+                raise instruction.error(str(error)) from None
+        raise PtxError(f"the kernel runs for more than {_MOST_STEPS} instructions")
+
+    def _enter(self, mask: Array) -> None:
+        if mask is not self.mask:
+            self.mask, self.full = mask, bool(mask.all())
+
+    def _step(self, path: _Path, instruction: Instruction) -> None:
+        name = instruction.parts[0]
+        if name == "bra":
+            self._branch(path, instruction)
+        elif name in ("ret", "exit"):
+            self._leave(self._active(instruction))
+        elif name not in _NOTHING:
+            action = _ACTIONS.get(name)
+            if action is not None:
+                action(self, instruction, self._active(instruction))
+            else:
+                self._compute(instruction)
+
+    def _active(self, instruction: Instruction) -> Array:
+        """Threads that execute it."""
+        if not instruction.guard:
+            return self.mask
+        guard = self.register(instruction, instruction.guard)
+        active = self.mask & (~guard if instruction.inverted else guard)
+        passed, held = (np.count_nonzero(self.whole(mask)) for mask in (active, self.mask & ~active))
+        before = self.machine.guarded.get(instruction.line, (0, 0))
+        self.machine.guarded[instruction.line] = before[0] + passed, before[1] + held
+        return active
+
+    def _leave(self, gone: Array) -> None:
+        self.alive = self.alive & ~gone
+        for path in self.paths:
+            path.mask = path.mask & self.alive
+
+    def _branch(self, path: _Path, instruction: Instruction) -> None:
+        target = self.program.labels[instruction.operands[0]]
+        if not instruction.guard:
+            path.index = target
+            return
+        taken = self._active(instruction)
+        if not taken.any():
+            return
+        rest = path.mask & ~taken
+        if not rest.any():
+            path.index = target
+            return
+        following, meeting = path.index, self.program.reconvergence[path.index - 1]
+        if meeting == path.meeting:
+            self.paths.pop()
+        else:
+            path.index = meeting
+        for index, mask in ((following, rest), (target, taken)):
+            if index != meeting:
+                self.paths.append(_Path(index, meeting, mask))
+
+    # Registers and operands
+
+    def register(self, instruction: Instruction, name: str) -> Array:
+        try:
+            return self.registers[name]
+        except KeyError:
+            raise instruction.error(f"reads {name}, which nothing wrote") from None
+
+    def read(self, instruction: Instruction, operand: str, kind: str) -> Array:
+        """An operand as an array of a PTX type."""
+        dtype = np.dtype(TYPES[kind])
+        if operand[0] == "%" and operand not in self.specials:
+            value = self.register(instruction, operand)
+            if dtype == np.bool_ or value.dtype.itemsize == dtype.itemsize:
+                return value if dtype == value.dtype else value.view(dtype)
+            if value.dtype.itemsize < dtype.itemsize:
+                raise instruction.error(f"{operand} is narrower than {kind}")
+            return value.astype(UNSIGNED[dtype.itemsize]).view(dtype)
+        if operand[0] == "!":
+            return ~self.register(instruction, operand[1:])
+        if operand in self.specials:
+            return self.specials[operand].astype(UNSIGNED[dtype.itemsize]).view(dtype)
+        return _constant(operand, kind, self.program, instruction)
+
+    def write(self, instruction: Instruction, name: str, value: Array, active: Array) -> None:
+        """Set a register of the active threads."""
+        if name == "_":
+            return
+        value = bits_of(value)
+        if not (active is self.mask and self.full):
+            before = self.registers.get(name)
+            if before is None:
+                before = np.zeros(1, value.dtype)
+            value = np.where(active, value, before)
+        self.registers[name] = value
+
+    def extended(self, instruction: Instruction, name: str, value: Array, signed: bool) -> Array:
+        """A value as wide as its register."""
+        if name == "_":
+            return value
+        bits = self._bits(instruction, name)
+        if bits < 8 * value.dtype.itemsize:
+            raise instruction.error(f"{name} has {bits} bits, too few for the result")
+        if bits == 8 * value.dtype.itemsize:
+            return value
+        if signed:
+            return value.astype(np.dtype(f"i{bits // 8}"))
+        return bits_of(value).astype(UNSIGNED[bits // 8])
+
+    def _bits(self, instruction: Instruction, name: str) -> int:
+        try:
+            return self.program.bits_of(name)
+        except KeyError:
+            raise instruction.error(f"{name} is not declared") from None
+
+    def whole(self, value: Array) -> Array:
+        """One element per thread."""
+        return np.broadcast_to(value, self.count)
+
+    def _compute(self, instruction: Instruction) -> None:
+        operation = operation_of(instruction.opcode)
+        if operation is None:
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+        destination, *operands = instruction.operands
+        self._apply(instruction, operation, destination, operands)
+
+    def _apply(self, instruction: Instruction, operation: Operation, destination: str, operands: list[str]) -> None:
+        if len(operands) != len(operation.operands):
+            raise instruction.error(f"{len(operands)} operands, not {len(operation.operands)}")
+        values = [self.read(instruction, *pair) for pair in zip(operands, operation.operands, strict=True)]
+        result = operation.function(*values)
+        active = self._active(instruction)
+        first, _, second = destination.partition("|")
+        if operation.result != "pred":
+            result = self.extended(instruction, first, result, operation.result[0] == "s")
+        self.write(instruction, first, result, active)
+        if second:
+            if instruction.parts[0] != "setp" or len(operands) > 2:
+                raise instruction.error("a second result is known for plain comparisons only")
+            self.write(instruction, second, ~result, active)
+
+    # Addresses and memory
+
+    def address(self, instruction: Instruction, operand: str) -> Array:
+        """uint64 addresses of `[register + offset]` or `[symbol + offset]`."""
+        match = re.fullmatch(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        if match is None:
+            raise instruction.error(f"{operand} is not an address")
+        base, offset = match.groups()
+        if base[0] == "%":
+            value = self.register(instruction, base)
+        else:
+            value = _constant(base, "b64", self.program, instruction)
+        return value.astype(np.uint64) + np.uint64(int(offset or "0", 0) & (2**64 - 1))
+
+    def accesses(self, space: str, addresses: Array, size: int, active: Array) -> list[tuple[Memory, Access]]:
+        """Accesses of the active threads, by memory: one for a named space, up to two for generic addresses."""
+        addresses, active = self.whole(addresses), self.whole(active)
+        parts = {"global": active, "shared": active}
+        offset = addresses
+        if space == "generic":
+            in_window = (addresses >= np.uint64(_SHARED_WINDOW)) & (addresses < np.uint64(GLOBAL_BASE))
+            parts = {"global": active & ~in_window, "shared": active & in_window}
+            offset = addresses - np.uint64(_SHARED_WINDOW)
+        found = []
+        for name, chosen in parts.items():
+            if space in (name, "generic") and chosen.any():
+                lanes = self.lanes[chosen]
+                block = self.block[lanes]
+                tags = tags_of(self.block_numbers[lanes], self.phase[block], self.thread[lanes] // WARP)
+                if name == "global":
+                    found.append((self.machine.memory, Access(addresses[chosen], lanes, tags, size)))
+                else:
+                    near = offset[chosen].astype(np.int64)
+                    # Offsets outside of the block's own range must not reach another block's.
+                    inside = (near >= 0) & (near < self.shared_size)
+                    near = np.where(inside, near + self.shared_bases[block], len(self.shared.bytes))
+                    found.append((self.shared, Access(near.astype(np.uint64), lanes, tags, size)))
+        return found
+
+    def load(self, instruction: Instruction, active: Array) -> None:
+        parts = instruction.parts
+        space, kind, count = _form(instruction)
+        names = [name.strip() for name in instruction.operands[0].strip("{} ").split(",")]
+        if len(names) != count:
+            raise instruction.error(f"{len(names)} registers for {count} elements")
+        if space == "param":
+            return self._parameter(instruction, kind, names[0], active)
+        width = np.dtype(TYPES[kind]).itemsize
+        data = np.zeros((self.count, width * count), np.uint8)
+        for memory, access in self.accesses(
+            space, self.address(instruction, instruction.operands[1]), width * count, active
+        ):
+            data[access.lanes] = memory.load(access, ordered=bool(_ORDERED & set(parts)))
+        columns = data.view(TYPES[kind])
+        for index, name in enumerate(names):
+            value = self.extended(instruction, name, np.ascontiguousarray(columns[:, index]), kind[0] == "s")
+            self.write(instruction, name, value, active)
+        return None
+
+    def _parameter(self, instruction: Instruction, kind: str, name: str, active: Array) -> None:
+        match = re.fullmatch(r"\[\s*(\w+)\s*\]", instruction.operands[1])
+        places = {parameter: index for index, (_, parameter) in enumerate(self.program.parameters)}
+        if match is None or match[1] not in places:
+            raise instruction.error("not a parameter of this kernel")
+        value = self.machine.arguments[places[match[1]]]
+        dtype = np.dtype(TYPES[kind])
+        declared = np.dtype(TYPES[self.program.parameters[places[match[1]]][0]])
+        if isinstance(value, float):
+            held = np.array([value], f"f{declared.itemsize}")
+        else:
+            held = np.array([value & (2 ** (8 * declared.itemsize) - 1)], f"u{declared.itemsize}")
+        if dtype.itemsize > declared.itemsize:
+            raise instruction.error(f"the parameter has {declared.itemsize} bytes")
+        held = np.frombuffer(held.tobytes()[: dtype.itemsize], dtype)
+        self.write(instruction, name, self.extended(instruction, name, held, kind[0] == "s"), active)
+
+    def store(self, instruction: Instruction, active: Array) -> None:
+        space, kind, count = _form(instruction)
+        names = [name.strip() for name in instruction.operands[1].strip("{} ").split(",")]
+        if len(names) != count:
+            raise instruction.error(f"{len(names)} registers for {count} elements")
+        columns = [self.whole(self.read(instruction, name, kind)) for name in names]
+        data = np.stack(columns, axis=1).view(np.uint8)
+        for memory, access in self.accesses(
+            space, self.address(instruction, instruction.operands[0]), data.shape[1], active
+        ):
+            memory.store(access, data[access.lanes], ordered=bool(_ORDERED & set(instruction.parts)))
+
+    def move(self, instruction: Instruction, active: Array) -> None:
+        kind = instruction.parts[-1]
+        target, source = instruction.operands
+        if kind not in TYPES:
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+        if target[0] == "{":
+            names = [name.strip() for name in target.strip("{} ").split(",")]
+            value = self.read(instruction, source, kind)
+            bits = 8 * value.dtype.itemsize // len(names)
+            for index, name in enumerate(names):
+                part = (value >> value.dtype.type(bits * index)).astype(UNSIGNED[bits // 8])
+                self.write(instruction, name, part, active)
+        elif source[0] == "{":
+            names = [name.strip() for name in source.strip("{} ").split(",")]
+            dtype = np.dtype(TYPES[kind])
+            bits = 8 * dtype.itemsize // len(names)
+            value = np.zeros(1, dtype)
+            for index, name in enumerate(names):
+                value = value | (self.read(instruction, name, f"b{bits}").astype(dtype) << dtype.type(bits * index))
+            self.write(instruction, target, value, active)
+        else:
+            self.write(instruction, target, self.read(instruction, source, kind), active)
+
+    def convert_address(self, instruction: Instruction, active: Array) -> None:
+        target, source = instruction.operands
+        kind, parts = instruction.parts[-1], instruction.parts
+        value = self.read(instruction, source, kind)
+        if "shared" in parts:
+            window = value.dtype.type(_SHARED_WINDOW)
+            value = value - window if "to" in parts else value + window
+        elif "global" not in parts:
+            raise instruction.error("only global and shared addresses are known")
+        self.write(instruction, target, value, active)
+
+    # Asynchronous copies
+
+    def copy(self, instruction: Instruction, active: Array) -> None:
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "cp.async.commit_group":
+            self.groups = self.groups + self.whole(active)
+        elif opcode == "cp.async.wait_all":
+            self._finish(active, self.groups + 1)
+        elif opcode == "cp.async.wait_group":
+            self._finish(active, self.groups - int(operands[0], 0))
+        elif re.fullmatch(r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*", opcode):
+            self._start(instruction, active)
+        else:
+            raise instruction.error(f"opcode {opcode} is not known")
+
+    def _start(self, instruction: Instruction, active: Array) -> None:
+        size = int(instruction.operands[2], 0)
+        active = self.whole(active)
+        data = np.zeros((self.count, size), np.uint8)
+        reading = active
+        if len(instruction.operands) > 3:
+            given = self.whole(self.read(instruction, instruction.operands[3], "u32"))
+            if not np.isin(given[active], (0, size)).all():
+                raise instruction.error(f"copies of fewer than {size} bytes, but not 0, are not known")
+            reading = active & (given > 0)
+        source = self.address(instruction, instruction.operands[1])
+        for memory, access in self.accesses("global", source, size, reading):
+            data[access.lanes] = memory.load(access)
+        goal = self.whole(self.address(instruction, instruction.operands[0]))
+        for memory, access in self.accesses("shared", goal, size, active):
+            memory.forget(access)
+            lanes = access.lanes
+            self.copies.append(_Copy(lanes, goal[lanes], data[lanes], self.groups[lanes]))
+
+    def _finish(self, active: Array, first_left: Array) -> None:
+        """Write what the active threads copied in groups before `first_left` of each."""
+        waiting = []
+        for copy in self.copies:
+            done = self.whole(active)[copy.lanes] & (copy.group < first_left[copy.lanes])
+            chosen, goal = np.zeros(self.count, np.bool_), np.zeros(self.count, np.uint64)
+            chosen[copy.lanes[done]] = True
+            goal[copy.lanes] = copy.addresses
+            for memory, access in self.accesses("shared", goal, copy.data.shape[1], chosen):
+                memory.store(access, copy.data[done])
+            if not done.all():
+                rest = ~done
+                waiting.append(_Copy(copy.lanes[rest], copy.addresses[rest], copy.data[rest], copy.group[rest]))
+        self.copies = waiting
+
+    # Threads among themselves
+
+    def barrier(self, instruction: Instruction, active: Array) -> None:
+        parts, operands = instruction.parts, instruction.operands
+        if parts[:2] in (("bar", "warp"), ("barrier", "warp")):
+            self._members(instruction, active, operands[0])
+            return
+        if parts[1] not in ("sync", "cta") or "red" in parts or "arrive" in parts or operands[0] != "0":
+            raise instruction.error("only barrier 0 of all threads is known")
+        if len(operands) > 1 and self.whole(self.read(instruction, operands[1], "u32"))[0] != self.threads:
+            raise instruction.error("only barrier 0 of all threads is known")
+        arrived, expected = (self.whole(mask).reshape(-1, self.threads) for mask in (active, self.alive))
+        some = arrived.any(axis=1)
+        if (arrived != expected)[some].any():
+            block = int(self.block_numbers[np.flatnonzero((arrived != expected) & some[:, None])[0]])
+            raise instruction.error(f"divergent barrier: not all threads of block {block} reach it together")
+        self.phase = self.phase + some
+
+    def _members(self, instruction: Instruction, active: Array, operand: str) -> tuple[Array, Array]:
+        """(active, member mask) as [warps, 32], if each warp's active lanes are just those of its member mask."""
+        active = self.whole(active).reshape(-1, WARP)
+        mask = self.whole(self.read(instruction, operand, "b32")).reshape(-1, WARP)
+        named = (mask >> np.arange(WARP, dtype=np.uint32)) & np.uint32(1) != 0
+        # Every executing lane has to name the same lanes: those that execute. Lanes that left are not waited for.
+        wanted = (mask[:, :, None] >> np.arange(WARP, dtype=np.uint32)) & np.uint32(1) != 0
+        present = active[:, None, :] | ~self.alive.reshape(-1, 1, WARP)
+        wrong = active & ((wanted & ~present).any(axis=2) | ~named)
+        if wrong.any():
+            raise instruction.error(
+                "the member mask names lanes that do not execute this, or leaves out one that does"
+            )
+        return active, mask
+
+    def shuffle(self, instruction: Instruction, active: Array) -> None:
+        if instruction.parts[1] != "sync" or instruction.parts[3] != "b32":
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+        target, source, offset, clamp, members = instruction.operands
+        lanes, _ = self._members(instruction, active, members)
+        value, distance, limits = (
+            self.whole(self.read(instruction, operand, "u32")).reshape(-1, WARP) for operand in (source, offset, clamp)
+        )
+        lane = np.arange(WARP, dtype=np.int64)
+        distance, clamp_value, segment = (
+            (part & np.uint32(31)).astype(np.int64) for part in (distance, limits, limits >> np.uint32(8))
+        )
+        lowest = lane & segment
+        highest = lowest | (clamp_value & ~segment)
+        mode = instruction.parts[2]
+        wanted = {
+            "up": lane - distance,
+            "down": lane + distance,
+            "bfly": lane ^ distance,
+            "idx": lowest | (distance & ~segment),
+        }[mode]
+        inside = wanted >= highest if mode == "up" else wanted <= highest
+        wanted = np.where(inside, wanted, lane)
+        if (lanes & ~np.take_along_axis(lanes, wanted, axis=1)).any():
+            raise instruction.error("shuffles from a lane that does not execute this")
+        result = np.take_along_axis(value, wanted, axis=1).reshape(-1)
+        first, _, second = target.partition("|")
+        self.write(instruction, first, result, active)
+        if second:
+            self.write(instruction, second, inside.reshape(-1), active)
+
+    def vote(self, instruction: Instruction, active: Array) -> None:
+        _, sync, mode, _kind = instruction.parts
+        target, source, members = instruction.operands
+        if sync != "sync":
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+        lanes, _ = self._members(instruction, active, members)
+        value = self.whole(self.read(instruction, source, "pred")).reshape(-1, WARP)
+        true, false = (value & lanes), (~value & lanes)
+        results = {
+            "any": true.any(axis=1),
+            "all": ~false.any(axis=1),
+            "uni": ~(true.any(axis=1) & false.any(axis=1)),
+            "ballot": (true.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(axis=1, dtype=np.uint32),
+        }
+        self.write(instruction, target, np.repeat(results[mode], WARP), active)
+
+    def reduce(self, instruction: Instruction, active: Array) -> None:
+        _, sync, mode, kind = instruction.parts
+        functions: dict[str, Any] = {
+            "add": np.add,
+            "min": np.minimum,
+            "max": np.maximum,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+        }
+        if sync != "sync" or mode not in functions or kind[0] == "f":
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+        target, source, members = instruction.operands
+        lanes, _ = self._members(instruction, active, members)
+        value = self.whole(self.read(instruction, source, kind)).reshape(-1, WARP)
+        result = np.zeros_like(value)
+        for warp in np.flatnonzero(lanes.any(axis=1)):
+            result[warp] = functions[mode].reduce(value[warp][lanes[warp]])
+        self.write(instruction, target, result.reshape(-1), active)
+
+    def active_mask(self, instruction: Instruction, active: Array) -> None:
+        lanes = self.whole(active).reshape(-1, WARP)
+        word = (lanes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
+        self.write(instruction, instruction.operands[0], np.repeat(word, WARP), active)
+
+    def matrix_load(self, instruction: Instruction, active: Array) -> None:
+        """ldmatrix: 8 lanes give the rows of each 8 x 8 matrix of 16-bit elements; each lane gets two of them."""
+        match = re.fullmatch(
+            r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", instruction.opcode
+        )
+        if match is None:
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+        count = int(match[1])
+        self._members(instruction, active, "0xffffffff")
+        giving = self.whole(active) & (self.thread % WARP < 8 * count)
+        data = np.zeros((self.count, 16), np.uint8)
+        for memory, access in self.accesses("shared", self.address(instruction, instruction.operands[1]), 16, giving):
+            data[access.lanes] = memory.load(access)
+        rows = data.view(np.uint16).reshape(-1, 4, 8, 8)
+        if match[2]:
+            rows = rows.transpose(0, 1, 3, 2)
+        words = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, 4, 32)
+        for index, name in enumerate(instruction.operands[0].strip("{} ").split(",")):
+            self.write(instruction, name.strip(), words[:, index].reshape(-1), active)
+
+    def atomic(self, instruction: Instruction, active: Array) -> None:
+        """atom and red, one thread after the other where addresses are equal."""
+        parts = instruction.parts
+        space, kind, count = _form(instruction)
+        modes = [part for part in parts[1:-1] if part in _ATOMIC]
+        if len(modes) != 1 or count != 1 or kind in ("f16x2", "bf16x2", "bf16"):
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+        returns = parts[0] == "atom"
+        operands = instruction.operands[1 if returns else 0 :]
+        addresses = self.whole(self.address(instruction, operands[0]))
+        values = [self.whole(self.read(instruction, operand, kind)) for operand in operands[1:]]
+        size = np.dtype(TYPES[kind]).itemsize
+        result = np.zeros(self.count, TYPES[kind])
+        left = self.whole(active).copy()
+        # Shared memory of two blocks has the same addresses.
+        places = addresses.astype(np.int64) if space == "global" else addresses.astype(np.int64) + (self.block << 48)
+        while left.any():
+            lanes = np.flatnonzero(left)
+            _, first = np.unique(places[lanes], return_index=True)
+            chosen = np.zeros(self.count, np.bool_)
+            chosen[lanes[first]] = True
+            for memory, access in self.accesses(space, addresses, size, chosen):
+                before = np.ascontiguousarray(memory.load(access, ordered=True)).view(TYPES[kind])[:, 0]
+                result[access.lanes] = before
+                after = _ATOMIC[modes[0]](before, *(value[access.lanes] for value in values))
+                memory.store(access, after.astype(TYPES[kind])[:, None].view(np.uint8), ordered=True)
+            left &= ~chosen
+        if returns:
+            self.write(instruction, instruction.operands[0], result, active)
+
+    def policy(self, instruction: Instruction, active: Array) -> None:
+        """createpolicy: a hint for the cache, without a meaning here."""
+        self.write(instruction, instruction.operands[0], np.zeros(1, np.uint64), active)
+
+
+_ATOMIC: dict[str, Callable[..., Array]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda before, value: value,
+    "cas": lambda before, compare, value: np.where(before == compare, value, before),
+    "inc": lambda before, limit: np.where(before >= limit, np.zeros_like(before), before + before.dtype.type(1)),
+    "dec": lambda before, limit: np.where((before == 0) | (before > limit), limit, before - before.dtype.type(1)),
+}
+
+_ACTIONS: dict[str, Callable[[_Batch, Instruction, Array], None]] = {
+    "ld": _Batch.load,
+    "st": _Batch.store,
+    "mov": _Batch.move,
+    "cvta": _Batch.convert_address,
+    "cp": _Batch.copy,
+    "bar": _Batch.barrier,
+    "barrier": _Batch.barrier,
+    "shfl": _Batch.shuffle,
+    "vote": _Batch.vote,
+    "redux": _Batch.reduce,
+    "activemask": _Batch.active_mask,
+    "ldmatrix": _Batch.matrix_load,
+    "atom": _Batch.atomic,
+    "red": _Batch.atomic,
+    "createpolicy": _Batch.policy,
+}
+
+_HINTS = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|weak|cta|gpu|sys|cluster|L1|L2|(L1|L2)::\w+|level::\w+|acq_rel|b\d+")
+
+
+def _form(instruction: Instruction) -> tuple[str, str, int]:
+    """(space, type of an element, elements) of a load or store. Modifiers about caches and scopes change nothing."""
+    parts = list(instruction.parts[1:])
+    space, kind, count = "generic", "", 1
+    for part in parts:
+        if part in ("global", "shared", "param", "shared::cta", "param::entry"):
+            space = part.split("::")[0]
+        elif part in TYPES:
+            kind = part
+        elif re.fullmatch(r"v[248]", part):
+            count = int(part[1])
+        elif not (_HINTS.fullmatch(part) or part in _ORDERED or part in _ATOMIC or part == "noftz"):
+            raise instruction.error(f"opcode {instruction.opcode} is not known")
+    if not kind or kind == "pred":
+        raise instruction.error(f"opcode {instruction.opcode} is not known")
+    return space, kind, count
+
+
+def _granule(program: Program, space: str) -> int:
+    """The least width of an access to a space, in bytes."""
+    widths = [16]
+    for instruction in program.instructions:
+        if instruction.parts[0] in ("ld", "st", "atom", "red"):
+            found, kind, count = _form(instruction)
+            if found in (space, "generic"):
+                widths.append(np.dtype(TYPES[kind]).itemsize * count)
+        elif instruction.parts[:2] == ("cp", "async") and len(instruction.operands) > 2:
+            widths.append(int(instruction.operands[2], 0))
+    return min(widths)
+
+
+def granule_of(program: Program) -> int:
+    """The least width of an access to global memory, in bytes: what `Memory` needs to know."""
+    return _granule(program, "global")
+
+
+def _constant(operand: str, kind: str, program: Program, instruction: Instruction) -> Array:
+    dtype = np.dtype(TYPES[kind])
+    if operand in program.shared:
+        return np.array([program.shared[operand][0]], dtype)
+    if re.fullmatch(r"0f[0-9a-fA-F]{8}", operand):
+        return np.array([int(operand[2:], 16)], np.uint32).view(dtype if dtype.itemsize == 4 else np.float32)
+    if re.fullmatch(r"0d[0-9a-fA-F]{16}", operand):
+        return np.array([int(operand[2:], 16)], np.uint64).view(dtype)
+    try:
+        value = int(operand.removesuffix("U"), 0)
+    except ValueError:
+        raise instruction.error(f"{operand} is not known") from None
+    if dtype == np.bool_:
+        return np.array([value != 0])
+    return np.array([value & (2 ** (8 * dtype.itemsize) - 1)], UNSIGNED[dtype.itemsize]).view(dtype)

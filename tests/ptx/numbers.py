@@ -1,0 +1,113 @@
+"""Number formats of PTX on numpy arrays, rounded as the instructions round."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+TYPES: dict[str, Any] = {
+    "pred": np.bool_,
+    **{f"{kind}{bits}": np.dtype(f"u{bits // 8}").type for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (8, 16, 32, 64)},
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "bf16": np.uint16,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+}
+"""PTX type -> numpy's. bf16 and pairs of 16-bit floats are held as their bits."""
+
+UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+NAN32, NAN16, NANBF16 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF), np.uint16(0x7FFF)
+
+
+def bits_of(x: Array) -> Array:
+    """The same bits as unsigned integers; predicates stay."""
+    return x if x.dtype == np.bool_ else x.view(UNSIGNED[x.dtype.itemsize])
+
+
+def from_bf16(x: Array) -> Array:
+    """fp32 of bf16 bits."""
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_bf16(x: Array, toward_zero: bool = False) -> Array:
+    """bf16 bits of fp32 or fp64 numbers, rounded once: to the nearest even, or toward zero."""
+    narrow = np.ascontiguousarray(x, np.float32)
+    word = narrow.view(np.uint32)
+    if x.dtype == np.float64:
+        # Round to odd first, so that the second rounding sees whether anything was cut off.
+        back = narrow.astype(np.float64)
+        word = word - (np.abs(back) > np.abs(x)).astype(np.uint32)
+        word = word | ((back != x) & ~np.isnan(x)).astype(np.uint32)
+    if not toward_zero:
+        word = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+    return np.where(np.isnan(x), NANBF16, (word >> np.uint32(16)).astype(np.uint16))
+
+
+def widened(x: Array, kind: str) -> Array:
+    """A 16-bit float as fp64, in which sums and products of two are exact enough to be rounded once."""
+    return (from_bf16(x) if kind == "bf16" else x).astype(np.float64)
+
+
+def narrowed(x: Array, kind: str) -> Array:
+    """The 16-bit float nearest to fp64 numbers."""
+    return to_bf16(x) if kind == "bf16" else x.astype(np.float16)
+
+
+def on_pairs(function: Callable[..., Array], kind: str, *pairs: Array) -> Array:
+    """A function of 16-bit floats (`f16` or `bf16`) on both halves of 32-bit words."""
+    halves = []
+    for shift in (0, 16):
+        parts = [(pair >> np.uint32(shift)).astype(np.uint16) for pair in pairs]
+        result = function(*(part.view(TYPES[kind]) for part in parts))
+        halves.append(bits_of(result).astype(np.uint32) << np.uint32(shift))
+    return halves[0] | halves[1]
+
+
+def fused32(x: Array, y: Array, z: Array) -> Array:
+    """x * y + z of fp32, rounded once. The product is exact in fp64; a sum that fp64 rounded onto the middle between
+    two fp32 numbers is moved back to its side."""
+    product, addend = x.astype(np.float64) * y, z.astype(np.float64)
+    total = np.asarray(product + addend)
+    word = total.view(np.int64)
+    middle = (word & 0x1FFFFFFF) == 0x10000000
+    if middle.any():
+        back = total - product
+        lost = (product - (total - back)) + (addend - back)
+        step = np.where(lost == 0, 0, np.where((lost > 0) == (total > 0), 1, -1))
+        total = (word + np.where(middle & np.isfinite(total), step, 0)).view(np.float64)
+    return total.astype(np.float32)
+
+
+def flushed(x: Array) -> Array:
+    """fp32 numbers, subnormal ones replaced by a zero of their sign."""
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
+
+
+def larger(x: Array, y: Array, sign: int, keep_nan: bool) -> Array:
+    """Maximum (sign 1) or minimum (sign -1) of floats: -0 is below +0, a single NaN loses unless `keep_nan`."""
+    if keep_nan:
+        found = np.maximum(x, y) if sign > 0 else np.minimum(x, y)
+    else:
+        found = np.fmax(x, y) if sign > 0 else np.fmin(x, y)
+    zeros = (x == 0) & (y == 0)
+    if zeros.any():
+        negative = (np.signbit(x) & np.signbit(y)) if sign > 0 else (np.signbit(x) | np.signbit(y))
+        found = np.where(zeros, np.where(negative, -0.0, 0.0).astype(found.dtype), found)
+    return found
+
+
+def inexact(value: Array, bound: Array | float, seed: Array) -> Array:
+    """fp32 numbers as far from fp64 values as an approximate instruction may be, above or below by the seed's bits.
+
+    bound: relative to the value, or an array of absolute errors.
+    """
+    hashed = bits_of(np.ascontiguousarray(seed)).astype(np.uint32) * np.uint32(0x9E3779B1)
+    side = np.where(hashed >> np.uint32(31), 1.0, -1.0)
+    error = np.abs(value) * bound if isinstance(bound, float) else bound
+    return np.where(np.isfinite(value), value + side * error, value).astype(np.float32)

@@ -1,0 +1,190 @@
+"""PTX text as a list of instructions, with the control-flow facts that divergent branches need."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+_COMMENT = re.compile(r"//.*|/\*.*?\*/")
+_LABEL = re.compile(r"([$\w]+)\s*:(?!:)")
+_INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr\s+[^,)]*?)?(\w+)\s*[,)\n]")
+_SHARED = re.compile(r"(\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.\w+\s+(\w+)\[(\d*)\]")
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
+_ENDS = ("ret", "exit", "trap")
+
+
+class PtxError(Exception):
+    """PTX that the interpreter cannot run, or that breaks a rule while it runs. The message starts with the line."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One statement.
+
+    line: number in the text, from 1. text: as written, without comments. guard: name of the predicate register, empty
+    without one. inverted: whether the guard is `@!`. opcode: with its modifiers. operands: as written, vectors in one.
+    """
+
+    line: int
+    text: str
+    guard: str
+    inverted: bool
+    opcode: str
+    operands: tuple[str, ...]
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """The opcode, split at its dots."""
+        return tuple(self.opcode.split("."))
+
+    def error(self, reason: str) -> PtxError:
+        """An exception that names this line."""
+        return PtxError(f"line {self.line}: {self.text}: {reason}")
+
+
+@dataclass
+class Program:
+    """One kernel.
+
+    parameters: (PTX type, name) in order. threads: per block. widths: register prefix -> bits, 1 for predicates.
+    shared: name -> (offset, bytes); the extern array, whose size the launch gives, comes last with 0 bytes.
+    labels: name -> index of the instruction that follows.
+    """
+
+    threads: int
+    parameters: list[tuple[str, str]]
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def bits_of(self, register: str) -> int:
+        """Declared width of a register. Raises KeyError where it was not declared."""
+        exact = self.widths.get(register)
+        return self.widths[re.sub(r"\d+$", "", register)] if exact is None else exact
+
+    @cached_property
+    def reconvergence(self) -> dict[int, int]:
+        """Index of each branch -> index of the instruction at which its paths meet again, or the number of
+        instructions where they meet at the end only: the immediate post-dominator (Fung et al. 2007, MICRO)."""
+        starts = sorted(set(self._leaders()))
+        end = len(self.instructions)
+        follow = {start: self._successors(start, starts) for start in starts}
+        # Post-dominator sets as bit masks: of a node, itself and what all its successors have in common.
+        place = {start: index for index, start in enumerate([*starts, end])}
+        sets = {start: (1 << len(place)) - 1 for start in starts} | {end: 1 << place[end]}
+        changed = True
+        while changed:
+            changed = False
+            for start in reversed(starts):
+                common = -1
+                for successor in follow[start]:
+                    common &= sets[successor]
+                common |= 1 << place[start]
+                if common != sets[start]:
+                    sets[start], changed = common, True
+        meeting = {}
+        for start in starts:
+            last = self._last(start, starts)
+            if self.instructions[last].parts[0] == "bra":
+                others = sets[start] & ~(1 << place[start])
+                # The nearest post-dominator is the one that all the others post-dominate in turn.
+                meeting[last] = max(
+                    (node for node in place if others >> place[node] & 1), key=lambda node: sets[node].bit_count()
+                )
+        return meeting
+
+    def _leaders(self) -> Iterator[int]:
+        yield 0
+        yield from (index for index in self.labels.values() if index < len(self.instructions))
+        for index, instruction in enumerate(self.instructions[:-1]):
+            if instruction.parts[0] == "bra" or instruction.parts[0] in _ENDS:
+                yield index + 1
+
+    def _last(self, start: int, starts: list[int]) -> int:
+        place = starts.index(start) + 1
+        return (starts[place] if place < len(starts) else len(self.instructions)) - 1
+
+    def _successors(self, start: int, starts: list[int]) -> set[int]:
+        last = self._last(start, starts)
+        instruction = self.instructions[last]
+        found = set()
+        if instruction.parts[0] == "bra":
+            found.add(self.labels[instruction.operands[0]])
+        if instruction.parts[0] in _ENDS:
+            found.add(len(self.instructions))
+        if instruction.guard or not found:
+            found.add(last + 1)
+        return found
+
+
+def parse(text: str) -> Program:
+    """The only kernel of a PTX module. Raises PtxError where there is not exactly one."""
+    entries = re.findall(r"\.entry\s+\w+\s*\((.*?)\)", text, re.DOTALL)
+    threads = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*1)*\s*\n", text)
+    if len(entries) != 1 or threads is None or re.search(r"^\s*(\.visible\s+)?\.func\b", text, re.MULTILINE):
+        raise PtxError("PTX must hold one kernel (.entry with .reqntid) and no functions; inline the functions")
+    program = Program(int(threads[1]), [(kind, name) for kind, name in _PARAMETER.findall(entries[0] + "\n")])
+    _declare(program, text)
+    statement, first = "", 0
+    body = False
+    for number, line in enumerate(text.split("\n"), 1):
+        rest = _COMMENT.sub("", line).strip()
+        while rest:
+            if not statement:
+                if rest[0] in "{}":
+                    body, rest = True, rest[1:].strip()
+                    continue
+                if not body or rest[0] == ".":
+                    break
+                label = _LABEL.match(rest)
+                if label:
+                    program.labels[label[1]] = len(program.instructions)
+                    rest = rest[label.end() :].strip()
+                    continue
+                first = number
+            head, semicolon, rest = rest.partition(";")
+            statement, rest = f"{statement} {head.strip()}".strip(), rest.strip()
+            if semicolon:
+                program.instructions.append(_instruction(first, statement))
+                statement = ""
+    return program
+
+
+def _declare(program: Program, text: str) -> None:
+    for kind, names in _REGISTERS.findall(text):
+        bits = 1 if kind == "pred" else int(re.sub(r"\D", "", kind))
+        for name in names.split(","):
+            program.widths[re.sub(r"<\d+>$", "", name.strip())] = bits
+    top, dynamic = 0, []
+    for extern, align, name, size in _SHARED.findall(text):
+        if extern:
+            dynamic.append(name)
+            continue
+        top = -(-top // int(align or 1)) * int(align or 1)
+        program.shared[name] = (top, int(size))
+        top += int(size)
+    for name in dynamic:
+        program.shared[name] = (-(-top // 16) * 16, 0)
+
+
+def _instruction(line: int, text: str) -> Instruction:
+    match = _INSTRUCTION.fullmatch(text)
+    if match is None:
+        raise PtxError(f"line {line}: {text}: not an instruction")
+    inverted, guard, opcode, operands = match.groups()
+    return Instruction(line, text, guard or "", bool(inverted), opcode, tuple(_split(operands)))
+
+
+def _split(text: str) -> Iterator[str]:
+    depth, current = 0, ""
+    for letter in text:
+        depth += (letter in "{[(") - (letter in "}])")
+        if letter == "," and depth == 0:
+            yield current.strip()
+            current = ""
+        else:
+            current += letter
+    if current.strip():
+        yield current.strip()

@@ -1,0 +1,345 @@
+"""Divergence, barriers, shuffles and memory of the interpreter. A broken rule is reported with its line."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.ptx.assembled import compute, run
+from tests.ptx.numbers import Array
+from tests.ptx.program import PtxError
+
+PLACE = "mul.wide.u32 %d40, %r0, 4;\nadd.s64 %d41, %d0, %d40;\n"
+"""%d41: address of this thread's element of the first buffer."""
+
+
+def zeros(count: int) -> Array:
+    return np.zeros(count, np.uint32)
+
+
+def test_divergent_loops_within_divergent_branches() -> None:
+    """Steps of the 3n + 1 sequence: each thread leaves the loop at its own time and takes its own branches."""
+    body = PLACE + (
+        "ld.global.b32 %r1, [%d41];\n"
+        "mov.b32 %r2, 0;\n"
+        "LOOP:\n"
+        "setp.le.u32 %p1, %r1, 1;\n"
+        "@%p1 bra DONE;\n"
+        "and.b32 %r3, %r1, 1;\n"
+        "setp.eq.b32 %p2, %r3, 0;\n"
+        "@%p2 bra EVEN;\n"
+        "mad.lo.s32 %r1, %r1, 3, 1;\n"
+        "setp.gt.u32 %p3, %r1, 5000;\n"
+        "@!%p3 bra NEXT;\n"
+        "mov.b32 %r1, 1;\n"
+        "st.global.b32 [%d41], 77;\n"
+        "ret;\n"
+        "EVEN:\n"
+        "shr.u32 %r1, %r1, 1;\n"
+        "NEXT:\n"
+        "add.s32 %r2, %r2, 1;\n"
+        "bra.uni LOOP;\n"
+        "DONE:\n"
+        "st.global.b32 [%d41], %r2;"
+    )
+    starts = np.arange(1, 129, dtype=np.uint32)
+
+    def steps(number: int) -> int:
+        count = 0
+        while number > 1:
+            number = number // 2 if number % 2 == 0 else 3 * number + 1
+            if number > 5000:
+                return 77
+            count += 1
+        return count
+
+    found = run(body, [starts.copy()], threads=64, blocks=1).buffers[0]
+    assert found[:64].tolist() == [steps(int(number)) for number in starts[:64]]
+
+
+def structured(generator: random.Random, depth: int, labels: list[int]) -> tuple[list[str], Callable[[int], int]]:
+    """(PTX, the same in Python) of random nested branches and loops on %r1, which differs between threads."""
+    if depth == 0:
+        factor, added = generator.randrange(3, 99, 2), generator.randrange(1, 1000)
+        return [f"mad.lo.s32 %r1, %r1, {factor}, {added};"], lambda x: (x * factor + added) % 2**32
+    kind = generator.choice(["both", "if", "loop"])
+    first, run_first = structured(generator, depth - 1, labels)
+    second, run_second = structured(generator, depth - 1, labels)
+    labels[0] += 1
+    name, bit = labels[0], generator.randrange(3)
+    test = [f"shr.u32 %r3, %r1, {bit};", "and.b32 %r3, %r3, 1;", f"setp.eq.b32 %p{name}, %r3, 0;"]
+    if kind == "both":
+        return [*first, *second], lambda x: run_second(run_first(x))
+    if kind == "if":
+        lines = [
+            *test,
+            f"@%p{name} bra ELSE{name};",
+            *first,
+            f"bra.uni END{name};",
+            f"ELSE{name}:",
+            *second,
+            f"END{name}:",
+        ]
+        return lines, lambda x: run_second(x) if x >> bit & 1 == 0 else run_first(x)
+    counter = f"%r{10 + name}"
+    lines = [f"and.b32 {counter}, %r1, 3;", f"HEAD{name}:", f"setp.eq.b32 %p{name}, {counter}, 0;"]
+    lines += [
+        f"@%p{name} bra OUT{name};",
+        *first,
+        f"sub.s32 {counter}, {counter}, 1;",
+        f"bra.uni HEAD{name};",
+        f"OUT{name}:",
+    ]
+
+    def loop(x: int) -> int:
+        for _ in range(x & 3):
+            x = run_first(x)
+        return x
+
+    return lines, loop
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_nested_branches_give_what_each_thread_alone_gives(seed: int) -> None:
+    lines, alone = structured(random.Random(seed), 4, [0])
+    body = PLACE + "ld.global.b32 %r1, [%d41];\n" + "\n".join(lines) + "\nst.global.b32 [%d41], %r1;"
+    starts = np.random.default_rng(seed).integers(0, 2**32, 64, dtype=np.uint32)
+    found = run(body, [starts.copy()], threads=64).buffers[0]
+    assert found.tolist() == [alone(int(start)) for start in starts]
+
+
+def test_threads_meet_again_where_paths_join() -> None:
+    """A shuffle of all lanes after a branch is legal only if the paths have joined."""
+    body = PLACE + (
+        "setp.lt.u32 %p1, %r0, 7;\n@%p1 bra FEW;\nmov.b32 %r1, 5;\nbra.uni JOIN;\nFEW:\nmov.b32 %r1, 9;\nJOIN:\n"
+        "shfl.sync.bfly.b32 %r2, %r1, 31, 31, -1;\nst.global.b32 [%d41], %r2;"
+    )
+    assert run(body, [zeros(32)]).buffers[0].tolist() == [5] * 25 + [9] * 7
+    inside = body.replace(
+        "JOIN:\nshfl.sync.bfly.b32 %r2, %r1, 31, 31, -1;", "shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;\nJOIN:"
+    )
+    with pytest.raises(PtxError, match=r"shfl.*member mask"):
+        run(inside, [zeros(32)])
+
+
+def shuffled(mode: str, value: list[int], offset: int, clamp: int) -> list[tuple[int, bool]]:
+    """PTX ISA's own pseudocode for one warp."""
+    found = []
+    for lane in range(32):
+        segment, limit = clamp >> 8 & 31, clamp & 31
+        highest = (lane & segment) | (limit & ~segment)
+        lowest = lane & segment
+        if mode == "up":
+            source = lane - offset
+            inside = source >= highest
+        elif mode == "down":
+            source = lane + offset
+            inside = source <= highest
+        elif mode == "bfly":
+            source = lane ^ offset
+            inside = source <= highest
+        else:
+            source = lowest | (offset & ~segment & 31)
+            inside = source <= highest
+        found.append((value[source if inside else lane], inside))
+    return found
+
+
+@pytest.mark.parametrize("width", [32, 8])
+@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
+def test_shuffles(mode: str, width: int) -> None:
+    values = np.random.default_rng(0).integers(0, 2**32, 32, dtype=np.uint32)
+    clamp = (32 - width) << 8 | (0 if mode == "up" else 31)
+    for offset in (0, 1, 3, 6):
+        body = PLACE + (
+            f"ld.global.b32 %r1, [%d41];\nshfl.sync.{mode}.b32 %r2|%p1, %r1, {offset}, {clamp}, -1;\n"
+            "selp.b32 %r3, 1, 0, %p1;\nst.global.b32 [%d41], %r2;\n"
+            "add.s64 %d42, %d1, %d40;\nst.global.b32 [%d42], %r3;"
+        )
+        found = run(body, [values.copy(), zeros(32)]).buffers
+        assert list(zip(found[0].tolist(), found[1].astype(bool).tolist(), strict=True)) == shuffled(
+            mode, values.tolist(), offset, clamp
+        )
+
+
+def test_votes_and_reductions_of_half_a_warp() -> None:
+    body = PLACE + (
+        "and.b32 %r1, %r0, 1;\nsetp.eq.b32 %p1, %r1, 1;\nmov.b32 %r9, 0;\n@!%p1 bra OUT;\n"
+        "setp.gt.u32 %p2, %r0, 9;\nvote.sync.ballot.b32 %r2, %p2, 0xaaaaaaaa;\n"
+        "redux.sync.add.u32 %r3, %r0, 0xaaaaaaaa;\nredux.sync.max.s32 %r4, %r0, 0xaaaaaaaa;\n"
+        "vote.sync.any.pred %p3, %p2, 0xaaaaaaaa;\nvote.sync.all.pred %p4, %p2, 0xaaaaaaaa;\n"
+        "activemask.b32 %r5;\n"
+        "selp.b32 %r6, 1, 0, %p3;\nselp.b32 %r7, 1, 0, %p4;\nadd.s32 %r9, %r2, %r3;\nadd.s32 %r9, %r9, %r4;\n"
+        "add.s32 %r9, %r9, %r5;\nshl.b32 %r6, %r6, 1;\nadd.s32 %r9, %r9, %r6;\nadd.s32 %r9, %r9, %r7;\nOUT:\n"
+        "st.global.b32 [%d41], %r9;"
+    )
+    ballot = sum(1 << lane for lane in range(11, 32, 2))
+    expected = (ballot + sum(range(1, 32, 2)) + 31 + 0xAAAAAAAA + 2) % 2**32
+    assert run(body, [zeros(32)]).buffers[0].tolist() == [0, expected] * 16
+
+
+@pytest.mark.parametrize("space", ["global", "shared"])
+def test_atomics_count_every_thread(space: str) -> None:
+    """Each block counts in its own shared memory, all blocks in one global counter."""
+    address = "%d0" if space == "global" else "%r20"
+    body = (
+        "mov.b32 %r20, smem;\nsetp.eq.b32 %p1, %r0, 0;\n@%p1 st.shared.b32 [%r20], 0;\nbar.sync 0;\n"
+        f"atom.{space}.add.u32 %r1, [{address}], 1;\nmov.u32 %r2, %ctaid.x;\nmad.lo.s32 %r2, %r2, 64, %r0;\n"
+        "mul.wide.u32 %d40, %r2, 4;\nadd.s64 %d41, %d1, %d40;\nst.global.b32 [%d41], %r1;"
+    )
+    counter, tickets = run(body, [zeros(1), zeros(128)], threads=64, blocks=2, shared=16).buffers
+    if space == "global":
+        assert counter.tolist() == [128]
+        assert sorted(tickets.tolist()) == list(range(128))
+    else:
+        assert sorted(tickets.tolist()) == sorted([*range(64), *range(64)])
+
+
+def test_atomics_of_numbers() -> None:
+    """Sums of fp32 in any order, minimum, exchange under a condition."""
+    for name, kind, start, expected in [
+        ("add.f32", np.float32, 0.5, 32.5),
+        ("min.s32", np.int32, 7, -3),
+        ("max.u32", np.uint32, 7, 2**32 - 3),
+        ("exch.b32", np.uint32, 7, 2**32 - 3),
+        ("or.b32", np.uint32, 1, 2**32 - 3),
+    ]:
+        value = "0f3F800000" if kind is np.float32 else "-3"
+        assert run(f"red.global.{name} [%d0], {value};", [np.array([start], kind)]).buffers[0].tolist() == [expected]
+    cas = "atom.global.cas.b32 %r1, [%d0], 0, %r2;"
+    found = run("add.s32 %r2, %r0, 1;\n" + cas, [zeros(1)]).buffers[0]
+    assert 1 <= found[0] <= 32
+
+
+def test_vectors_and_generic_addresses() -> None:
+    """Each thread passes 16 bytes on to its neighbor through shared memory, by a generic address."""
+    body = (
+        "mul.wide.u32 %d40, %r0, 16;\nadd.s64 %d41, %d0, %d40;\n"
+        "ld.global.L1::evict_last.v4.b32 {%r1, %r2, %r3, %r4}, [%d41];\n"
+        "mov.b64 %d42, smem;\ncvta.shared.u64 %d43, %d42;\nadd.s64 %d44, %d43, %d40;\n"
+        "st.v4.b32 [%d44], {%r1, %r2, %r3, %r4};\nbar.sync 0;\n"
+        "xor.b32 %r5, %r0, 33;\nmul.lo.s32 %r6, %r5, 16;\nmov.b32 %r7, smem;\nadd.s32 %r6, %r6, %r7;\n"
+        "ld.shared.v2.b64 {%d1, %d2}, [%r6];\nst.global.v2.b64 [%d41], {%d1, %d2};"
+    )
+    rows = np.arange(256, dtype=np.uint32).reshape(64, 4)
+    found = run(body, [rows.reshape(-1).copy()], threads=64, shared=1024).buffers[0].reshape(64, 4)
+    assert (found == rows[np.arange(64) ^ 33]).all()
+
+
+def test_matrix_loads() -> None:
+    """ldmatrix: lane l gets elements 2 (l mod 4) and the next of row l / 4 of each matrix, or of its transpose."""
+    matrix = np.arange(4 * 64, dtype=np.uint16)
+    for trans in ("", ".trans"):
+        body = (
+            "mul.wide.u32 %d40, %r0, 16;\nadd.s64 %d41, %d0, %d40;\nld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d41];\n"
+            "mul.lo.s32 %r5, %r0, 16;\nmov.b32 %r6, smem;\nadd.s32 %r6, %r6, %r5;\n"
+            "st.shared.v4.b32 [%r6], {%r1, %r2, %r3, %r4};\nbar.sync 0;\n"
+            f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r1, %r2, %r3, %r4}}, [%r6];\n"
+            "st.global.v4.b32 [%d41], {%r1, %r2, %r3, %r4};"
+        )
+        found = run(body, [matrix.copy()], shared=512).buffers[0].reshape(32, 4, 2)
+        for number in range(4):
+            tile = matrix.reshape(4, 8, 8)[number]
+            tile = tile.T if trans else tile
+            for lane in range(32):
+                assert found[lane, number].tolist() == tile[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].tolist()
+
+
+COPY = (
+    "mul.wide.u32 %d40, %r0, 16;\nadd.s64 %d41, %d0, %d40;\ncvt.u32.u64 %r1, %d40;\nmov.b32 %r2, smem;\n"
+    "add.s32 %r1, %r1, %r2;\nsetp.lt.u32 %p1, %r0, 60;\nselp.b32 %r9, 16, 0, %p1;\n"
+    "cp.async.cg.shared.global [%r1], [%d41], 16, %r9;\ncp.async.commit_group;\n"
+    "cp.async.wait_group 0;\nbar.sync 0;\n"
+    "xor.b32 %r3, %r1, 16;\nld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r3];\n"
+    "st.global.v4.b32 [%d41], {%r4, %r5, %r6, %r7};"
+)
+
+
+def test_asynchronous_copies() -> None:
+    """Threads 60 to 63 copy no bytes, so that theirs are 0."""
+    rows = np.arange(256, dtype=np.uint32).reshape(64, 4)
+    found = run(COPY, [rows.reshape(-1).copy()], threads=64, shared=1024).buffers[0].reshape(64, 4)
+    assert (found == np.where(np.arange(64)[:, None] < 60, rows, 0)[np.arange(64) ^ 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("wait_group 0", "wait_group 1", "reads bytes that nothing wrote"),
+        ("bar.sync 0;\nxor.b32 %r3, %r1, 16", "xor.b32 %r3, %r1, 512", "reads what another warp wrote"),
+        ("selp.b32 %r9, 16, 0", "selp.b32 %r9, 16, 4", "copies of fewer than 16 bytes, but not 0, are not known"),
+    ],
+)
+def test_asynchronous_copies_are_waited_for(old: str, new: str, message: str) -> None:
+    assert old in COPY
+    with pytest.raises(PtxError, match=message):
+        run(COPY.replace(old, new), [zeros(256)], threads=64, shared=1024)
+
+
+EXCHANGE = PLACE + (
+    "mov.b32 %r2, smem;\nshl.b32 %r3, %r0, 2;\nadd.s32 %r4, %r2, %r3;\n"
+    "xor.b32 %r5, %r3, 128;\nadd.s32 %r5, %r5, %r2;\n"
+    "st.shared.b32 [%r4], %r0;\nbar.sync 0;\nld.shared.b32 %r6, [%r5];\n{between}st.shared.b32 [%r4], %r6;\n"
+    "st.global.b32 [%d41], %r6;"
+)
+
+FAULTS = [
+    ("mov.b32 %r1, %r2;", "line 15: mov.b32 %r1, %r2: reads %r2, which nothing wrote"),
+    ("wgmma.fence.sync.aligned;", "line 15: wgmma.fence.sync.aligned: opcode wgmma.fence.sync.aligned is not known"),
+    ("add.rz.f32 %r1, %r0, %r0;", "opcode add.rz.f32 is not known"),
+    (PLACE + "add.s64 %d41, %d41, 2;\nst.global.b32 [%d41], 1;", "is not aligned to 4 bytes"),
+    (PLACE + "add.s64 %d41, %d41, 4;\nst.global.b32 [%d41], 1;", "out of bounds: byte 256 of p0, which has 256"),
+    (PLACE + "cvt.u32.u64 %r1, %d41;\nld.global.b32 %r2, [%r1];", "out of bounds"),
+    ("mul.wide.u32 %d40, %r0, 16;\nadd.s64 %d41, %d0, %d40;\nld.global.v2.b64 {%d1, %d2}, [%d41];", "out of bounds"),
+    ("mul.wide.u32 %d40, %r0, 4;\nadd.s64 %d41, %d1, %d40;\nld.global.b32 %r1, [%d41];", "bytes that nothing wrote"),
+    ("mov.b32 %r1, smem;\nld.shared.b32 %r2, [%r1];", "shared memory .* reads bytes that nothing wrote"),
+    ("mov.b32 %r1, smem;\nst.shared.b32 [%r1+1024], %r0;", "shared memory .* out of bounds"),
+    ("st.global.b32 [%d0], %r0;", "another lane of this instruction writes another value"),
+    (EXCHANGE.format(between="").replace("bar.sync 0;\n", "", 1), "reads what another warp wrote, no barrier between"),
+    (EXCHANGE.format(between=""), "overwrites what another warp reads, no barrier between"),
+    ("setp.lt.u32 %p1, %r0, 32;\n@%p1 bar.sync 0;", "divergent barrier: not all threads of block 0"),
+    ("setp.lt.u32 %p1, %r0, 5;\n@%p1 bra A;\nbar.sync 0;\nA:\nbar.sync 0;", "divergent barrier"),
+    ("setp.lt.u32 %p1, %r0, 5;\n@%p1 shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", "member mask"),
+    ("bar.sync 1;", "only barrier 0 of all threads is known"),
+    ("L:\nbra.uni L;", "runs for more than"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), FAULTS, ids=[message for _, message in FAULTS])
+def test_broken_rules_are_reported_with_their_line(body: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.ptx.machine._MOST_STEPS", 10_000)
+    with pytest.raises(PtxError, match=message):
+        run(body, [np.zeros(256, np.uint8).view(np.uint32), zeros(256)], threads=64, shared=1024, unwritten=[1])
+
+
+def test_a_barrier_between_makes_an_exchange_legal() -> None:
+    found = run(EXCHANGE.format(between="bar.sync 0;\n"), [zeros(64)], threads=64, shared=1024).buffers[0]
+    assert found.tolist() == [lane ^ 32 for lane in range(64)]
+
+
+@pytest.mark.parametrize("blocks_at_once", [1, 2])
+def test_blocks_race_on_global_memory(blocks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they run together or one after the other."""
+    monkeypatch.setattr("tests.ptx.machine._MOST_LANES", 32 * blocks_at_once)
+    with pytest.raises(PtxError, match=r"races: .*another"):
+        run(PLACE + "mov.u32 %r1, %ctaid.x;\nst.global.b32 [%d41], %r1;", [zeros(32)], blocks=2)
+    body = PLACE + (
+        "mov.u32 %r1, %ctaid.x;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 ld.global.b32 %r2, [%d41];\n"
+        "@!%p1 st.global.b32 [%d41], %r1;"
+    )
+    with pytest.raises(PtxError, match="another block"):
+        run(body, [zeros(32)], blocks=2)
+
+
+def test_sectors_count_each_piece_of_32_bytes_once_a_warp() -> None:
+    for stride, sectors in ((4, 4), (8, 8), (32, 32), (128, 32)):
+        body = f"mul.wide.u32 %d40, %r0, {stride};\nadd.s64 %d41, %d0, %d40;\nld.global.b32 %r1, [%d41];"
+        counts = run(body, [zeros(1024)]).machine.memory.counts
+        assert (counts.read_bytes, counts.read_sectors) == (128, sectors)
+
+
+def test_a_guard_keeps_old_values() -> None:
+    x = np.arange(256, dtype=np.uint32)
+    found = compute("setp.lt.u32 %p1, a, 100;\nmov.b32 z, 7;\n@%p1 add.s32 z, a, 1", [x], zeros(256))
+    assert found.tolist() == [i + 1 if i < 100 else 7 for i in range(256)]
