@@ -90,7 +90,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megapipe*"]),
-    package_data={"megapipe.planner.hardware": ["presets/*.yaml"]},
+    package_data={"megapipe.planner.hardware": ["presets/*.yaml"], "megapipe.kernels": ["measured/*.yaml"]},
     install_requires=RUN_TIME,
     extras_require=EXTRAS,
     ext_modules=cuda_extensions(),

@@ -1,35 +1,63 @@
-"""Everything that needs a GPU, in one go and under eight minutes: the tests marked `gpu`, the benchmarks, one table.
+"""Everything that needs a GPU, in one go: the tests marked `gpu`, the benchmarks, what ranks do together, a report.
 
-Each part has a time limit; what one leaves over goes to the next. A part that exceeds its limit is stopped and told,
-with what it had found by then. What parts print goes to files, and the report is written anew after each of them, so
-that nothing found is lost with a later part. csrc/ is built first, beside the first tests, where nvcc is there and the
-library is not. Exit status 1 when a part failed or was stopped, 2 without a GPU.
+One GPU takes under eight minutes; with two or more, checks of links, groups, schedules and layouts follow, one run of
+torchrun each. Each part has a time limit; what one leaves over goes to the next. A part that exceeds its limit is
+stopped, and what it had printed by then is reported. What parts print goes to files, and the report is rewritten after
+each of them. csrc/ is built first, alongside the first tests, if nvcc is there and the library is not.
+
+The results of finished parts are kept: a second start continues after the last of them, also after a crash of the
+machine. A part that failed, was stopped, or was running when the check ended is not run again without --again. Results
+of another device, revision, or version of torch are not used.
+
+Exit status 1 when a part failed or was stopped, 2 without a GPU.
 
     python benchmarks/gpu_check.py
+    python benchmarks/gpu_check.py --again                  # what did not pass; --again all: everything
     python benchmarks/gpu_check.py --write results          # instead of benchmarks/results
     python benchmarks/gpu_check.py --device cpu     # tries the script: the same parts at tiny sizes, without GPU tests
 """
 
 import argparse
 import datetime
+import getpass
+import importlib.metadata
 import json
 import os
 import platform
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megapipe.kernels import apex_backend, preferences  # noqa: E402
+from megapipe.kernels.cuda_backend import build, library  # noqa: E402
+from megapipe.kernels.ops import OPS  # noqa: E402
+from megapipe.kernels.preferences import Preferences, Row  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results"
 ALL_SECONDS = 460.0
+"""For all parts that need one GPU."""
+RANKS_SECONDS = 60.0
+"""For each part that needs two or more."""
+FAILED_LINES = 60
+"""Lines of output that the report gives of a part that did not pass."""
+ALL_SIZES_SECONDS = 1500.0
+KERNELS = "kernel_speed"
+RUNNING, OK, FAILED, STOPPED = "running", "ok", "FAILED", "stopped"
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short")
 BUILD = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
 OF_CSRC = "tests/gpu/test_cuda_kernels.py"
@@ -77,19 +105,21 @@ def tests_parts() -> list[Part]:
 
 def build_is_due() -> bool:
     """Whether csrc/ is not built and can be."""
-    sys.path.insert(0, str(ROOT))
-    from megapipe.kernels.cuda_backend import build, library
-
     return not library.PATH.exists() and build.find_nvcc() is not None
 
 
-def benchmark_parts(device: str, results: Path | None) -> list[Part]:
-    """The benchmarks; the largest model, which an aim is set for, before the others."""
+def benchmark_parts(device: str, results: Path | None, all_sizes: bool = False) -> list[Part]:
+    """The benchmarks; the largest model, which an aim is set for, before the others.
+
+    all_sizes: of every op, for `ALL_SIZES_SECONDS`, instead of one.
+    """
     on_gpu = device == "cuda"
-    kernels = ["--quick", "--json", "--seconds", "{seconds}", *([] if on_gpu else ["--ops", "rms_norm", "softmax"])]
-    if results is not None:
-        kernels += ["--write", str(results)]
-    parts = [Part("kernel_speed, quick", [_script("kernel_speed", device, kernels)], 110, spare=30)]
+    kernels = ["--json", "--seconds", "{seconds}", *([] if on_gpu else ["--ops", "rms_norm", "softmax"])]
+    kernels += [] if all_sizes else ["--quick"]
+    if results is not None:  # the default without its path, as the command is part of that file
+        kernels += ["--write", *([] if results == RESULTS else [str(results)])]
+    kernel_seconds = ALL_SIZES_SECONDS if all_sizes else 110
+    parts = [Part(KERNELS, [_script("kernel_speed", device, kernels)], kernel_seconds, spare=30)]
     sizes = [("1.3b", "bf16", 90), ("124m", "bf16", 45), ("350m", "bf16", 55)] if on_gpu else [("toy", "fp32", 60)]
     for model, precision, seconds in sizes:
         flags = ["--models", model, "--precision", precision, "--repeats", "5" if on_gpu else "2"]
@@ -97,6 +127,33 @@ def benchmark_parts(device: str, results: Path | None) -> list[Part]:
         command = _script("train_step", device, flags)
         parts.append(Part(f"train_step, {model}, {precision}", [command], seconds, spare=10))
     return parts
+
+
+def ranks_parts(device: str) -> list[Part]:
+    """What ranks do together, a run for each check; a processor has two ranks that run them all in one."""
+    ranks = torch.cuda.device_count() if device == "cuda" else 2
+    if ranks < 2:
+        return []
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = "benchmarks/ranks_check.py"
+    run = [*start, program, "--device", device, "--checks"]
+    if device == "cpu":
+        return [Part("2 ranks on gloo", [[*run, "all"]], 120)]
+    named = subprocess.run(
+        [sys.executable, program, "--list", str(ranks)],
+        cwd=ROOT,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [Part(f"{ranks} ranks: {name}", [[*run, name]], RANKS_SECONDS) for name in named.stdout.splitlines()]
+
+
+def _environment() -> dict[str, str]:
+    """For programs that import megapipe from here."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def _script(name: str, device: str, flags: Sequence[str]) -> list[str]:
@@ -107,8 +164,6 @@ def run(part: Part, limit: float) -> Outcome:
     """Run a part's commands at once; their output goes to the terminal when they have ended."""
     start = time.monotonic()
     own = f"{max(limit - part.spare, 1.0):.0f}"
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     details, results, outputs = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         running = []
@@ -118,7 +173,7 @@ def run(part: Part, limit: float) -> Outcome:
                 process = subprocess.Popen(
                     [argument.replace("{seconds}", own) for argument in command],
                     cwd=ROOT,
-                    env=environment,
+                    env=_environment(),
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # so that a compiler's own processes can be stopped with it
@@ -127,17 +182,17 @@ def run(part: Part, limit: float) -> Outcome:
         for process, log in running:
             try:
                 process.wait(timeout=max(0.0, start + limit - time.monotonic()))
-                results.append("ok" if process.returncode == 0 else "FAILED")
+                results.append(OK if process.returncode == 0 else FAILED)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                results.append("stopped")
+                results.append(STOPPED)
             output = log.read_text("utf-8", errors="replace")
             print(output, flush=True)
             outputs.append(output)
             told = detail(output)
-            details.append(told if results[-1] != "stopped" else f"after {limit:.0f} s: {told}")
-    result = "FAILED" if "FAILED" in results else "stopped" if "stopped" in results else "ok"
+            details.append(told if results[-1] != STOPPED else f"after {limit:.0f} s: {told}")
+    result = FAILED if FAILED in results else STOPPED if STOPPED in results else OK
     return Outcome(part.name, result, "; ".join(details), time.monotonic() - start, "\n".join(outputs))
 
 
@@ -153,25 +208,121 @@ def detail(output: str) -> str:
     return lines[-1]
 
 
-def run_all(parts: Sequence[Part], all_seconds: float, report: Path | None = None) -> list[Outcome]:
+class Progress:
+    """The outcomes of finished parts in a file, so that a later start of the same check continues after them.
+
+    setting: device, versions and revision; a file of another setting is not used. note: why, or None.
+    """
+
+    def __init__(self, path: Path, setting: Mapping[str, str]) -> None:
+        self.path = path
+        self.setting = dict(setting)
+        self.note: str | None = None
+        self._outcomes: dict[str, Outcome] = {}
+        with suppress(FileNotFoundError):
+            self._read(path.read_text("utf-8"))
+
+    def _read(self, text: str) -> None:
+        try:
+            values = json.loads(text)
+            changed = [key for key, value in self.setting.items() if values["setting"].get(key) != value]
+            outcomes = {name: Outcome(**fields) for name, fields in values["parts"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self.note = f"{self.path.name} cannot be read and is replaced ({type(error).__name__})"
+            return
+        if changed:
+            self.note = f"earlier results are not used: another {', '.join(changed)}"
+            return
+        for name, outcome in outcomes.items():
+            crashed = Outcome(name, FAILED, "the check ended while this part was running", outcome.seconds)
+            self._outcomes[name] = crashed if outcome.result == RUNNING else outcome
+
+    def finished(self, name: str, again: str | None) -> Outcome | None:
+        """What an earlier start found, unless it is to be run again: what did not pass (`failed`), or all (`all`)."""
+        outcome = self._outcomes.get(name)
+        if outcome is None or again == "all" or (again == "failed" and outcome.result != OK):
+            return None
+        return outcome
+
+    def note_down(self, outcome: Outcome) -> None:
+        """Keep an outcome. The file is replaced as a whole."""
+        self._outcomes[outcome.name] = outcome
+        parts = {name: asdict(each) for name, each in self._outcomes.items()}
+        written = self.path.with_suffix(".new")
+        written.write_text(json.dumps({"setting": self.setting, "parts": parts}, indent=1), encoding="utf-8")
+        written.replace(self.path)
+
+
+def run_all(
+    parts: Sequence[Part],
+    all_seconds: float,
+    report: Path | None = None,
+    progress: Progress | None = None,
+    again: str | None = None,
+) -> list[Outcome]:
     """One after the other. A part may use what those before it left over, and gets less once they took too much.
 
-    report: file that is written anew after each.
+    report: file that is rewritten after each. progress: earlier outcomes, which are not repeated but as `again` says.
     """
+    earlier = {} if progress is None else {part.name: progress.finished(part.name, again) for part in parts}
+    waiting = [part for part in parts if earlier.get(part.name) is None]
     deadline = time.monotonic() + all_seconds
     found: list[Outcome] = []
-    for index, part in enumerate(parts):
-        left = deadline - time.monotonic()
-        later = sum(each.seconds for each in parts[index + 1 :])
-        limit = min(left, max(part.seconds, left - later))
-        if limit <= 0:
-            found.append(Outcome(part.name, "stopped", "before it began: the time was up", 0.0))
+    for part in parts:
+        outcome = earlier.get(part.name)
+        if outcome is not None:
+            print(f"--- {part.name}: {outcome.result} in an earlier start", flush=True)
         else:
-            print(f"--- {part.name}, at most {limit:.0f} s", flush=True)
-            found.append(run(part, limit))
+            waiting.remove(part)
+            left = deadline - time.monotonic()
+            limit = min(left, max(part.seconds, left - sum(each.seconds for each in waiting)))
+            outcome = _run_within(part, limit, progress)
+        found.append(outcome)
         if report is not None:
             report.write_text(document(found), encoding="utf-8")
     return found
+
+
+def _run_within(part: Part, limit: float, progress: Progress | None) -> Outcome:
+    if limit <= 0:
+        return Outcome(part.name, STOPPED, "before it began: the time was up", 0.0)
+    print(f"--- {part.name}, at most {limit:.0f} s", flush=True)
+    if progress is not None:
+        progress.note_down(Outcome(part.name, RUNNING, "", 0.0))
+    outcome = run(part, limit)
+    if progress is not None:
+        progress.note_down(outcome)
+    return outcome
+
+
+def measured_preferences(output: str, device: str) -> Preferences | None:
+    """The fastest backends by the figures that kernel_speed.py printed; None where no two were measured.
+
+    Times with the backward count where there are any. Cases of one op and width are added up; a backend that failed or
+    is missing in one of them, or that is never chosen by itself, is left out.
+    """
+    lines = [line for line in output.splitlines() if line.startswith('{"benchmark": "kernel_speed"')]
+    figures: list[dict[str, Any]] = json.loads(lines[-1])["figures"] if lines else []
+    allowed = {op.name: {each.name for each in op.backends if not each.only_requested} for op in OPS.ops}
+    races: dict[tuple[str, str, int], dict[tuple[str, int], dict[str, float | None]]] = {}
+    for figure in figures:
+        if figure["contestant"] in allowed[figure["op"]]:
+            dtype, width = figure["picked"]
+            cases = races.setdefault((figure["op"], dtype, width), {})
+            # A figure with the backward comes after the one of the forward alone.
+            cases.setdefault((figure["case"], figure["rows"]), {})[figure["contestant"]] = figure["seconds"]
+    rows = []
+    for (op, dtype, width), cases in sorted(races.items()):
+        totals = {}
+        for backend in set.intersection(*(set(times) for times in cases.values())):
+            seconds = [times[backend] for times in cases.values()]
+            if None not in seconds:
+                totals[backend] = sum(each for each in seconds if each is not None)
+        if len(totals) > 1:
+            rows.append(Row(op, dtype, width, tuple(sorted(totals, key=lambda name: (totals[name], name)))))
+    if not rows:
+        return None
+    return Preferences(device, f"{datetime.date.today()} with {versions()}", tuple(rows))
 
 
 def device_name() -> str:
@@ -179,20 +330,80 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU; the figures mean nothing"
 
 
+def versions() -> str:
+    """Of Python, torch, CUDA and triton."""
+    found = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found += f", triton {importlib.metadata.version('triton')}"
+    return found
+
+
+def revision() -> str:
+    """The commit of this repository, `changed` if files differ from it, results apart; `unknown` without git."""
+    own = ["--", ".", ":(exclude)benchmarks/results", ":(exclude)kernels/measured"]
+    try:
+        commit, changes = (
+            subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no", *own])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return commit.strip() + (", changed" if changes else "")
+
+
+def setting() -> dict[str, str]:
+    """What outcomes depend on."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"device": device_name(), "number of GPUs": str(devices), "versions": versions(), "revision": revision()}
+
+
+def machine() -> list[str]:
+    """Lines about the GPUs and what was built for them."""
+    lines = [f"{key}: {value}" for key, value in setting().items()]
+    if torch.cuda.is_available():
+        lines.append(f"compute capability: {'.'.join(map(str, torch.cuda.get_device_capability()))}")
+        lines.append(f"memory: {torch.cuda.get_device_properties(0).total_memory / 1e9:.1f} GB")
+        lines.append(f"NCCL: {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        for query in (["--query-gpu=driver_version", "--format=csv,noheader"], ["topo", "-m"]):
+            with suppress(OSError, subprocess.SubprocessError):
+                told = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=30)
+                lines.append(f"nvidia-smi {query[0]}:\n{told.stdout.strip()}")
+    lines.append(f"csrc/: {'built' if library.PATH.exists() else 'not built'}")
+    lines.append(apex_backend.described() or "apex: not installed")
+    return lines
+
+
+def anonymous(text: str) -> str:
+    """The text without paths, names of people and of hosts."""
+    private = {str(ROOT): ".", sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~"}
+    private |= {tempfile.gettempdir(): "<tmp>", socket.gethostname(): "<host>"}
+    with suppress(OSError, KeyError):
+        private[getpass.getuser()] = "<user>"
+    for name in sorted(private, key=len, reverse=True):
+        if len(name) > 2:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", lambda _, name=name: private[name], text)
+    return text
+
+
 def document(outcomes: Sequence[Outcome]) -> str:
-    """The table in Markdown, with what training printed. Kernels have a file of their own."""
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    """The report in Markdown: the machine, a table, what training printed, and the ends of failed parts' output.
+
+    Kernels have a file of their own.
+    """
     table = "\n".join(str(outcome) for outcome in outcomes)
+    command = shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]])
     parts = [
         f"# GPU check on {device_name()}",
-        f"{datetime.date.today()}, {versions}. `{shlex.join(['python', 'benchmarks/gpu_check.py', *sys.argv[1:]])}`",
+        f"{datetime.date.today()}, {versions()}. `{command}`",
+        "```\n" + "\n".join(machine()) + "\n```",
         f"```\n{table}\n```",
     ]
     for outcome in outcomes:
-        if outcome.name.startswith("train_step"):
-            lines = [line for line in outcome.output.splitlines() if not line.startswith("{")]
-            parts.append(f"## {outcome.name}\n\n```\n" + "\n".join(lines).strip() + "\n```")
-    return "\n\n".join(parts) + "\n"
+        lines = [line for line in outcome.output.splitlines() if not line.startswith("{")]
+        if outcome.name.startswith("train_step") or outcome.result != OK:
+            shown = lines if outcome.result == OK else lines[-FAILED_LINES:]
+            parts.append(f"## {outcome.name}\n\n```\n" + "\n".join(shown).strip() + "\n```")
+    return anonymous("\n\n".join(parts)) + "\n"
 
 
 def main() -> int:
@@ -202,21 +413,47 @@ def main() -> int:
     parser.add_argument(
         "--write", type=Path, metavar="FOLDER", help="of the results; a GPU's go to benchmarks/results"
     )
+    parser.add_argument(
+        "--again",
+        nargs="?",
+        choices=["failed", "all"],
+        const="failed",
+        help="run parts again that did not pass (failed, the value if none is given), or all parts",
+    )
+    parser.add_argument("--all-sizes", action="store_true", help="every size of each op, 25 minutes longer at most")
     chosen = parser.parse_args()
     on_gpu = chosen.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         print("error: no NVIDIA GPU is visible to torch; run this on a machine that has one", file=sys.stderr)
         return 2
-    results = chosen.write or (ROOT / "benchmarks/results" if on_gpu else None)
-    report = None
+    results = chosen.write or (RESULTS if on_gpu else None)
+    report = progress = None
     if results is not None:
         results.mkdir(parents=True, exist_ok=True)
-        report = results / f"gpu_check_{re.sub(r'[^a-z0-9]+', '_', device_name().lower()).strip('_')}.md"
-    parts = [*(tests_parts() if on_gpu else []), *benchmark_parts(chosen.device, results)]
-    outcomes = run_all(parts, ALL_SECONDS, report)
+        report = results / f"gpu_check_{preferences.slug(device_name())}.md"
+        progress = Progress(report.with_suffix(".json"), setting())
+        if progress.note is not None:
+            print(progress.note)
+    parts = [*(tests_parts() if on_gpu else []), *benchmark_parts(chosen.device, results, chosen.all_sizes)]
+    together = ranks_parts(chosen.device)
+    seconds = ALL_SECONDS + sum(part.seconds for part in together) + chosen.all_sizes * ALL_SIZES_SECONDS
+    outcomes = run_all([*parts, *together], seconds, report, progress, chosen.again)
+    if results is not None:
+        write_preferences(outcomes, preferences.file_of(device_name()) if chosen.write is None else None, results)
     print(f"{device_name()}, torch {torch.__version__}")
     print("\n".join(str(outcome) for outcome in outcomes))
-    return 0 if all(outcome.result == "ok" for outcome in outcomes) else 1
+    return 0 if all(outcome.result == OK for outcome in outcomes) else 1
+
+
+def write_preferences(outcomes: Sequence[Outcome], path: Path | None, results: Path) -> None:
+    """Write what the kernels' part measured. path: where every run finds it; None: to the folder of results."""
+    found = [measured_preferences(outcome.output, device_name()) for outcome in outcomes if outcome.name == KERNELS]
+    if not found or found[0] is None:
+        return
+    path = path or results / f"kernels_{preferences.slug(device_name())}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(found[0].text(), encoding="utf-8")
+    print(f"the fastest backends are in {path.name}; {preferences.VARIABLE}=none ignores them")
 
 
 if __name__ == "__main__":

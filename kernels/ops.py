@@ -1,6 +1,6 @@
 """Every op with its backends, in order of preference."""
 
-from megapipe.kernels import apex_backend, cuda_backend, triton_backend
+from megapipe.kernels import apex_backend, cuda_backend, preferences, triton_backend
 from megapipe.kernels.reference import (
     adamw,
     attention_probabilities,
@@ -89,5 +89,6 @@ OPS = Registry(
             ("squared_norm",),
             (_triton("gradient_norm"), _apex("gradient_norm"), Backend(REFERENCE, gradient_norm)),
         ),
-    ]
+    ],
+    preferences=lambda: preferences.current().preferences,
 )

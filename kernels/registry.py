@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megapipe.config.errors import nearest
 from megapipe.kernels.opaque import constant_when_compiled
+from megapipe.kernels.preferences import Preferences
 
 REFERENCE = "reference"
 
@@ -115,10 +116,17 @@ class Registry:
     """A table of ops with the backends that the configuration demands.
 
     overrides: op name -> backend name. A demanded backend runs or fails; it never falls back in silence.
+    preferences: returns what was measured on the GPU at hand, or None; called when an op is first chosen for a GPU.
     Raises KernelError for an unknown op or backend, naming the nearest.
     """
 
-    def __init__(self, ops: Sequence[Op], overrides: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        overrides: Mapping[str, str] | None = None,
+        preferences: Callable[[], Preferences | None] = lambda: None,
+    ) -> None:
+        self._preferences = preferences
         self._ops = {op.name: op for op in ops}
         self._modules = {
             (op.name, backend.name): op.module(backend)
@@ -150,7 +158,7 @@ class Registry:
 
     def with_overrides(self, overrides: Mapping[str, str]) -> "Registry":
         """The same ops with other demands."""
-        return Registry(self.ops, overrides)
+        return Registry(self.ops, overrides, self._preferences)
 
     def pick(self, op: str, tensor: Tensor) -> ModuleType:
         """The module whose functions run `op` on such a tensor: device type, dtype and length of the last axis decide.
@@ -175,7 +183,7 @@ class Registry:
     def _decide(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
         demanded = self._overrides.get(op)
         reasons = []
-        for backend in self._op(op).backends:
+        for backend in self._in_order(op, device, dtype, width):
             if demanded is not None and backend.name != demanded:
                 continue
             refusal = backend.refusal(device, dtype, width)
@@ -184,6 +192,8 @@ class Registry:
             if refusal is None:
                 if demanded is not None:
                     reasons = ["requested by the configuration"]
+                elif backend.name not in (self._op(op).backends[0].name, REFERENCE) and not reasons:
+                    reasons = ["the fastest measured on this GPU"]
                 self._modules[op, backend.name] = self._op(op).module(backend)
                 return Choice(op, device, dtype, width, backend.name, tuple(reasons))
             reasons.append(f"{backend.name}: {refusal}")
@@ -191,6 +201,13 @@ class Registry:
             f"op {op!r} is requested from backend {demanded!r}, which does not support {device} {dtype} tensors "
             f"with a last axis of {width}: {'; '.join(reasons)}; remove that request, or request {REFERENCE!r}"
         )
+
+    def _in_order(self, op: str, device: str, dtype: torch.dtype, width: int) -> list[Backend]:
+        """The op's backends: those that were measured at such a size, then the others."""
+        preferences = self._preferences() if device == "cuda" else None
+        measured = () if preferences is None else preferences.order(op, dtype, width)
+        places = {name: place for place, name in enumerate(measured) if name != REFERENCE}
+        return sorted(self._op(op).backends, key=lambda backend: places.get(backend.name, len(measured)))
 
     def _op(self, name: str) -> Op:
         if name not in self._ops:

@@ -31,6 +31,7 @@ class Figure:
     """One measurement. bytes, flops: what the op has to move and multiply. seconds, share: None where it failed.
 
     share: of the ceiling, that is the least time by the device's measured speed over the time taken.
+    picked: dtype and last axis of the tensor that the registry picks a backend by.
     """
 
     case: str
@@ -44,6 +45,7 @@ class Figure:
     seconds: float | None
     share: float | None
     failure: str | None = None
+    picked: tuple[str, int] = ("", 0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def run(case: Case, size: Size, clock: Clock, ceiling: Ceiling, repeats: int) ->
         except Exception as error:  # torch's own results, which all take gradients of, may not fit beside the inputs
             calls = dict.fromkeys(contestants.entries, partial(_raise, error))
         figures += _measured(case, size, BOTH, both, calls, clock, repeats)
-    return [_with_share(figure, ceiling) for figure in figures], contestants.absent
+    picked = (str(sets[0][0].dtype).removeprefix("torch."), sets[0][0].shape[-1])
+    return [replace(_with_share(figure, ceiling), picked=picked) for figure in figures], contestants.absent
 
 
 def gradients_of(entry: Entry, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> tuple[object, object]:

@@ -7,7 +7,7 @@ import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.kernels import apex_backend
+from megapipe.kernels import apex_backend, preferences
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
 from megapipe.layers.document_blocks import why_a_mask
@@ -151,8 +151,8 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
 
 
 def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
-    """The choices in words: a line for each backend and reason why no preferred one was taken; NVIDIA's apex, if it is
-    installed.
+    """The choices in words: a line for each backend and reason why no preferred one was taken; on GPUs also measured
+    preferences and NVIDIA's apex, if there are any.
 
     demands: kernels.backends; a demand for an op that is not among the choices gets a warning.
     """
@@ -160,8 +160,9 @@ def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
     lines = []
     for (backend, why), group in groupby(choices, key=lambda choice: (choice.backend, _why(choice))):
         lines.append(f"kernels: {backend} for {', '.join(dict.fromkeys(choice.op for choice in group))}{why}")
-    apex = apex_backend.described() if any(choice.device == "cuda" for choice in choices) else None
-    lines += [] if apex is None else [f"kernels: {apex}"]
+    if any(choice.device == "cuda" for choice in choices):
+        remarks = (preferences.current().note, apex_backend.described())
+        lines += [f"kernels: {remark}" for remark in remarks if remark is not None]
     idle = sorted(set(demands) - {choice.op for choice in choices})
     if idle:
         lines.append(f"warning: kernels.backends names {', '.join(idle)}, which this run never calls")

@@ -1,13 +1,19 @@
-"""The parts of `make gpu-check`: limits, what is told of each, and one benchmark of each kind on a processor."""
+"""The parts of `make gpu-check`: limits, restarts, preferences, the report, and one of each kind on a processor."""
 
+import getpass
+import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import Part, benchmark_parts, detail, run, run_all
+from benchmarks.gpu_check import Outcome, Part, Progress, benchmark_parts, detail, measured_preferences, run, run_all
+from megapipe.kernels import preferences
+from megapipe.kernels.ops import OPS
 
 
 def part(name: str, *programs: str, seconds: float = 20.0) -> Part:
@@ -97,9 +103,191 @@ def test_the_parts_fit_and_name_every_marked_file() -> None:
         assert named.count(str(path.relative_to(gpu_check.ROOT))) == 1
 
 
+SETTING = {"device": "a GPU", "versions": "torch 2"}
+
+
+def counted(folder: Path, name: str, then: str = "pass") -> Part:
+    """A part that counts its runs in a file, and then does something."""
+    return part(name, f"open({str(folder / name)!r}, 'a').write('x'); {then}", seconds=3.0)
+
+
+def runs(folder: Path, *names: str) -> list[int]:
+    return [len((folder / name).read_text()) if (folder / name).exists() else 0 for name in names]
+
+
+def test_a_restart_continues_and_repeats_only_on_request(tmp_path: Path) -> None:
+    """After parts that passed, failed and hung, and one during which the whole check was killed."""
+    file, names = tmp_path / "progress.json", ("good", "bad", "slow", "killed", "last")
+    parts = [
+        counted(tmp_path, "good"),
+        counted(tmp_path, "bad", "raise SystemExit('broken')"),
+        counted(tmp_path, "slow", "import time; time.sleep(60)"),
+        counted(tmp_path, "killed"),
+        counted(tmp_path, "last"),
+    ]
+    run_all(parts[:3], 5.0, progress=Progress(file, SETTING))
+    Progress(file, SETTING).note_down(Outcome("killed", "running", "", 0.0))
+    outcomes = run_all(parts, 9.0, progress=Progress(file, SETTING))
+    assert [outcome.result for outcome in outcomes] == ["ok", "FAILED", "stopped", "FAILED", "ok"]
+    assert outcomes[1].detail == "broken"
+    assert outcomes[3].detail == "the check ended while this part was running"
+    assert runs(tmp_path, *names) == [1, 1, 1, 0, 1]
+    parts[2] = counted(tmp_path, "slow")
+    outcomes = run_all(parts, 9.0, progress=Progress(file, SETTING), again="failed")
+    assert [outcome.result for outcome in outcomes] == ["ok", "FAILED", "ok", "ok", "ok"]
+    assert runs(tmp_path, *names) == [1, 2, 2, 1, 1]
+    run_all(parts[:1], 9.0, progress=Progress(file, SETTING), again="all")
+    assert runs(tmp_path, "good") == [2]
+
+
+def test_parts_without_time_are_run_by_the_next_start(tmp_path: Path) -> None:
+    file = tmp_path / "progress.json"
+    late = run_all([counted(tmp_path, "late")], 0.0, progress=Progress(file, SETTING))
+    assert late[0].result == "stopped"
+    assert run_all([counted(tmp_path, "late")], 9.0, progress=Progress(file, SETTING))[0].result == "ok"
+
+
+@pytest.mark.parametrize(
+    ("content", "note"),
+    [
+        ('{"setting": {"device": "another", "versions": "torch 2"}, "parts": {}}', "another device"),
+        ('{"setting": {}, "parts": {}}', "another device, versions"),
+        ("half a fi", "cannot be read and is replaced"),
+        ("[]", "cannot be read and is replaced"),
+        ('{"setting": {"device": "a GPU", "versions": "torch 2"}, "parts": {"one": {"name": 1}}}', "cannot be read"),
+    ],
+)
+def test_results_of_another_setting_are_not_used(tmp_path: Path, content: str, note: str) -> None:
+    file = tmp_path / "progress.json"
+    file.write_text(content)
+    progress = Progress(file, SETTING)
+    assert note in (progress.note or "")
+    assert progress.finished("one", None) is None
+    progress.note_down(Outcome("one", "ok", "", 1.0))
+    assert Progress(file, SETTING).finished("one", None) == Outcome("one", "ok", "", 1.0)
+
+
+def figures(*entries: tuple[str, str, int, str, float | None]) -> str:
+    """Output of kernel_speed.py: (case, direction, width, contestant, seconds)."""
+    rows = [
+        {
+            "case": case,
+            "op": case.partition(",")[0],
+            "rows": 8,
+            "direction": direction,
+            "contestant": contestant,
+            "seconds": seconds,
+            "picked": ["bfloat16", width],
+        }
+        for case, direction, width, contestant, seconds in entries
+    ]
+    return "a line\n" + json.dumps({"benchmark": "kernel_speed", "summary": "", "figures": rows})
+
+
+def test_the_fastest_backends_of_the_measured_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases are added up, the backward counts, and what failed, is alone or never chosen by itself is left out."""
+    both = "forward+backward"
+    output = figures(
+        ("layer_norm", "forward", 1024, "triton", 1.0),
+        ("layer_norm", "forward", 1024, "cuda", 9.0),
+        ("layer_norm", "forward", 1024, "apex", 9.0),
+        ("layer_norm", both, 1024, "triton", 3.0),
+        ("layer_norm", both, 1024, "cuda", 4.0),
+        ("layer_norm", both, 1024, "apex", None),
+        ("layer_norm, after a sum", both, 1024, "triton", 5.0),
+        ("layer_norm, after a sum", both, 1024, "cuda", 3.0),
+        ("layer_norm, after a sum", both, 1024, "apex", 1.0),
+        ("layer_norm", "forward", 8192, "triton", 1.0),
+        ("layer_norm", "forward", 8192, "cuda", 2.0),
+        ("layer_norm", "forward", 8192, "torch.compile", 0.1),
+        ("softmax, plain", "forward", 64, "triton", 2.0),
+        ("softmax, plain", "forward", 64, "cuda", 3.0),
+        ("softmax, plain", "forward", 64, "apex", 1.0),
+        ("gelu", "forward", 64, "triton", 2.0),
+    )
+    found = measured_preferences(output, "a GPU")
+    assert found is not None
+    rows = [(row.op, row.width, row.backends) for row in found.rows]
+    assert rows == [
+        ("layer_norm", 1024, ("cuda", "triton")),
+        ("layer_norm", 8192, ("triton", "cuda")),
+        ("softmax", 64, ("triton", "cuda")),
+    ]
+    assert preferences.parse(found.text()) == found
+    assert measured_preferences("no figures", "a GPU") is None
+    monkeypatch.setattr(gpu_check, "device_name", lambda: "a GPU")
+    gpu_check.write_preferences([Outcome(gpu_check.KERNELS, "ok", "", 1.0, output)], None, tmp_path)
+    assert preferences.parse((tmp_path / "kernels_a_gpu.yaml").read_text()).rows == found.rows
+    assert {row.op for row in found.rows} <= {op.name for op in OPS.ops}
+
+
+def test_the_report_has_the_machine_and_the_ends_of_failures_and_nothing_private(tmp_path: Path) -> None:
+    program = (
+        "import sys; [print(f'line {number}.') for number in range(200)]; print(sys.prefix); print(sys.argv); "
+        f"print({str(Path.home() / 'x')!r}, {getpass.getuser()!r}); raise SystemExit('broken')"
+    )
+    report = tmp_path / "report.md"
+    run_all([part("bad", program), part("good", "print('quiet')")], 20.0, report)
+    text = report.read_text("utf-8")
+    assert f"torch {torch.__version__}" in text
+    assert "apex: not installed" in text
+    assert "## bad" in text
+    assert "broken" in text
+    assert "line 199." in text
+    assert "line 100." not in text
+    assert "## good" not in text
+    for private in (str(gpu_check.ROOT), sys.prefix, str(Path.home()), tempfile.gettempdir() + "/"):
+        assert private not in text
+
+
+def test_names_of_people_and_hosts_are_removed_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(gpu_check.socket, "gethostname", lambda: "node7")
+    text = f"anna@node7:{Path.home()}/runs savannah {gpu_check.ROOT}/setup.py"
+    assert gpu_check.anonymous(text) == "<user>@<host>:~/runs savannah ./setup.py"
+
+
+def test_more_gpus_add_a_run_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert gpu_check.ranks_parts("cuda") == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    parts = gpu_check.ranks_parts("cuda")
+    assert [part.name for part in parts[:3]] == ["8 ranks: links", "8 ranks: groups", "8 ranks: gpipe"]
+    assert parts[-1].name == "8 ranks: tensor, pipeline, data"
+    assert parts[-1].commands[0][-2:] == ["--checks", "tensor, pipeline, data"]
+
+
+@pytest.mark.slow
+def test_a_run_of_torchrun_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'rank' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "print('waiting', flush=True)\ntime.sleep(120)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    outcome = run(Part("ranks", [command], 15), 15)
+    assert (outcome.result, outcome.detail) == ("stopped", "after 15 s: waiting")
+    ranks = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in status(pid) for pid in ranks):
+        assert time.monotonic() < deadline, "a rank lives on"
+        time.sleep(0.1)
+
+
+def status(pid: int) -> str:
+    """The state of a process, `Z` for one that has ended and was not yet waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
 @pytest.mark.slow
 def test_the_whole_runs_on_a_processor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu"])
     assert gpu_check.main() == 0
-    table = capsys.readouterr().out.splitlines()[-2:]
-    assert [line.split()[0] for line in table] == ["kernel_speed,", "train_step,"]
+    table = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.split()[0] for line in table] == ["kernel_speed", "train_step,", "2"]
+    assert table[2].startswith("2 ranks on gloo")
+    assert table[2].endswith("20 passed")

@@ -1,0 +1,279 @@
+"""Check what ranks do together on this machine: links, groups, every schedule and layout against one device.
+
+Part of gpu_check.py for two or more GPUs; gloo ranks on a CPU run the same code. Every check is one run:
+
+    torchrun --nproc-per-node 2 benchmarks/ranks_check.py --checks links groups
+    torchrun --nproc-per-node 2 benchmarks/ranks_check.py --device cpu --checks all
+    python benchmarks/ranks_check.py --list 2
+
+Rank 0 prints a line for each check, and one JSON object after it. A rank that finds a difference ends with an error.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.data.index_writer import ShardWriter
+from megapipe.engine.step import StepInput
+from megapipe.parallel.collectives import all_to_all
+from megapipe.parallel.groups import Group
+from megapipe.parallel.in_process import in_process_meshes, run_in_process
+from megapipe.parallel.launch import connected_mesh, initialize, shutdown
+from megapipe.parallel.links import Edge, make_links
+from megapipe.parallel.mesh import Mesh
+from megapipe.schedules.generators.registry import GENERATORS
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
+
+STEPS = 2
+TOLERANCE = 1e-5
+"""Relative, of losses and gradient norms in fp32; sums over ranks have another order than sums on one device."""
+TIMEOUT = 120.0
+
+Results = list[tuple[float, float]]
+"""Loss and gradient norm of every step."""
+
+
+class Different(RuntimeError):
+    """The ranks found something else than they had to."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: its name, the mesh that it needs, and what runs on every rank, which returns a line for the report."""
+
+    name: str
+    sizes: dict[str, int]
+    run: Callable[[Mesh], str]
+
+
+def checks(ranks: int) -> list[Check]:
+    """Every check for this number of ranks, the simplest first."""
+    grid = {"data": 2, "pipeline": ranks // 2} if ranks % 2 == 0 and ranks > 2 else {"pipeline": ranks}
+    found = [Check("links", {"pipeline": ranks}, check_links), Check("groups", grid, check_groups)]
+    for name in GENERATORS:
+        found.append(Check(name, {"pipeline": ranks}, _training({"schedule": {"name": name}})))
+    for name, dimension, groups in (
+        ("tensor", "tensor", {}),
+        ("sequence parallel", "tensor", {"parallel": {"sequence": True}}),
+        ("context, ring", "context", {}),
+        ("context, all to all", "context", {"parallel": {"context_attention": "all_to_all"}}),
+        *((f"ZeRO {stage}", "data", {"zero": {"stage": stage}}) for stage in range(4)),
+    ):
+        found.append(Check(name, {dimension: ranks}, _training(groups)))
+    if ranks % 4 == 0:
+        mixed = {"tensor": 2, "pipeline": 2, "data": ranks // 4}
+        found.append(Check("tensor, pipeline, data", mixed, _training({"zero": {"stage": 1}})))
+    return found
+
+
+def check_links(mesh: Mesh) -> str:
+    """Send messages of one element and of 4 MB between all ordered pairs of ranks, both directions at once."""
+    ranks, own = mesh.size("pipeline"), mesh.coordinate("pipeline")
+    most = 1 << 20
+    pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
+    links = make_links(mesh, [Edge(*pair, maximum_bytes=4 * most) for pair in pairs], timeout=TIMEOUT)
+    messages = 0
+    for size in (1, most, 1):
+        transfers, expected = [], []
+        for edge, link in links.items():
+            message = torch.arange(size, device=mesh.device, dtype=torch.float32) + 1000 * edge.source
+            if edge.source == own:
+                transfers.append(link.send(message + edge.destination))
+            else:
+                received = torch.empty_like(message)
+                transfers.append(link.receive(received))
+                expected.append((edge, received, message + own))
+        for transfer in transfers:
+            transfer.wait()
+        for edge, received, wanted in expected:
+            _same(str(edge), received, wanted)
+        messages += len(pairs)
+    for link in links.values():
+        link.close()
+    return f"{messages} messages over {len(pairs)} links"
+
+
+def check_groups(mesh: Mesh) -> str:
+    """Run every collective in the world and in each group of the mesh, at one element a rank and at 4 MB."""
+    dimensions = [group for group in map(mesh.group, DIMENSIONS) if group.size > 1 and group is not mesh.world]
+    groups = [mesh.world, mesh.second_world(), *dimensions]
+    for group in groups:
+        for size in (1, (1 << 20) // group.size):
+            _check_group(group, size, mesh.device)
+    names = ", ".join(f"{group.name} of {group.size}" for group in groups)
+    return f"all-reduce, all-gather, reduce-scatter, all-to-all, shift, broadcast: {names}"
+
+
+def _check_group(group: Group, size: int, device: torch.device) -> None:
+    """size: elements a member. Member r has numbers that start at r, so every sum and order is known."""
+    numbers = torch.arange(size, device=device, dtype=torch.float32)
+    own, place, count = numbers + group.rank, group.rank, group.size
+    everyone = torch.stack([numbers + rank for rank in range(count)])
+    total = numbers * count + sum(range(count))
+    reduced = own.clone()
+    group.all_reduce(reduced)
+    _same("all-reduce", reduced, total)
+    _same("all-gather", group.all_gather(own), everyone)
+    _same("started all-gather", group.start_all_gather(own)(), everyone)
+    for_all = torch.stack([own + 10 * rank for rank in range(count)])
+    _same("reduce-scatter", group.reduce_scatter(for_all), total + 10 * place * count)
+    _same("started reduce-scatter", group.start_reduce_scatter(for_all)(), total + 10 * place * count)
+    whole = torch.zeros(count * size, device=device)
+    group.gather_into(whole, own).wait()
+    _same("gather into a buffer", whole, everyone.flatten())
+    summed = for_all.flatten().clone()
+    group.reduce_into_part(summed).wait()
+    _same("reduce into a part", group.own_part(summed), total + 10 * place * count)
+    _same("all-to-all", all_to_all(for_all, group), everyone + 10 * place)
+    shifted = torch.empty_like(own)
+    group.shift(own, shifted).wait()
+    _same("shift", shifted, numbers + (place - 1) % count)
+    sent = own.clone()
+    group.broadcast(sent, count - 1)
+    _same("broadcast", sent, numbers + count - 1)
+
+
+def _same(what: str, found: Tensor, wanted: Tensor) -> None:
+    if not torch.equal(found, wanted):
+        wrong = int((found != wanted).sum())
+        raise Different(f"{what}: {wrong} of {wanted.numel()} elements are wrong")
+
+
+def _training(groups: dict[str, dict[str, Any]]) -> Callable[[Mesh], str]:
+    """Train on the ranks and on one device, and compare."""
+
+    def run(mesh: Mesh) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            config = configuration(mesh, folder, groups)
+            found = trained(mesh, config)
+            wanted = on_one_device(mesh, config) if mesh.rank == 0 else []
+        return compared(found, mesh.world.all_gather_object(wanted)[0])
+
+    return run
+
+
+def configuration(mesh: Mesh, folder: str, groups: dict[str, dict[str, Any]]) -> PretrainConfig:
+    """Return a small fp32 run whose layers, heads and tokens divide by the number of ranks."""
+    ranks = mesh.world_size
+    prefix = Path(folder) / "corpus"
+    generator = np.random.default_rng(0)
+    with ShardWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(40):
+            writer.add_document([(generator.beta(1, 3, size=8 * ranks) * 61).astype(np.uint16)])
+        writer.commit()
+    model = ModelConfig(
+        vocabulary_size=61, num_layers=2 * ranks, hidden_size=16 * ranks, num_heads=ranks, max_positions=4 * ranks
+    )
+    config = PretrainConfig(model=model)
+    config.data = replace(config.data, prefix=str(prefix), split="90,5,5", sequence_length=4 * ranks)
+    config.batch = replace(config.batch, global_size=4 * ranks, micro_size=1)
+    config.optimizer = replace(config.optimizer, learning_rate=5e-3, warmup_steps=1)
+    config.training = replace(config.training, steps=STEPS)
+    config.parallel = replace(config.parallel, timeout_seconds=TIMEOUT)
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+
+
+def trained(mesh: Mesh, config: PretrainConfig) -> Results:
+    """Loss and gradient norm of two steps on this rank."""
+    config = replace(config, parallel=replace(config.parallel, **mesh.shape.sizes))
+    replica = Replica(config, mesh, family_of(config).layers)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    results = []
+    for step in range(STEPS):
+        batch = loader.load(step * config.batch.global_size)
+        given = StepInput(step, batch.contexts, batch.token_counts, config.optimizer.learning_rate)
+        result = replica.engine.run(given)
+        results.append((result.loss, result.gradient_norm))
+    return results
+
+
+def on_one_device(mesh: Mesh, config: PretrainConfig) -> Results:
+    """The same run on the device of this rank alone.
+
+    Schedules that do not compute what one process would (class B, delayed updates) run there with their ranks as
+    threads.
+    """
+    plain = replace(config.parallel, sequence=False)
+    if GENERATORS[config.schedule.name].numerical_class == "A":
+        alone = replace(config, parallel=plain, schedule=replace(config.schedule, name="gpipe"))
+        alone = replace(alone, zero=replace(config.zero, stage=0))
+        return trained(_alone(mesh), alone)
+    meshes = in_process_meshes(mesh.shape.sizes, mesh.device, TIMEOUT)
+    results: list[Results] = run_in_process(meshes, trained, config)
+    return results[0]
+
+
+def _alone(mesh: Mesh) -> Mesh:
+    return in_process_meshes({}, mesh.device)[0]
+
+
+def compared(found: Results, wanted: Results) -> str:
+    """How far the two are apart, in words. Raises Different beyond the tolerance."""
+    apart = 0.0
+    for one, other in zip(found, wanted, strict=True):
+        for name, value, right in zip(("loss", "gradient norm"), one, other, strict=True):
+            if not math.isclose(value, right, rel_tol=TOLERANCE):
+                raise Different(f"{name} {value!r} on the ranks, {right!r} on one device")
+            apart = max(apart, abs(value / right - 1))
+    bits = "the same bits as" if found == wanted else f"within {apart:.1e} of"
+    return f"{STEPS} steps, {bits} one device; losses {', '.join(f'{loss:.4f}' for loss, _ in found)}"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--checks", nargs="+", default=["all"], metavar="NAME")
+    parser.add_argument("--list", type=int, metavar="RANKS", help="print the checks for so many ranks")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the checks, all in one world."""
+    chosen = arguments()
+    if chosen.list is not None:
+        print("\n".join(check.name for check in checks(chosen.list)))
+        return
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 2:
+        sys.exit(f"error: {ranks} rank was started, and the checks need at least 2; start with torchrun")
+    known = {check.name: check for check in checks(ranks)}
+    unknown = [name for name in chosen.checks if name not in known and name != "all"]
+    if unknown:
+        sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; --list {ranks} names them")
+    world = initialize({"data": ranks}, chosen.device, TIMEOUT)
+    try:
+        run_checks(world, list(known.values()) if "all" in chosen.checks else [known[name] for name in chosen.checks])
+    finally:
+        shutdown()
+
+
+def run_checks(world: Mesh, chosen: Sequence[Check]) -> None:
+    """One after the other; the first that fails ends the run."""
+    passed: list[str] = []
+    for check in chosen:
+        line = check.run(connected_mesh(MeshShape(check.sizes), world.device, TIMEOUT))
+        passed.append(check.name)
+        if world.rank == 0:
+            print(f"{check.name}: {line}", flush=True)
+            print(json.dumps({"summary": line if len(chosen) == 1 else f"{len(passed)} passed"}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
