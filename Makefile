@@ -15,7 +15,7 @@ help:
 	@echo "make test             fast tests, under 9 minutes on two cores"
 	@echo "make test-slow        what takes longer, under 25 minutes"
 	@echo "make test-exhaustive  more layouts, schedules and random examples of what those two show"
-	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one"
+	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one or more; continues where it ended"
 	@echo "make lint             ruff, mypy, import-linter"
 	@echo "make docs             API reference in build/docs"
 	@echo "make setup            only the environment, in .venv"

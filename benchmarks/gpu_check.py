@@ -184,7 +184,7 @@ def run(part: Part, limit: float) -> Outcome:
                 process.wait(timeout=max(0.0, start + limit - time.monotonic()))
                 results.append(OK if process.returncode == 0 else FAILED)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process.pid)
                 process.wait()
                 results.append(STOPPED)
             output = log.read_text("utf-8", errors="replace")
@@ -194,6 +194,21 @@ def run(part: Part, limit: float) -> Outcome:
             details.append(told if results[-1] != STOPPED else f"after {limit:.0f} s: {told}")
     result = FAILED if FAILED in results else STOPPED if STOPPED in results else OK
     return Outcome(part.name, result, "; ".join(details), time.monotonic() - start, "\n".join(outputs))
+
+
+def _kill(process: int) -> None:
+    """Kill a process, its group, and all that they started: the ranks of torchrun are in sessions of their own."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(path.parent.name)] = int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+    started = {process}
+    while more := {child for child, parent in parents.items() if parent in started} - started:
+        started |= more
+    os.killpg(process, signal.SIGKILL)
+    for child in started - {process}:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def detail(output: str) -> str:
