@@ -4,9 +4,8 @@ Part of gpu_check.py for two or more GPUs; gloo ranks on a CPU run the same code
 
     torchrun --nproc-per-node 2 benchmarks/ranks_check.py --checks links groups
     torchrun --nproc-per-node 2 benchmarks/ranks_check.py --device cpu --checks all
-    python benchmarks/ranks_check.py --list 2
 
-Rank 0 prints a line for each check, and one JSON object after it. A rank that finds a difference ends with an error.
+Rank 0 prints a line for each check, and one JSON object after it. A rank that fails prints one, and ends the run.
 """
 
 import argparse
@@ -240,23 +239,19 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--checks", nargs="+", default=["all"], metavar="NAME")
-    parser.add_argument("--list", type=int, metavar="RANKS", help="print the checks for so many ranks")
     return parser.parse_args()
 
 
 def main() -> None:
     """Run the checks, all in one world."""
     chosen = arguments()
-    if chosen.list is not None:
-        print("\n".join(check.name for check in checks(chosen.list)))
-        return
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 2:
         sys.exit(f"error: {ranks} rank was started, and the checks need at least 2; start with torchrun")
     known = {check.name: check for check in checks(ranks)}
     unknown = [name for name in chosen.checks if name not in known and name != "all"]
     if unknown:
-        sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; --list {ranks} names them")
+        sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; choose from {'; '.join(known)}")
     world = initialize({"data": ranks}, chosen.device, TIMEOUT)
     try:
         run_checks(world, list(known.values()) if "all" in chosen.checks else [known[name] for name in chosen.checks])
@@ -265,14 +260,18 @@ def main() -> None:
 
 
 def run_checks(world: Mesh, chosen: Sequence[Check]) -> None:
-    """One after the other; the first that fails ends the run."""
-    passed: list[str] = []
-    for check in chosen:
-        line = check.run(connected_mesh(MeshShape(check.sizes), world.device, TIMEOUT))
-        passed.append(check.name)
+    """One after the other; the first that fails ends the run. The last JSON object printed says how it went."""
+    for number, check in enumerate(chosen, 1):
+        if world.rank == 0:
+            print(f"{check.name}: started", flush=True)
+        try:
+            line = check.run(connected_mesh(MeshShape(check.sizes), world.device, TIMEOUT))
+        except Exception as error:
+            print(json.dumps({"summary": f"{check.name}, rank {world.rank}: {error}"}), flush=True)
+            raise
         if world.rank == 0:
             print(f"{check.name}: {line}", flush=True)
-            print(json.dumps({"summary": line if len(chosen) == 1 else f"{len(passed)} passed"}), flush=True)
+            print(json.dumps({"summary": line if len(chosen) == 1 else f"{number} passed"}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The functions of NVIDIA's apex that megapipe calls, with the arguments of every supported build.
 
-apex has no version numbers: a form is named by a commit of github.com/NVIDIA/apex. pybind11 checks arguments only when
-a function is called, and some are first called in the backward of the first step, so a build is compared with this
-table when a backend is chosen (`why_unsupported`).
+apex has no version numbers: a form is named by a commit of github.com/NVIDIA/apex, or of a fork of it, whose sources
+have it, and by what introduced it. pybind11 checks arguments only when a function is called, and some are first called
+in the backward of the first step, so a build is compared with this table when a backend is chosen (`why_unsupported`).
 """
 
 import functools
@@ -20,9 +20,13 @@ _ARGUMENT = re.compile(r"[(,] *(?:arg\d+|\w+): ")
 
 @dataclass(frozen=True)
 class Form:
-    """The arguments of a function, in order, as `name:kind`; commit: one whose sources have them."""
+    """The arguments of a function, in order, as `name:kind`.
+
+    commit: one whose sources have them. since: what introduced them: a pull request and its month, or a year.
+    """
 
     commit: str
+    since: str
     arguments: tuple[str, ...]
 
 
@@ -57,9 +61,8 @@ class Function:
     def flaw(self) -> str | None:
         """Return why the installed extension cannot be called; None if it can. Raises ImportError."""
         found = getattr(importlib.import_module(self.extension), self.name, None)
-        oldest = self.forms[0].commit[:9]
         if found is None:
-            return f"{self.extension} has no function {self.name}; build apex at commit {oldest} or later"
+            return f"{self.extension} has no function {self.name}; build an apex that has it ({self.forms[0].since})"
         if _count(found) in self.counts:
             return None
         known, taken = " or ".join(map(str, self.counts)), _count(found) or "unknown"
@@ -85,24 +88,23 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
     return (argument for argument in arguments if isinstance(argument, Tensor))
 
 
-def _forms(*forms: tuple[str, str]) -> tuple[Form, ...]:
+def _forms(*forms: tuple[tuple[str, str], str]) -> tuple[Form, ...]:
     """Each form adds its arguments to those of the one before."""
     arguments: tuple[str, ...] = ()
     found = []
-    for commit, more in forms:
+    for source, more in forms:
         arguments += tuple(more.split())
-        found.append(Form(commit, arguments))
+        found.append(Form(*source, arguments))
     return tuple(found)
 
 
-_LAYER_NORM = "adee29f690e1fe2d45449f179ae2b6d17e497dfe"
-_RMS_NORM = "028ef04cb7a5ca79a5c2929fb4416209c27555ac"
-_MEMORY_EFFICIENT = "6ff45486f432f91eb86937a0def5eb5f2cf792ae"
-"""Pull request 1715, August 2023: both backwards take `memory_efficient`."""
-_AMP = "9082484be7ee36f12c300b2bd56cc427b9c70e2c"
-_CAPTURABLE = "6bd01c4b99a84648ad5e5238a959735e6936c813"
-"""Pull request 1560, January 2023: an Adam whose step, rate, scale and skip flag are on the device."""
-_SOFTMAX = "23c1f86520e22b505e8fdfcf6298273dff2d93d8"
+_LAYER_NORM = ("adee29f690e1fe2d45449f179ae2b6d17e497dfe", "2019")
+_RMS_NORM = ("028ef04cb7a5ca79a5c2929fb4416209c27555ac", "pull request 1274, January 2022")
+_MEMORY_EFFICIENT = ("6ff45486f432f91eb86937a0def5eb5f2cf792ae", "pull request 1715, August 2023")
+_AMP = ("9082484be7ee36f12c300b2bd56cc427b9c70e2c", "2019")
+_CAPTURABLE = ("6bd01c4b99a84648ad5e5238a959735e6936c813", "pull request 1560, January 2023")
+"""An Adam for CUDA graphs: its step, rate, scale and skip flag are on the device."""
+_SOFTMAX = ("23c1f86520e22b505e8fdfcf6298273dff2d93d8", "2021")
 
 LAYER_NORM_FORWARD = Function(
     "fused_layer_norm_cuda",

@@ -16,6 +16,7 @@ from megapipe.kernels.reference.softmax import check
 from megapipe.kernels.registry import KernelError
 
 _LONGEST = 16_384
+"""Since apex's commit 61aa24688; builds from before it end with an error of their own above 2,048."""
 
 
 def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
@@ -52,10 +53,11 @@ def forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, win
     if mask is not None or not causal or (window is not None and window < length) or scores.shape[-2] != length:
         raise _unsupported("a mask, a sliding window, or attention that is not causal over one sequence")
     rows = 8 if length <= 128 else 4  # rows of scores that one block of apex's kernel takes
-    if length % 4 or not 16 < length <= _LONGEST or scores.shape[:2].numel() % rows:
+    sizes_fit = length % 4 == 0 and 16 < length <= _LONGEST and scores.numel() < 2**31  # it counts in 32 bits
+    if not sizes_fit or scores.shape[:2].numel() % rows:
         raise _unsupported(
-            f"{list(scores.shape)} scores: the sequence must be a multiple of 4 between 20 and {_LONGEST:,}, and "
-            f"samples times heads a multiple of {rows}"
+            f"{list(scores.shape)} scores: the sequence must be a multiple of 4 between 20 and {_LONGEST:,}, samples "
+            f"times heads a multiple of {rows}, and all together less than 2^31"
         )
     y: Tensor = CAUSAL_SOFTMAX_FORWARD(_aligned(scores).view(-1, length, length), scale)
     return y.view(scores.shape)

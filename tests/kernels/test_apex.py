@@ -121,13 +121,14 @@ def test_attention_weights_and_gradients() -> None:
         ((2, 4, 22, 22), (None, 1.0, True, None), "must be a multiple of 4 between 20 and 16,384"),
         ((2, 4, 16, 16), (None, 1.0, True, None), r"\[2, 4, 16, 16\] scores"),
         ((1, 4, 20, 20), (None, 1.0, True, None), "samples times heads a multiple of 8"),
+        ((1, 8, 16384, 16384), (None, 1.0, True, None), r"all together less than 2\^31"),
     ],
 )
 def test_what_the_causal_softmax_does_not_take(
     shape: tuple[int, ...], arguments: tuple[object, ...], message: str
 ) -> None:
     with pytest.raises(KernelError, match=message):
-        softmax.forward(torch.zeros(shape, dtype=torch.bfloat16), *arguments)
+        softmax.forward(torch.zeros((), dtype=torch.bfloat16).expand(shape), *arguments)
 
 
 def test_the_apex_of_pypi_is_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
 def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     extension = importlib.import_module("fused_layer_norm_cuda")
     known = signatures.LAYER_NORM_BACKWARD.forms[-1]
-    longer = signatures.Form("later", (*known.arguments, "more:int"))
+    longer = signatures.Form("later", "2030", (*known.arguments, "more:int"))
     monkeypatch.setattr(extension, "backward_affine", lambda *arguments: None)
     expected = "fused_layer_norm_cuda.backward_affine takes unknown arguments instead of 8 or 9; build apex at commit"
     assert layer_norm.refusal("cuda", torch.float32, 8) == f"{expected} 6ff45486f"
@@ -179,7 +180,8 @@ def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytes
         layer_norm.backward(x, x, x[:, :1], x[:, :1], x[0])
     monkeypatch.delattr(importlib.import_module("amp_C"), "multi_tensor_adam_capturable")
     assert adamw.refusal("cuda", torch.float32, 8) == (
-        "amp_C has no function multi_tensor_adam_capturable; build apex at commit 6bd01c4b9 or later"
+        "amp_C has no function multi_tensor_adam_capturable; build an apex that has it "
+        "(pull request 1560, January 2023)"
     )
 
 

@@ -255,6 +255,7 @@ def test_the_script_runs_every_op_on_a_processor_and_says_that_it_means_nothing(
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == table.MEANINGLESS
     facts = json.loads(done.stdout.splitlines()[-1])
+    assert all(each["picked"][0] in ("bfloat16", "float32") and each["picked"][1] > 0 for each in facts["figures"])
     measured = {(each["case"], each["direction"]) for each in facts["figures"] if each["seconds"] is not None}
     expected = {(case.name, FORWARD) for case in CASES}
     expected |= {(case.name, BOTH) for case in CASES if case.work(case.tiny, 2)[1] is not None}

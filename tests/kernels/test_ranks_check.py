@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import ranks_check
-from benchmarks.ranks_check import Different, check_groups, check_links, checks, compared
+from benchmarks.gpu_check import detail
+from benchmarks.ranks_check import Check, Different, check_groups, check_links, checks, compared
 from megapipe.parallel.groups import ThreadGroup
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
 from megapipe.parallel.links.in_process import InProcessLink
@@ -74,12 +75,23 @@ def test_losses_that_differ_are_reported() -> None:
         compared([(float("nan"), 1.0), (3.5, 2.0)], exact)
 
 
+def test_a_failure_is_the_last_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    (alone,) = in_process_meshes({})
+    passing = Check("one", {}, lambda mesh: "all well")
+    failing = Check("two", {}, lambda mesh: compared([(1.0, 1.0)], [(2.0, 1.0)]))
+    ranks_check.run_checks(alone, [passing])
+    assert detail(capsys.readouterr().out) == "all well"
+    with pytest.raises(Different):
+        ranks_check.run_checks(alone, [passing, failing])
+    assert detail(capsys.readouterr().out) == "two, rank 0: loss 1.0 on the ranks, 2.0 on one device"
+
+
 def test_unknown_checks_and_single_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["ranks_check.py", "--checks", "links"])
     with pytest.raises(SystemExit, match="1 rank was started, and the checks need at least 2"):
         ranks_check.main()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("sys.argv", ["ranks_check.py", "--checks", "linsk"])
-    with pytest.raises(SystemExit, match="there is no check 'linsk' for 2 ranks; --list 2 names them"):
+    with pytest.raises(SystemExit, match="there is no check 'linsk' for 2 ranks; choose from links; groups; gpipe"):
         ranks_check.main()
     assert not torch.distributed.is_initialized()
