@@ -1,6 +1,7 @@
 """csrc/ built for this processor (tests/kernels/emulated_cuda), so that its kernels run where there is no GPU."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,9 @@ EMULATION = Path(__file__).parent / "emulated_cuda"
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 
+SANITIZERS = "MEGAPIPE_EMULATED_SANITIZERS"
+"""Environment variable: what g++ adds checks for, as -fsanitize takes it."""
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
@@ -24,7 +28,9 @@ def build(folder: Path) -> Library:
     """Compile csrc/ with g++ in `folder`, and load it for CPU tensors."""
     output = folder / "libmegapipe_emulated.so"
     sources = [*SOURCES, EMULATION / "emulation.cpp"]
-    command = ["g++", *FLAGS, *WARNINGS, f"-I{EMULATION}", "-x", "c++", *map(str, sources), "-o", str(output)]
+    checks = os.environ.get(SANITIZERS)
+    added = [f"-fsanitize={checks}", "-fno-sanitize-recover=all", "-g"] if checks else []
+    command = ["g++", *FLAGS, *WARNINGS, *added, f"-I{EMULATION}", "-x", "c++", *map(str, sources), "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return Library(output, device="cpu")

@@ -5,6 +5,10 @@
 #include <stdlib.h>
 #include <ucontext.h>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -134,17 +138,22 @@ void run_block(Block& block) {
   }
 }
 
+void prepare(Fiber& fiber, dim3 thread) {
+  fiber.thread = thread;
+  fiber.wait = Wait::kNothing;
+#ifdef __SANITIZE_ADDRESS__
+  // The thread that had this stack before never returned from its functions.
+  __asan_unpoison_memory_region(fiber.stack.get(), kStackBytes);
+#endif
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, enter, 0);
+}
+
 void start(Block& block) {
-  for (unsigned i = 0; i < block.fibers.size(); ++i) {
-    Fiber& fiber = block.fibers[i];
-    fiber.thread = dim3(i % blockDim.x, i / blockDim.x);
-    fiber.wait = Wait::kNothing;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
-  }
+  for (unsigned i = 0; i < block.fibers.size(); ++i) prepare(block.fibers[i], dim3(i % blockDim.x, i / blockDim.x));
   run_block(block);
 }
 

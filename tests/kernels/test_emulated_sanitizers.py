@@ -1,0 +1,80 @@
+"""csrc/ on the emulated GPU with the compiler's sanitizers: aligned accesses, bounds, and no undefined behaviour."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.emulated import ROOT, SANITIZERS, needs_compiler
+
+pytestmark = needs_compiler
+
+ALL = "address,undefined"
+
+
+def library(name: str) -> str:
+    """Path of one of g++'s libraries."""
+    found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def run_tests(checks: str, chosen: str, csrc: Path = ROOT / "csrc") -> subprocess.CompletedProcess[str]:
+    """tests/kernels/test_cuda_wrappers.py on the sources in a folder; a sanitizer that finds something ends it.
+
+    checks: as -fsanitize takes them. chosen: as pytest's -k takes it.
+    """
+    environment = {**os.environ, SANITIZERS: checks}
+    if "address" in checks:
+        # It has to be loaded before everything else, and exceptions must find the right unwinder behind it.
+        environment["LD_PRELOAD"] = f"{library('libasan.so')} {library('libstdc++.so')}"
+        environment["ASAN_OPTIONS"] = "detect_leaks=0"
+    code = (
+        "import sys, pytest\n"
+        "from pathlib import Path\n"
+        "from tests.kernels import emulated\n"
+        f"emulated.SOURCES = sorted(Path({str(csrc)!r}).glob('*.cu'))\n"
+        # The message of a process that ends at once must not stay with pytest.
+        "options = ['-q', '-s', '-x', '-p', 'no:faulthandler', '-p', 'no:cacheprovider']\n"
+        f"sys.exit(pytest.main([*options, '-k', {chosen!r}, 'tests/kernels/test_cuda_wrappers.py']))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.mark.parametrize(
+    ("checks", "chosen"),
+    [
+        pytest.param("undefined", "layout or adamw", marks=pytest.mark.slow),
+        pytest.param(ALL, "test", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sanitizers_find_nothing(checks: str, chosen: str) -> None:
+    done = run_tests(checks, chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        (
+            "launch.cuh",
+            "reinterpret_cast<uintptr_t>(pointers) % kAccessBytes == 0",
+            "pointers == pointers",
+            "misaligned",
+        ),
+        ("tile.cuh", "if (c < width) row[c] =", "if (c < width + 40) row[c] =", "heap-buffer-overflow"),
+    ],
+)
+def test_sanitizers_find_broken_accesses(file: str, old: str, new: str, message: str, tmp_path: Path) -> None:
+    csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    text = (csrc / file).read_text()
+    assert text.count(old) == 1
+    (csrc / file).write_text(text.replace(old, new))
+    done = run_tests(ALL, "layout", csrc)
+    assert done.returncode != 0
+    assert message in done.stderr
