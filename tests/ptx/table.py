@@ -1,12 +1,18 @@
 """The table of docs/ptx.md: `python -m tests.ptx.table --write` regenerates it, without `--write` it is printed."""
 
 import argparse
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import triton
+
+import tests.kernels.conftest as interpreted  # before kernels are imported
 from tests.ptx.cases import CASES
 from tests.ptx.checks import errors, problems, run
 from tests.ptx.execution import Compiled, compile_cases
+
+assert interpreted
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "ptx.md"
 HEADER = """\
@@ -16,7 +22,7 @@ HEADER = """\
 
 
 def rows(names: Iterable[str]) -> list[str]:
-    """A line for each case. Kernels of this process must be interpreted. Raises AssertionError where a check fails."""
+    """A line for each case. Raises AssertionError where a check fails."""
     names = list(names)
     compiled = compile_cases(names)
     return [_row(name, compiled[name]) for name in names]
@@ -32,31 +38,29 @@ def _row(name: str, compiled: Compiled) -> str:
     counts = outcome.executed.counts
     all_bytes = counts.read_bytes + counts.written_bytes
     sectors = 32 * (counts.read_sectors + counts.written_sectors) / all_bytes
-    declared = "" if case.moved.declared is None else f"{outcome.distinct / case.moved.declared:.2f}"
+    declared = "-" if case.moved.declared is None else f"{outcome.distinct / case.moved.declared:.2f}"
     cells = [name, str(len(outcome.executed.opcodes)), f"{outcome.error:.1e}", f"{interpreted:.1e}"]
     cells += [f"{outcome.distinct:,}", declared, f"{outcome.requested / outcome.distinct:.2f}", f"{sectors:.2f}"]
     return f"| {' | '.join(cells)} |"
 
 
-def written(page: str, lines: Iterable[str]) -> str:
-    """The page with the table replaced by these lines."""
-    before, _, rest = page.partition(HEADER)
-    return before + HEADER + "\n".join(lines) + "\n" + rest.partition("\n\n")[2].join(["\n", ""])
+def rows_of(page: str) -> list[str]:
+    """The lines of the table, which ends the page."""
+    return page.partition(HEADER)[2].splitlines()
 
 
 def main() -> None:
     """Print the table, or write it to the page."""
-    from tests.kernels.interpreter import interpret
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
-    interpret()
     lines = rows(CASES)
+    table = HEADER + "\n".join(lines) + "\n"
     if chosen.write:
-        PAGE.write_text(written(PAGE.read_text(), lines))
+        text = PAGE.read_text().partition(HEADER)[0]
+        PAGE.write_text(re.sub(r"Triton \d[\d.]*", f"Triton {triton.__version__}", text) + table)
     else:
-        print(HEADER + "\n".join(lines))
+        print(table, end="")
 
 
 if __name__ == "__main__":

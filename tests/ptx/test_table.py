@@ -1,0 +1,48 @@
+"""The table of docs/ptx.md says what the interpreter finds now."""
+
+import math
+
+import pytest
+
+from megapipe.kernels import triton_backend
+from tests.kernels.cases import needs_triton
+
+pytestmark = needs_triton
+
+if triton_backend.installed():
+    import triton
+
+    from tests.ptx.cases import CASES
+    from tests.ptx.table import PAGE, rows, rows_of
+
+ERRORS = (2, 3)
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def alike(one: str, other: str) -> bool:
+    """Within a factor of 2: the functions of numpy and torch depend on the processor."""
+    first, second = float(one), float(other)
+    return first == second or (first > 0 and second > 0 and abs(math.log2(first / second)) <= 1)
+
+
+def check(names: list[str]) -> None:
+    page = PAGE.read_text()
+    if f"Triton {triton.__version__}" not in page:
+        pytest.skip(f"the table is of another version than Triton {triton.__version__}")
+    written = {cells(row)[0]: cells(row) for row in rows_of(page)}
+    assert list(written) == list(CASES)
+    for row in map(cells, rows(names)):
+        for column, (found, expected) in enumerate(zip(row, written[row[0]], strict=True)):
+            assert alike(found, expected) if column in ERRORS else found == expected, (row, written[row[0]])
+
+
+def test_two_rows() -> None:
+    check(["softmax, backward, bf16 512", "odd: swiglu backward fp16 5 x 77"])
+
+
+@pytest.mark.exhaustive
+def test_every_row() -> None:
+    check(list(CASES))
