@@ -19,15 +19,16 @@ class Assumptions:
     between stages, and its node gathers it again (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
     waits_for_sends: no message between stages travels beside compute. gathers_beside_forward: weights that an update
     has written in shards (ZeRO 1 and 2) are gathered beside the next step's first forwards, not before them.
-    unfused_loss: the loss takes a kernel for each of its steps, in fp32. tensor_by_tensor: replicas that share weights
-    out (ZeRO 3) gather each by itself and sum each gradient by itself, see `replicas.tensor_by_tensor_seconds`.
+    megatron_kernels: the loss takes a kernel for each of its steps, in fp32, and dropout stores its mask, a byte an
+    element, as in Megatron-LM. tensor_by_tensor: replicas that share weights out (ZeRO 3) gather each by itself and
+    sum each gradient by itself, see `replicas.tensor_by_tensor_seconds`.
     """
 
     slow_down: float = 0.0
     scattered_sends: bool = False
     waits_for_sends: bool = False
     gathers_beside_forward: bool = False
-    unfused_loss: bool = False
+    megatron_kernels: bool = False
     tensor_by_tensor: bool = False
 
     def on(self, hardware: Hardware) -> "Assumptions":

@@ -49,7 +49,7 @@ class Kernel:
 class LayerKernels:
     """All kernels of one layer for one micro-batch. Iterating gives them in no particular order.
 
-    config: with parallel.data filled in. unfused_loss: as in `Assumptions`. Passes over memory are those of fused
+    config: with parallel.data filled in. megatron_kernels: as in `Assumptions`. Passes over memory are those of fused
     kernels: a norm reads and writes its rows once, bias and activation are one kernel, so are dropout and the residual
     sum.
     """
@@ -57,7 +57,7 @@ class LayerKernels:
     config: PretrainConfig
     layer: LayerSpec
     device: Device
-    unfused_loss: bool = False
+    megatron_kernels: bool = False
 
     def __iter__(self) -> Iterator[Kernel]:
         kinds = {"embedding": self._embedding, "block": self._block, "head": self._head}
@@ -97,6 +97,10 @@ class LayerKernels:
     def _made_again(self, part: str) -> bool:
         recompute = self.config.recompute
         return recompute.method == "selective" and part in recompute.parts
+
+    def _stored_mask(self, elements: int) -> int:
+        """Bytes of dropout's mask, which this project's kernels do not store: they recompute it from indices."""
+        return elements if self.megatron_kernels else 0
 
     def _product(
         self, name: str, rows: int, inner: int, columns: int, dtype: str, again: bool = False
@@ -144,7 +148,7 @@ class LayerKernels:
         yield from self._passes("activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, self._made_again("mlp"))
         for name in ("attention_norm", "mlp_norm"):
             yield from self._norm(name, self._made_again("norms"))
-        dropped = self._stream // self._size if model.hidden_dropout else 0
+        dropped = self._stored_mask(self._stream // self._size) if model.hidden_dropout else 0
         for name in ("attention residual", "mlp residual"):
             yield from self._passes(name, 3 * self._stream + dropped, 2 * self._stream + dropped)
 
@@ -215,7 +219,7 @@ class LayerKernels:
         weights = batch * self._length * keys
         yield from self._passes("softmax", 2 * weights * self._size, 3 * weights * self._size, again)
         if model.attention_dropout:
-            moved = weights * (2 * self._size + 1)
+            moved = 2 * weights * self._size + self._stored_mask(weights)
             yield from self._passes("attention dropout", moved, moved, again)
 
     def _head(self) -> Iterator[Kernel]:
@@ -229,7 +233,7 @@ class LayerKernels:
             elif spec.matrix:
                 yield from self._linear(path, spec, micro if path in ONCE_A_SAMPLE else rows)
         columns = self.layer.parameters["output.weight"].local_shape(config.parallel.tensor, VOCABULARY_ALIGNMENT)[0]
-        if self.unfused_loss:
+        if self.megatron_kernels:
             yield from self._passes("loss", rows * columns * UNFUSED_LOSS_BYTES, 0.0)
         else:
             # It reads its logits twice, for the sum and for the gradient that it leaves in their place.

@@ -162,7 +162,7 @@ def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts,
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
     if is_measured(run.placement):
         return MeasuredTimes(run.hardware)
-    return RooflineTimes(_slowest_device(run), assumptions.unfused_loss)
+    return RooflineTimes(_slowest_device(run), assumptions.megatron_kernels)
 
 
 def _slowest_device(run: RunLayout) -> Device:

@@ -19,11 +19,11 @@ SOURCE = "roofline of the device (Williams et al. 2009), products by its efficie
 class RooflineTimes:
     """`LayerTimes` of a device: the sum of a layer's kernels (`LayerKernels`).
 
-    unfused_loss: as in `Assumptions`.
+    megatron_kernels: as in `Assumptions`.
     """
 
     device: Device
-    unfused_loss: bool = False
+    megatron_kernels: bool = False
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
         """Seconds of one micro-batch. Raises ConfigError where the device has no peak for the precision."""
@@ -33,7 +33,7 @@ class RooflineTimes:
         """Of all kernels of a micro-batch, and of those that are made again inside its backward. Replicas and the
         pipeline change nothing about them."""
         by_phase = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "again": 0.0}
-        for kernel in LayerKernels(config, layer, self.device, self.unfused_loss):
+        for kernel in LayerKernels(config, layer, self.device, self.megatron_kernels):
             by_phase[kernel.phase] += kernel.time.seconds
         again = by_phase.pop("again")
         return PhaseSeconds(**by_phase), again

@@ -195,7 +195,7 @@ A100 = Table(
         training=TrainingConfig(precision="fp16"),
         recompute=RecomputeConfig(method="full"),
     ),
-    assumptions=Assumptions(scattered_sends=True, waits_for_sends=True, unfused_loss=True),
+    assumptions=Assumptions(scattered_sends=True, waits_for_sends=True, megatron_kernels=True),
 )
 H100 = Table(
     name="h100",
@@ -218,7 +218,7 @@ H100 = Table(
         parallel=ParallelConfig(sequence=True),
     ),
     pieces=True,
-    assumptions=Assumptions(gathers_beside_forward=True, unfused_loss=True),
+    assumptions=Assumptions(gathers_beside_forward=True, megatron_kernels=True),
 )
 TABLES = {table.name: table for table in (A100, H100)}
 """By name."""

@@ -162,7 +162,7 @@ def slowest_times(
         )
     found = [node.device for node in hardware.nodes(devices)]
     slowest = min(found, key=lambda device: device.peak(base.training.precision))
-    return RooflineTimes(slowest, assumptions.unfused_loss)
+    return RooflineTimes(slowest, assumptions.megatron_kernels)
 
 
 def price_per_million_tokens(found: Estimate, price_per_hour: float) -> float:

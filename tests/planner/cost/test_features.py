@@ -112,6 +112,6 @@ def test_published_assumptions_cost_what_they_say() -> None:
     waiting, scattered = seconds(waits_for_sends=True), seconds(waits_for_sends=True, scattered_sends=True)
     assert plain["pipeline"] < scattered["pipeline"] < waiting["pipeline"]
     assert seconds(gathers_beside_forward=True)["data"] < plain["data"]
-    assert seconds(unfused_loss=True)["compute"] > plain["compute"]
+    assert seconds(megatron_kernels=True)["compute"] > plain["compute"]
     simulated = predict(config, SELENE, assumptions=replace(PLAIN, waits_for_sends=True)).estimate.step_seconds
     assert simulated > predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds

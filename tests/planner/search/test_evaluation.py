@@ -22,7 +22,7 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1", "zb_v", "2bw")
 OTHERS = (
     ENGINE,
     Assumptions(slow_down=1.7, gathers_beside_forward=True),
-    Assumptions(scattered_sends=True, waits_for_sends=True, unfused_loss=True),
+    Assumptions(scattered_sends=True, waits_for_sends=True, megatron_kernels=True),
 )
 
 
