@@ -44,7 +44,7 @@ def build(
         data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that share tokens.
         weight_buffers: units whose gathered weights a rank may hold at once (ZeRO-3); 0 keeps weights whole.
         whole_gradients: units whose gradients a rank may hold whole at once (ZeRO-2); 0 keeps all of them whole.
-        receive_ahead: compute actions between a receive's posting and its use.
+        receive_ahead: compute actions between a receive's posting and its use, at most.
         recompute: per stage, runs of units whose forwards keep their input alone and run again before the backward;
             nothing by default.
         offload: what goes to host memory between its uses; nothing by default.

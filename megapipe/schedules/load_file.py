@@ -64,7 +64,7 @@ def fit_for_training(
         data_parallel: whether gradients are to be reduced over replicas, or over tensor ranks that share tokens.
         weight_buffers, whole_gradients: units whose weights and gradients a rank may hold whole at once where they are
             sharded; 0 where they are not.
-        receive_ahead: compute actions between a receive's posting and its use; a lowered file has its own.
+        receive_ahead: compute actions between a receive's posting and its use, at most; a lowered file has its own.
         recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
         offload: the same.
 

@@ -117,6 +117,14 @@ def test_write_prints_the_form_that_the_guide_teaches(capsys, tmp_path):
     assert "--recompute only changes the actions that lowering adds" in capsys.readouterr().err
 
 
+def test_validate_says_what_relies_on_kernels_that_run_at_once(capsys, tmp_path):
+    for mode, relies in (("train", True), ("forward", False)):
+        path = tmp_path / f"{mode}.txt"
+        path.write_text(dumps(build("1f1b", 2, 4, mode=mode)))
+        assert json.loads(output(capsys, "validate", str(path), "--json"))["needs_resident_kernels"] is relies
+        assert ("run on a GPU at the same time" in output(capsys, "validate", str(path))) is relies
+
+
 def test_validate_says_whose_links_must_be_connected(capsys, tmp_path):
     for name, connects in (("1f1b", True), ("interleaved_1f1b", False)):
         path = tmp_path / f"{name}.txt"

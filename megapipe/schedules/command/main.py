@@ -16,7 +16,7 @@ from megapipe.schedules.load_file import load_file
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.simulation import Link, Simulation, simulate
 from megapipe.schedules.text import dumps
-from megapipe.schedules.validation import validate
+from megapipe.schedules.validation import needs_resident_kernels, validate
 
 DRAWINGS = {".svg": draw_svg, ".html": draw_html, ".json": draw_trace}
 COLUMNS = (
@@ -60,7 +60,11 @@ def _validate(flags: argparse.Namespace) -> None:
         "weight_versions": report.weight_versions,
     }
     if flags.json:
-        facts = {"canonical_order": report.canonical_order, "lazy_links": report.lazy_links}
+        facts = {
+            "canonical_order": report.canonical_order,
+            "lazy_links": report.lazy_links,
+            "needs_resident_kernels": needs_resident_kernels(schedule),
+        }
         print(json.dumps({"valid": True, **facts, **numbers}))
         return
     order = "in micro-batch order" if report.canonical_order else "out of micro-batch order"
@@ -75,6 +79,11 @@ def _validate(flags: argparse.Namespace) -> None:
     if not report.lazy_links:
         print("  note: its links must be connected before step 1, as megapipe does; with links that connect at their")
         print("  first use (NCCL's default) the first step would hang")
+    if needs_resident_kernels(schedule):
+        print(
+            "  note: it relies on communication kernels of several links that run on a GPU at the same time. They do,"
+        )
+        print("  as each takes few thread blocks; one after another in launch order they would hang (docs/nccl.md)")
 
 
 def _listed(values: Iterable[float]) -> str:

@@ -1,6 +1,9 @@
 """Adding sends and receives: every hand-over between ranks, receives posted early enough that nothing can hang."""
 
+import itertools
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,6 +12,13 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, Place, insert
 from megapipe.schedules.progress import Progress
 from megapipe.schedules.table import Table
+
+
+class Posts(NamedTuple):
+    """Where the receive of each message is posted: ahead of compute row ``row``, those of one row by ``turn``."""
+
+    row: Ints
+    turn: Ints
 
 
 @dataclass(frozen=True)
@@ -46,11 +56,17 @@ class Messages:
         microbatch = table.microbatch[producer].astype(np.int64)
         return cls(gradient[order], microbatch[order], producer[order], consumer[order], link[order])
 
-    def receives(self, table: Table, post: Ints) -> Insertion:
-        """Receives, each ahead of the compute row ``post`` on the consumer's rank."""
+    @cached_property
+    def follows(self) -> Ints:
+        """Indices of the messages that are not the first of their link."""
+        return np.flatnonzero(self.link[1:] == self.link[:-1]) + 1
+
+    def receives(self, table: Table, posts: Posts) -> Insertion:
+        """Receives, each ahead of its compute row on the consumer's rank."""
+        order = np.argsort(posts.turn)
         kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
         rows = rows_of(kind, table.stage[self.consumer], self.microbatch)
-        return Insertion(rows, post, Place.RECEIVE, table.section[self.consumer])
+        return Insertion(rows[order], posts.row[order], Place.RECEIVE, table.section[self.consumer][order])
 
     def sends(self, table: Table) -> Insertion:
         """Sends, each right behind the compute row that makes the message."""
@@ -96,30 +112,47 @@ def _misfit(table: Table, row: int, problem: str) -> ScheduleError:
     )
 
 
-def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Ints:
+def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Posts:
     """The compute row ahead of which each message's receive is posted.
 
-    ``receive_ahead`` compute rows before its use, within its section, and on each link in the order of the sends.
-    Where sends that wait for their receive would hang, all are posted one row earlier (that is enough where ranks send
-    in a ring, as interleaved chunks do), and then those that still hang where the receiving rank stands.
+    ``receive_ahead`` compute rows before its use, within its section, on each link in the order of the sends, and not
+    before the row that uses the link's previous message: on a GPU that starts operations in the order of their launch
+    (CUDA_DEVICE_MAX_CONNECTIONS=1), a receive that waits for the one before holds back everything launched after it.
+
+    Where sends that wait for their receive would hang, all are posted one row earlier, which is often enough where
+    ranks send in a ring, as interleaved chunks do. Those that still hang are posted where the receiving rank stands.
+    If that is not a solution, each is posted right before its use, and then those that hang where the rank stands.
     """
     section_key = table.rank * table.num_sections + table.section
     section_start = np.searchsorted(section_key, section_key[messages.consumer])
     first = np.maximum(section_start, _slot_free(table, messages))
-    for ahead in (receive_ahead, receive_ahead + 1):
-        post = _in_send_order(messages, np.maximum(messages.consumer - ahead, first), len(table.rows))
-        progress = _progress(table, messages, post)
+    after = messages.follows
+    first[after] = np.maximum(first[after], messages.consumer[after - 1])
+    for ahead in (receive_ahead, receive_ahead + 1, 0):
+        row = np.minimum(np.maximum(messages.consumer - ahead, first), messages.consumer)
+        posts = Posts(_in_send_order(messages, row, len(table.rows)), np.arange(len(row)))
+        progress = _progress(table, messages, posts)
         stuck = progress.stuck()
+        if len(stuck) > 0 and ahead != receive_ahead:
+            posts, stuck = _early_enough(table, messages, posts, progress, stuck)
         if len(stuck) == 0:
             break
-    post = _early_enough(table, messages, post, progress, stuck)
-    if np.any(post < section_start):
-        index = int(np.argmax(post < section_start))
+    if len(stuck) > 0:
+        raise ScheduleError(
+            f"{table.header.name} deadlocks: its compute actions wait for one another in a circle: "
+            + "; ".join(
+                f"{table.place_of(row)} at {Kind(int(table.kind[row])).name} stage {table.stage[row]}, "
+                f"micro-batch {table.microbatch[row]}"
+                for row in _waiting_rows(messages, posts)[stuck].tolist()
+            )
+        )
+    if np.any(posts.row < section_start):
+        index = int(np.argmax(posts.row < section_start))
         raise ScheduleError(
             f"{table.header.name} cannot be lowered: stage {table.stage[messages.consumer[index]]} would have to post "
             f"the receive of micro-batch {messages.microbatch[index]} before its section starts"
         )
-    return post
+    return posts
 
 
 def _slot_free(table: Table, messages: Messages) -> Ints:
@@ -138,38 +171,51 @@ def _in_send_order(messages: Messages, post: Ints, num_rows: int) -> Ints:
     return ordered
 
 
-def _progress(table: Table, messages: Messages, post: Ints) -> Progress:
-    """The ranks' progress with receives posted there: waits are those of all sends, then those of all uses."""
-    lowered, index = insert(table, [messages.sends(table), messages.receives(table, post)])
+def _progress(table: Table, messages: Messages, posts: Posts) -> Progress:
+    """The ranks' progress with receives posted there: waits of sends, of uses, and of receives for the one before."""
+    lowered, index = insert(table, [messages.sends(table), messages.receives(table, posts)])
     num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
-    receive = index[num_compute + num_messages :]
-    use = index[messages.consumer]
-    return Progress(np.concatenate([send, use]), np.concatenate([receive, send]), lowered.offsets)
+    receive = np.empty_like(send)
+    receive[np.argsort(posts.turn)] = index[num_compute + num_messages :]
+    use, after = index[messages.consumer], messages.follows
+    waiting, needed = [send, use, receive[after]], [receive, send, send[after - 1]]
+    return Progress(np.concatenate(waiting), np.concatenate(needed), lowered.offsets)
 
 
-def _early_enough(table: Table, messages: Messages, post: Ints, progress: Progress, stuck: Ints) -> Ints:
+def _waiting_rows(messages: Messages, posts: Posts) -> Ints:
+    """The compute row that each of the waits of `_progress` is at."""
+    return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows]])
+
+
+def _early_enough(
+    table: Table, messages: Messages, posts: Posts, progress: Progress, stuck: Ints
+) -> tuple[Posts, Ints]:
     """Move receives to where their rank stands when all ranks hang, one hang after another, until none hangs.
 
-    What a link delivered before is posted by then, so its receives stay in the order of the sends.
+    Also returns the waits that ranks still hang in. What a link delivered before is posted and complete by then, so
+    its receives stay in the order of the sends, unless one that is moved comes ahead of several of one row.
     """
-    compute_row = np.concatenate([messages.producer, messages.consumer])
-    post = post.copy()
-    while len(stuck) > 0:
-        at = compute_row[stuck]
+    count, first_stuck, after = len(posts.row), stuck, messages.follows
+    waiting_rows = _waiting_rows(messages, posts)
+    row, turn = posts.row.copy(), posts.turn.copy()
+    for moved in itertools.count():
+        if len(stuck) == 0:
+            break
+        at = waiting_rows[stuck]
         frontier = np.full(table.header.num_ranks, -1, dtype=np.int64)
-        frontier[table.rank[at]] = at
-        blocked = stuck[stuck < len(post)]
+        frontier[table.rank[at]] = stuck
+        blocked = stuck[stuck < count]
+        wait = frontier[table.rank[messages.consumer[blocked]]]
         if len(blocked) == 0:
-            raise ScheduleError(
-                f"{table.header.name} deadlocks: its compute actions wait for one another in a circle: "
-                + "; ".join(
-                    f"{table.place_of(row)} at {Kind(int(table.kind[row])).name} stage {table.stage[row]}, "
-                    f"micro-batch {table.microbatch[row]}"
-                    for row in at.tolist()
-                )
-            )
-        post[blocked] = frontier[table.rank[messages.consumer[blocked]]]
+            break
+        row[blocked] = waiting_rows[wait]
+        # Ahead of the receive that a rank hangs at, or after those that it has posted.
+        turn[blocked] = moved + np.where(wait >= 2 * count, -count, count)
         progress.release(blocked)
         stuck = progress.stuck()
-    return post
+    posts = Posts(row, turn)
+    before = after - 1
+    if np.any((row[before] > row[after]) | ((row[before] == row[after]) & (turn[before] > turn[after]))):
+        return posts, first_stuck
+    return posts, _progress(table, messages, posts).stuck()

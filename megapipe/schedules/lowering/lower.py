@@ -5,10 +5,10 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Ints, Rows, kind_mask
+from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Rows, kind_mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import check_weight_buffers
-from megapipe.schedules.lowering.communication import Messages, place_receives
+from megapipe.schedules.lowering.communication import Messages, Posts, place_receives
 from megapipe.schedules.lowering.gathers import add_gathers
 from megapipe.schedules.lowering.insertion import insert
 from megapipe.schedules.lowering.offload import add_offload, around_updates
@@ -29,11 +29,12 @@ def lower(
 ) -> Schedule:
     """Add to a schedule of compute actions everything else that a step does.
 
-    ``receive_ahead``: compute actions between a receive's posting and its use (at least 1: less can hang where sends
-    wait for their receive). With two gradient buffers updates wait until right before the first forward that reads the
-    new version. With weight buffers every chunk is cut into units, whose weights are gathered before they are used and
-    released after. ``recompute``: what each stage computes again before its backward; then, too, every chunk is cut
-    into units. ``offload``: what goes to host memory meanwhile; for activations and weights, too, every chunk is cut.
+    ``receive_ahead``: at most this number of compute actions between a receive's posting and its use (at least 1: less
+    can hang where sends wait for their receive), and never before the use of the link's previous message. With two
+    gradient buffers updates wait until right before the first forward that reads the new version. With weight buffers
+    every chunk is cut into units, whose weights are gathered before they are used and released after. ``recompute``:
+    what each stage computes again before its backward; then, too, every chunk is cut into units. ``offload``: what
+    goes to host memory meanwhile; for activations and weights, too, every chunk is cut.
     Raises ScheduleError where the compute actions do not fit together.
     """
     if receive_ahead < 1:
@@ -57,11 +58,11 @@ def lower(
     if everywhere or (training and schedule.header.data_parallel):
         table = refine(table, everywhere=everywhere)
     messages = Messages.of(table)
-    post = place_receives(table, messages, receive_ahead)
+    posts = place_receives(table, messages, receive_ahead)
     if again:
         # Behind the search for where receives are posted: what runs again sends and receives nothing.
-        table, messages, post = _with_recompute(table, messages, post, recompute)
-    insertions = [messages.sends(table), messages.receives(table, post)]
+        table, messages, posts = _with_recompute(table, messages, posts, recompute)
+    insertions = [messages.sends(table), messages.receives(table, posts)]
     added = []
     if training:
         added = add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
@@ -76,7 +77,7 @@ def lower(
     return Schedule(header, _sections(table, flushes=schedule.flushes), schedule.origin)
 
 
-def _with_recompute(table: Table, messages: Messages, post: Ints, spans: Spans) -> tuple[Table, Messages, Ints]:
+def _with_recompute(table: Table, messages: Messages, posts: Posts, spans: Spans) -> tuple[Table, Messages, Posts]:
     """The table with the rows that run again; messages and the rows that receives are posted ahead of, in the new."""
     again = add_recompute(table, spans)
     table, index = insert(table, [again])
@@ -84,7 +85,7 @@ def _with_recompute(table: Table, messages: Messages, post: Ints, spans: Spans) 
     opens = index[:num_compute].copy()  # a receive is posted ahead of what runs again for a row, too
     np.minimum.at(opens, again.anchor, index[num_compute:])
     moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
-    return table, moved, opens[post]
+    return table, moved, posts._replace(row=opens[posts.row])
 
 
 def _require_compute_only(schedule: Schedule) -> None:

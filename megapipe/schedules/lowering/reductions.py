@@ -71,18 +71,24 @@ def _last_gradient_rows(table: Table) -> Ints:
 def _tied(table: Table) -> Insertion:
     """One reduction a tied group and rank behind the last backward of every use there.
 
-    On each rank the groups of an update follow in ascending order, so that no two ranks can start them crosswise.
+    On each rank the groups of an update follow in ascending order, so that no two ranks can start them crosswise. A
+    second group of the same ranks follows all gradients: its sum waits for the first one's, and on a GPU with one
+    hardware queue everything launched after it would wait, too.
     """
     header = table.header
     last = _last_gradient_rows(table)
     updates = np.arange(last.shape[1])
     latest = np.full((header.num_ranks, last.shape[1]), -1, dtype=np.int64)
     rows, anchors = [], []
+    seen: set[frozenset[int]] = set()
     for group, uses in enumerate(header.tied_groups):
+        ranks = frozenset(header.stages[stage].rank for stage in uses)
+        second = ranks in seen
+        seen.add(ranks)
         for owner in header.tied_owners(group):
             rank = header.stages[owner].rank
-            local = [stage for stage in uses if header.stages[stage].rank == rank]
-            latest[rank] = np.maximum(latest[rank], last[local].max(axis=0))
+            local = header.stages_on(rank) if second else [s for s in uses if header.stages[s].rank == rank]
+            latest[rank] = np.maximum(latest[rank], last[list(local)].max(axis=0))
             unit = header.units_per_stage[owner] + group
             rows.append(rows_of(Kind.REDUCE_TIED, owner, _last_microbatch(table, updates), unit=unit))
             anchors.append(latest[rank].copy())

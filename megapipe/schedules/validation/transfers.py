@@ -1,4 +1,11 @@
-"""Do messages meet? Same order at both ends of a link, collectives in one order, and nobody waits in a circle."""
+"""Do messages meet? Same order at both ends of a link, collectives in one order, and nobody waits in a circle.
+
+A link carries the messages of an ordered pair of ranks, activations and gradients together, and matches them by their
+order alone: it has no tags (docs/nccl.md).
+"""
+
+from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -9,6 +16,8 @@ from megapipe.schedules.progress import Progress
 from megapipe.schedules.table import Table
 from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
+
+NO_NEEDS: Final = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
 def check_links(dependencies: Dependencies) -> None:
@@ -27,52 +36,107 @@ def check_links(dependencies: Dependencies) -> None:
         raise failure(table, receive, problem)
 
 
-def check_collectives(table: Table) -> None:
-    """Raise ScheduleError where two ranks start the collectives of one group of ranks in different order."""
+def check_collectives(table: Table, *, flushes: bool) -> None:
+    """Raise ScheduleError where two ranks start the collectives of one group of ranks in different order.
+
+    Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica.
+    """
+    units = np.array(table.header.units_per_stage, dtype=np.int64)
+    group = np.where(table.is_kind(Kind.REDUCE_TIED), table.unit - units[table.stage], 0)
+    identity = (group * len(Kind) + table.kind) * table.num_microbatches + table.microbatch
+    for members in collectives_by_group(table, flushes=flushes):
+        for rows in members[1:]:
+            differs = identity[rows] != identity[members[0]]
+            if differs.any():
+                index = int(np.argmax(differs))
+                first = int(members[0][index])
+                other = describe(action_at(table, first))
+                raise failure(table, int(rows[index]), f"rank {table.rank[first]} starts {other} at this point")
+
+
+def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]:
+    """For each communicator over pipeline ranks, the rows of its collectives on each member, in program order.
+
+    A schedule that never flushes sums its scalars in a communicator of their own, in the background of its actions.
+    """
     header = table.header
-    for kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
-        rows = table.rows_with(kind)
-        _check_same(table, [rows[table.rank[rows] == rank] for rank in range(header.num_ranks)], table.microbatch)
+    rows = table.rows_with(Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS)
+    for each in (rows,) if flushes else (table.rows_with(Kind.REDUCE_COUNTS), table.rows_with(Kind.REDUCE_SCALARS)):
+        yield [each[table.rank[each] == rank] for rank in range(header.num_ranks)]
     tied = table.rows_with(Kind.REDUCE_TIED)
     if len(tied) == 0:
         return
-    group = np.zeros(len(table.rows), dtype=np.int64)
-    group[tied] = table.unit[tied] - np.array(header.units_per_stage)[table.stage[tied]]
+    group = table.unit[tied] - np.array(header.units_per_stage)[table.stage[tied]]
     members = [frozenset(header.stages[stage].rank for stage in stages) for stages in header.tied_groups]
-    for ranks in set(members):
-        groups = [index for index, other in enumerate(members) if other == ranks]
-        rows = tied[np.isin(group[tied], groups)]
-        identity = group * table.num_microbatches + table.microbatch
-        _check_same(table, [rows[table.rank[rows] == rank] for rank in sorted(ranks)], identity)
+    for ranks in dict.fromkeys(members):
+        rows = tied[np.isin(group, [index for index, other in enumerate(members) if other == ranks])]
+        yield [rows[table.rank[rows] == rank] for rank in sorted(ranks)]
 
 
-def _check_same(
-    table: Table, members: list[Ints], identity: Ints | np.ndarray[tuple[int], np.dtype[np.int32]]
-) -> None:
-    for rows in members[1:]:
-        differs = identity[rows] != identity[members[0]]
-        if differs.any():
-            index = int(np.argmax(differs))
-            other = describe(action_at(table, int(members[0][index])))
-            raise failure(
-                table, int(rows[index]), f"rank {table.rank[members[0][index]]} starts {other} at this point"
-            )
+def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
+    """Raise ScheduleError if ranks can end up waiting for one another.
 
-
-def check_progress(dependencies: Dependencies) -> None:
-    """Raise ScheduleError if ranks can end up waiting for one another, sends waiting until their receive is posted."""
+    Two kinds of waits are proved free of circles. With blocking sends nothing is buffered: a send ends when its
+    receive is posted. With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a GPU starts operations in the order of
+    their launch, and one starts when the one before it on its communicator has ended. More queues, whatever they
+    hold, leave out some of these waits, so the proof for one queue is a proof for any number.
+    """
     table, messages = dependencies.table, dependencies.messages
-    collectives = dependencies.collective_needs()
-    waits = Needs(
-        np.concatenate([messages.send, messages.use, collectives.row]),
-        np.concatenate([messages.receive, messages.send, collectives.needed]),
-    )
-    stuck = Progress(waits.row, waits.needed, table.offsets).stuck()
+    first, second = _neighbours_on_links(dependencies)
+    collectives, scalars = dependencies.collective_needs(), host_waits(table) if flushes else NO_NEEDS
+    arrivals = Needs(messages.use, messages.send)
+    blocking = Needs(messages.send, messages.receive)
+    receives = Needs(messages.receive[second], messages.send[first])
+    reductions = _one_after_another(table, flushes)
+    always = (arrivals, collectives, scalars)
+    # What lowering makes meets both kinds of waits at once, which takes one pass. Each alone is what must be met.
+    if not len(_stuck(table, blocking, receives, reductions, *always)[1]):
+        return
+    waits, stuck = _stuck(table, blocking, *always)
     if len(stuck):
-        raise _deadlock(table, waits, stuck)
+        raise _deadlock(table, waits, stuck, "deadlocks")
+    sends = Needs(messages.send[second], messages.receive[first])
+    waits, stuck = _stuck(table, sends, receives, reductions, *always)
+    if len(stuck):
+        problem = "deadlocks on a GPU that starts operations in the order of their launch"
+        raise _deadlock(
+            table, waits, stuck, f"{problem} (CUDA_DEVICE_MAX_CONNECTIONS=1): post receives and start reductions later"
+        )
 
 
-def _deadlock(table: Table, waits: Needs, stuck: Ints) -> ScheduleError:
+def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
+    """Indices of all messages that follow one another on a link: of the first, of the second."""
+    table, messages = dependencies.table, dependencies.messages
+    link = table.rank[messages.send] * table.header.num_ranks + table.rank[messages.receive]
+    order = np.lexsort((messages.send, link))
+    same = link[order][1:] == link[order][:-1]
+    return order[:-1][same], order[1:][same]
+
+
+def _one_after_another(table: Table, flushes: bool) -> Needs:
+    """A collective starts when the one before it on its communicator has started on all members."""
+    rows, needed = [], []
+    for members in collectives_by_group(table, flushes=flushes):
+        by_rank = np.stack(members)
+        rows.append(np.repeat(by_rank[:, 1:], len(by_rank), axis=0).ravel())
+        needed.append(np.tile(by_rank[:, :-1], (len(by_rank), 1)).ravel())
+    return Needs(np.concatenate([NO_NEEDS.row, *rows]), np.concatenate([NO_NEEDS.needed, *needed]))
+
+
+def host_waits(table: Table) -> Needs:
+    """The row after a step's scalars needs the scalars and tied sums of all ranks: the engine reads them at once."""
+    scalars, tied = table.rows_with(Kind.REDUCE_SCALARS), table.rows_with(Kind.REDUCE_TIED)
+    following = scalars[scalars + 1 < table.offsets[table.rank[scalars] + 1]] + 1
+    needed = np.concatenate([scalars, tied])
+    return Needs(np.repeat(following, len(needed)), np.tile(needed, len(following)))
+
+
+def _stuck(table: Table, *parts: Needs) -> tuple[Needs, Ints]:
+    waits = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
+    return waits, Progress(waits.row, waits.needed, table.offsets).stuck()
+
+
+def _deadlock(table: Table, waits: Needs, stuck: Ints, problem: str) -> ScheduleError:
     """Follow the waits from one stuck rank until they close, and report the circle."""
     waits_of = {int(table.rank[waits.row[index]]): index for index in stuck}
     rank = min(waits_of)
@@ -81,7 +145,7 @@ def _deadlock(table: Table, waits: Needs, stuck: Ints) -> ScheduleError:
         seen.append(rank)
         rank = int(table.rank[waits.needed[waits_of[rank]]])
     circle = seen[seen.index(rank) :] if rank in seen else seen
-    lines = [f"{table.header.name} deadlocks: ranks {', '.join(map(str, circle))} wait for one another"]
+    lines = [f"{table.header.name} {problem}: ranks {', '.join(map(str, circle))} wait for one another"]
     for member in circle:
         row, needed = (int(column[waits_of[member]]) for column in (waits.row, waits.needed))
         lines.append(

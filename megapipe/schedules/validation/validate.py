@@ -55,7 +55,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     check_weight_buffers(schedule)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
-        _check(table)
+        _check(table, flushes=schedule.flushes)
     first_uses = FirstUses.of(table)
     hanging = first_uses.deadlock(header.connections)
     if hanging:
@@ -78,7 +78,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     return report
 
 
-def _check(table: Table) -> None:
+def _check(table: Table, *, flushes: bool) -> None:
     check_fields(table)
     check_coverage(table)
     check_gathers(table)
@@ -87,9 +87,9 @@ def _check(table: Table) -> None:
     dependencies = Dependencies(table)
     check_order(dependencies)
     check_links(dependencies)
-    check_collectives(table)
+    check_collectives(table, flushes=flushes)
     check_buffers(table)
-    check_progress(dependencies)
+    check_progress(dependencies, flushes=flushes)
 
 
 def _adds_in_order(table: Table) -> bool:

@@ -1,0 +1,159 @@
+"""What the validator proves of streams, queues and links, against a simulation that knows none of its rules."""
+
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import GENERATORS, Kind, Rows, Schedule, ScheduleError, Sections, build, dumps, loads, validate
+from megapipe.schedules.actions import KIND, rows_of
+from megapipe.schedules.lowering import lower
+from megapipe.schedules.schedule import SECTIONS, Header, StagePlace
+from megapipe.schedules.validation.launch_order import needs_resident_kernels
+from tests.schedules.streams import RECEIVES, SENDS, Hang, Mismatch, run
+from tests.schedules.support import schedules, with_rank_rows
+
+
+def one_queue(rank: int, stream: Hashable) -> int:
+    return 0
+
+
+def hangs(schedule: Schedule, *arguments: Any, **options: Any) -> bool:
+    try:
+        run(schedule, 1 if schedule.flushes else 3, *arguments, **options)
+    except Hang:
+        return True
+    return False
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.one_of(schedules(max_ranks=5), schedules("forward")))
+def test_valid_schedules_run_with_any_number_of_queues(data: st.DataObject, schedule: Schedule) -> None:
+    validate(schedule)
+    assert not hangs(schedule, one_queue)
+    assert not hangs(schedule)
+    count = data.draw(st.sampled_from([2, 3, 8]))
+    chosen = random.Random(data.draw(st.integers(0, 999)))
+    queues: dict[Hashable, int] = {}
+    assert not hangs(schedule, lambda rank, stream: queues.setdefault((rank, stream), chosen.randrange(count)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(schedules(max_ranks=5), schedules("forward")))
+def test_the_report_knows_which_schedules_need_several_kernels_at_once(schedule: Schedule) -> None:
+    assert needs_resident_kernels(schedule) == hangs(schedule, serial=True)
+
+
+@st.composite
+def changed_communication(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+    """The schedule with two sends or two receives of a rank swapped, one dropped, or one moved by some rows."""
+    kinds = [*(int(kind) for kind in draw(st.sampled_from([SENDS, RECEIVES])))]
+    places = [
+        (section, rank)
+        for section in SECTIONS
+        for rank, rows in enumerate(schedule.sections[section])
+        if np.isin(rows[:, KIND], kinds).any()
+    ]
+    if not places:
+        return schedule
+    section, rank = draw(st.sampled_from(places))
+    rows: Rows = schedule.sections[section][rank].copy()
+    found = np.flatnonzero(np.isin(rows[:, KIND], kinds)).tolist()
+    one, other = (
+        draw(st.lists(st.sampled_from(found), min_size=2, max_size=2, unique=True)) if len(found) > 1 else found * 2
+    )
+    how = draw(st.sampled_from(["swap", "swap", "move", "move", "drop"]))
+    if how == "swap":
+        rows[[one, other]] = rows[[other, one]]
+    elif how == "drop":
+        rows = np.delete(rows, one, axis=0)
+    else:
+        target = min(max(one + draw(st.integers(-6, 6).filter(bool)), 0), len(rows) - 1)
+        rows = np.insert(np.delete(rows, one, axis=0), target, rows[one], axis=0)
+    return with_rank_rows(schedule, section, rank, rows)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), schedules())
+def test_changed_communication_that_fails_on_a_gpu_is_refused(data: st.DataObject, schedule: Schedule) -> None:
+    mutant = data.draw(changed_communication(schedule))
+    try:
+        broken = hangs(mutant, one_queue)
+    except (Mismatch, KeyError):  # the ends disagree, or something is used that was not received yet
+        broken = True
+    event("broken" if broken else "unchanged" if mutant == schedule else "still runs")
+    try:
+        validate(mutant)
+    except ScheduleError as error:
+        if "on a GPU that starts operations in the order of their launch" in str(error):
+            assert broken
+            event("found by the rule for one queue alone")
+    else:
+        assert not broken
+
+
+@st.composite
+def any_order(draw: st.DrawFn) -> Schedule:
+    """Compute actions in any order that can run, stages anywhere."""
+    ranks = draw(st.integers(2, 4))
+    homes = list(range(ranks)) + draw(st.lists(st.integers(0, ranks - 1), max_size=2 * ranks))
+    chosen = random.Random(draw(st.integers(0, 10**6)))
+    chosen.shuffle(homes)
+    halves, bias = draw(st.booleans()), draw(st.floats(0, 1))
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD_INPUT if halves else Kind.BACKWARD, "W": Kind.BACKWARD_WEIGHT}
+    ready = [("F", 0, microbatch) for microbatch in range(draw(st.integers(1, 6)))]
+    count, order = len(ready), [[] for _ in range(ranks)]
+    while ready:
+        ready.sort(key=lambda action: (action[0] == "F" and chosen.random() < bias, chosen.random()))
+        letter, stage, microbatch = ready.pop(0)
+        order[homes[stage]].append(rows_of(int(kinds[letter]), stage, microbatch))
+        if letter == "F":
+            ready.append(("F", stage + 1, microbatch) if stage + 1 < len(homes) else ("B", stage, microbatch))
+        elif letter == "B":
+            ready += [("B", stage - 1, microbatch)] if stage else []
+            ready += [("W", stage, microbatch)] if halves else []
+    stages, units = tuple(StagePlace(stage, 0, rank) for stage, rank in enumerate(homes)), (1,) * len(homes)
+    header = Header("any order", "train", ranks, count, stages, (tuple(range(len(homes))),), units, "C", units)
+    return Schedule(header, Sections.flushing(tuple(np.concatenate(rows) for rows in order)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(order=any_order(), ahead=st.integers(1, 3))
+def test_any_compute_order_that_can_run_is_lowered_to_one_that_runs_on_a_gpu(order: Schedule, ahead: int) -> None:
+    schedule = lower(order, receive_ahead=ahead)
+    validate(schedule)
+    assert not hangs(schedule, one_queue)
+
+
+def test_receives_that_queue_up_on_a_link_are_refused() -> None:
+    """In rank 0's only queue the second receive waits for the first one, and the forward that it needs for both."""
+    text = dumps(build("interleaved_1f1b", 2, 4, chunks=2))
+    assert "RA2.0^0 F0.0@0 SA0.0 F0.1@0 SA0.1 RA2.1^1" in text
+    early = text.replace("F0.0@0 SA0.0 F0.1@0 SA0.1 RA2.1^1", "RA2.1^1 F0.0@0 SA0.0 F0.1@0 SA0.1")
+    assert hangs(loads(early), one_queue)
+    assert not hangs(loads(early))
+    with pytest.raises(ScheduleError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1\): post receives and start(.|\n)*line"):
+        validate(loads(early))
+
+
+def test_a_send_after_the_steps_scalars_is_refused() -> None:
+    """The engine reads the scalars at once, so the host does not reach the send that another rank waits for."""
+    text = dumps(build("1f1b", 2, 2))
+    assert "SG1.1 DS.1" in text
+    late = loads(text.replace("SG1.1 DS.1", "DS.1 SG1.1"))
+    assert hangs(late)
+    with pytest.raises(ScheduleError, match=r"rank 1 .* is at SEND_GRADIENT stage 1, micro-batch 1"):
+        validate(late)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_training_needs_resident_kernels_and_forwards_in_a_line_do_not(name: str) -> None:
+    chunks = GENERATORS[name].chunks
+    assert needs_resident_kernels(build(name, 2, 4))
+    assert not needs_resident_kernels(build(name, 1, 4))
+    if chunks == 1:
+        assert not needs_resident_kernels(build(name, 2, 4, mode="forward"))
