@@ -26,12 +26,18 @@ class Turns:
 
     def __init__(self) -> None:
         self._last: Future[object] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def run_beside(
         self, find: Callable[[], Found], share: Callable[[Found], Result], device: torch.device
     ) -> Future[Result]:
-        """Start `share(find())`; `share` runs behind that of every earlier call. As `run_beside` otherwise."""
+        """Start `share(find())`; `share` runs behind that of every earlier call. As `run_beside` otherwise.
+
+        On a GPU all calls use one stream: torch has few, and the communicators use the same ones.
+        """
         before = self._last
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
 
         def run() -> Result:
             found = find()
@@ -39,31 +45,31 @@ class Turns:
                 wait([before])
             return share(found)
 
-        future = run_beside(run, device)
+        future = run_beside(run, self._stream)
         self._last = future  # type: ignore[assignment]
         return future
 
 
-def run_beside(function: Callable[[], Result], device: torch.device) -> Future[Result]:
+def run_beside(function: Callable[[], Result], stream: torch.cuda.Stream | None) -> Future[Result]:
     """Run a function on a thread of its own; what it raises comes out of the future's `result()`.
 
-    On a GPU it runs on a stream of its own behind all that the caller has launched, and is done when its result is
-    there: neither the caller's stream nor its thread waits before that. The thread is a daemon: a rank that fails is
-    not kept from ending by one that waits for a dead peer.
+    On a GPU it runs on `stream` behind all that the caller has launched, and is done when its result is there: neither
+    the caller's stream nor its thread waits before that. The thread is a daemon: a rank that fails is not kept from
+    ending by one that waits for a dead peer.
     """
     future: Future[Result] = Future()
-    launched = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    launched = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
 
     def run() -> None:
         try:
-            if launched is None:
+            if stream is None or launched is None:
                 result = function()
             else:
-                stream = torch.cuda.Stream(device)
                 with torch.cuda.stream(stream):
                     stream.wait_event(launched)
                     result = function()
-                stream.synchronize()
+                    # Not the whole stream: a later call may have queued what waits for this result.
+                    stream.record_event().synchronize()
         except BaseException as error:
             future.set_exception(error)
         else:

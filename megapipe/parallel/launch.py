@@ -21,6 +21,56 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def gpu_variables(
+    sizes: Mapping[str, int], zero_stage: int, capability: tuple[int, int], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment variables that processes on GPUs need and that `environment` does not set.
+
+    docs/nccl.md has the reason for each.
+
+    Args:
+        sizes: ranks along each dimension of the mesh.
+        capability: compute capability of the GPU.
+    """
+    # One hardware queue starts communication before the matrix product that is launched after it. Blackwell does not
+    # need that, and gathers of sharded weights must not wait for it.
+    layered = max(sizes.get("tensor", 1), sizes.get("context", 1)) > 1
+    queues = 1 if layered and capability < (10, 0) and zero_stage < 3 else 32
+    wanted = {
+        "CUDA_MODULE_LOADING": "EAGER",
+        "NCCL_RUNTIME_CONNECT": "0",
+        _ALLOCATOR_NAMES[0]: "expandable_segments:True",
+        _QUEUES: str(queues),
+    }
+    given = set(environment)
+    if not given.isdisjoint(_ALLOCATOR_NAMES):
+        given.add(_ALLOCATOR_NAMES[0])
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def set_gpu_variables(
+    choice: DeviceChoice, local_rank: int, sizes: Mapping[str, int], zero_stage: int = 0
+) -> dict[str, str]:
+    """Set in this process what `gpu_variables` returns for its GPU, before it has a CUDA context; nothing on the CPU.
+
+    Returns the variables that were set.
+    """
+    if choice == "cpu" or not torch.backends.cuda.is_built():
+        return {}
+    # The driver reads all but the number of queues when it starts, which asking for the capability makes it do.
+    first = gpu_variables(sizes, zero_stage, (0, 0), {**os.environ, _QUEUES: ""})
+    os.environ.update(first)
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        return {}
+    rest = gpu_variables(sizes, zero_stage, torch.cuda.get_device_capability(local_rank), os.environ)
+    os.environ.update(rest)
+    return first | rest
+
+
 @dataclass(frozen=True)
 class LaunchEnvironment:
     """The variables that torchrun sets for a process. One process without a launcher is rank 0 of 1.
@@ -103,6 +153,7 @@ def initialize(
             f"the layout {shape} needs {shape.world_size} processes but {environment.world_size} were started: start "
             f"with torchrun and {shape.world_size} processes in all, or change the parallel sizes"
         )
+    set_gpu_variables(device, environment.local_rank, sizes)
     place = choose_device(device, environment.local_rank)
     if environment.world_size > 1:
         if start is None:

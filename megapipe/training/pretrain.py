@@ -1,7 +1,7 @@
 """Pretraining from a configuration: check it, build this rank's part of the model, run the loop, print a summary."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -11,7 +11,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.costs.experts import active_parameters
 from megapipe.costs.memory import Precision
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
-from megapipe.parallel.launch import LaunchEnvironment, choose_device, initialize, shutdown
+from megapipe.parallel.launch import LaunchEnvironment, choose_device, initialize, set_gpu_variables, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
 from megapipe.planner.runs.batch_plan import BatchPlan
@@ -60,6 +60,9 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment, start: Star
     validate(config, environment.world_size)
     samples = open_samples(config, "train")
     validation = open_samples(config, "validation") if config.evaluation.every is not None else None
+    variables = set_gpu_variables(
+        config.parallel.device, environment.local_rank, _sizes(config, environment), config.zero.stage
+    )
     device = choose_device(config.parallel.device, environment.local_rank)
     if start is not None:
         agree_on_run(start, run_identity(config, environment.world_size, device))
@@ -71,7 +74,7 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment, start: Star
         if config.training.deterministic:
             require_determinism()
         with Watchdog(config.watchdog, environment.rank, Path(config.training.directory)) as heartbeat:
-            return _connected(config, environment, start, samples, validation, heartbeat, lock)
+            return _connected(config, environment, start, samples, validation, heartbeat, lock, variables)
 
 
 def _connected(
@@ -82,11 +85,11 @@ def _connected(
     validation: Samples | None,
     heartbeat: Heartbeat,
     lock: DirectoryLock | None,
+    variables: Mapping[str, str],
 ) -> int:
     parallel = config.parallel
-    data = data_parallel_size(config, environment.world_size)
     mesh = initialize(
-        {"data": data, "pipeline": parallel.pipeline, "context": parallel.context, "tensor": parallel.tensor},
+        _sizes(config, environment),
         device=parallel.device,
         timeout=parallel.timeout_seconds,
         start=start,
@@ -94,9 +97,14 @@ def _connected(
     if mesh.device.type == "cpu":
         keep_freed_memory()
     try:
-        return _train(config, mesh, samples, validation, heartbeat, lock)
+        return _train(config, mesh, samples, validation, heartbeat, lock, variables)
     finally:
         shutdown()
+
+
+def _sizes(config: PretrainConfig, environment: LaunchEnvironment) -> dict[str, int]:
+    parallel, data = config.parallel, data_parallel_size(config, environment.world_size)
+    return {"data": data, "pipeline": parallel.pipeline, "context": parallel.context, "tensor": parallel.tensor}
 
 
 def _train(
@@ -106,10 +114,14 @@ def _train(
     validation: Samples | None,
     heartbeat: Heartbeat,
     lock: DirectoryLock | None,
+    variables: Mapping[str, str],
 ) -> int:
+    """Build the model and train. variables: of the environment, that were set for the GPU."""
     run = new_run_id()
     with _listeners(config, mesh, run) as listeners, Checkpointer(config, mesh, listeners.say, lock) as checkpointer:
         say = listeners.say
+        if variables:
+            say(f"set for the GPU (docs/nccl.md): {' '.join(f'{name}={value}' for name, value in variables.items())}")
         config = with_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)

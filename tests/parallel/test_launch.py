@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.parallel import launch
 from megapipe.parallel.errors import CommunicationError, LaunchError
 from megapipe.parallel.groups import DistributedGroup, SoloGroup
 from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, shutdown
@@ -134,3 +136,64 @@ def use_after_shutdown(rank: int) -> str:
     with pytest.raises(CommunicationError) as caught:
         mesh.world.all_reduce(torch.zeros(1))
     return str(caught.value).rpartition(": ")[2]
+
+
+EAGER = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
+SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero_stage", "capability", "queues"),
+    [
+        ({"pipeline": 8, "data": 2}, 0, (9, 0), "32"),
+        ({"tensor": 2}, 2, (9, 0), "1"),
+        ({"context": 4, "tensor": 1}, 0, (8, 6), "1"),
+        ({"tensor": 2}, 3, (9, 0), "32"),
+        ({"tensor": 2, "context": 2}, 0, (10, 0), "32"),
+        ({"tensor": 2}, 0, (12, 0), "32"),
+    ],
+)
+def test_gpu_variables_follow_the_layout_and_the_gpu(
+    sizes: dict[str, int], zero_stage: int, capability: tuple[int, int], queues: str
+) -> None:
+    wanted = {**EAGER, **SEGMENTS, "CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    assert launch.gpu_variables(sizes, zero_stage, capability, {"HOME": "/root"}) == wanted
+
+
+def test_gpu_variables_that_the_user_sets_stay() -> None:
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "LAZY", "NCCL_RUNTIME_CONNECT": "1"}
+    assert launch.gpu_variables({"tensor": 2}, 0, (9, 0), given) == SEGMENTS
+    assert launch.gpu_variables({}, 0, (9, 0), {**given, "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}) == {}
+
+
+def test_gpu_variables_are_set_before_the_driver_starts_and_the_queues_before_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[str, dict[str, str]]] = []
+    names = (*EAGER, *SEGMENTS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+    for name in names:
+        # Set, then removed: what the test leaves in the environment is undone at its end.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def sees(call: str, result: object) -> Any:
+        def seen_by(*_: object) -> object:
+            seen.append((call, {name: os.environ[name] for name in names if name in os.environ}))
+            return result
+
+        return seen_by
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert launch.set_gpu_variables("auto", 0, {"tensor": 2}) == {}
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    for call, result in (("is_available", True), ("device_count", 1), ("get_device_capability", (9, 0))):
+        monkeypatch.setattr(torch.cuda, call, sees(call, result))
+    assert launch.set_gpu_variables("cpu", 0, {"tensor": 2}) == {}
+    assert seen == []
+    monkeypatch.setattr(torch.cuda, "set_device", sees("set_device", None))
+    variables = launch.set_gpu_variables("auto", 0, {"tensor": 2})
+    launch.choose_device("auto", 0)
+    assert variables == {**EAGER, **SEGMENTS, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert seen[0] == ("is_available", {**EAGER, **SEGMENTS})
+    assert seen[-1] == ("set_device", variables)
+    assert launch.set_gpu_variables("auto", 0, {"tensor": 2}) == {}
