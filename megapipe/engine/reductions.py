@@ -5,15 +5,17 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megapipe.engine.background import Turns, run_now
 from megapipe.engine.shared_state import GradientBuffers, GradientReduction
-from megapipe.engine.step import Scalars, StepState
+from megapipe.engine.step import Counted, Scalars, StepState
 from megapipe.parallel.groups import Group
 from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms, uncounted_flaw
 from megapipe.parallel.partial_gradients import sum_partial_gradients
+from megapipe.parallel.transfer import tensor_on
 from megapipe.parallel.unit_state import UnitState
 
 
@@ -103,7 +105,9 @@ class Reductions:
             )
         self._counted_states = counted_states
         self._positions = name_positions(parameter_names)
-        self._balanced = torch.tensor([self._positions[name] for name in balanced_names], device=device)
+        balanced = np.array([self._positions[name] for name in balanced_names], np.int64)
+        self._balanced = tensor_on(balanced, device)
+        self._places: dict[tuple[int, ...], Tensor] = {}
         self._communicators = communicators
         self._clip = clip
         self._optimizer = optimizer
@@ -133,7 +137,7 @@ class Reductions:
                 first = step.update_of(microbatch) * self._loss_terms
                 for term, count in enumerate([found] if isinstance(found, float | int) else found):
                     counts[first + term] += count
-        step.counts = torch.tensor(counts, dtype=torch.float64, device=self._device)
+        step.counts = tensor_on(np.array(counts), self._device)
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
     def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
@@ -238,18 +242,28 @@ class Reductions:
             places += range(len(self._positions), len(self._positions) + self._loss_terms)
         scalars = torch.zeros(len(self._positions) + self._loss_terms, dtype=torch.float64, device=self._device)
         if found:  # put in place together: each operation costs more than what it does to a number
-            scalars.index_copy_(0, torch.tensor(places, device=self._device), torch.stack(found))
+            scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(found))
         return scalars
 
+    def _on_device(self, places: tuple[int, ...]) -> Tensor:
+        """Positions in the vector of scalars, int64 on the device; the same in every step, and copied there once."""
+        if places not in self._places:
+            self._places[places] = tensor_on(np.array(places), self._device)
+        return self._places[places]
+
     def _shared(self, step: StepState, scalars: Tensor) -> Scalars:
-        """Sum `scalars` over all ranks and read off what everybody needs."""
+        """Sum `scalars` over all ranks and read what the host needs of them, and of the counts, at once: each read
+        waits for the device."""
         self._all_ranks.all_reduce(scalars)
-        squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :].tolist()
-        loads: tuple[float, ...] = ()
+        squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :]
+        loads = squares.index_select(0, self._balanced)
         if len(self._balanced):
-            loads = tuple(squares[self._balanced].tolist())
-            squares[self._balanced] = 0.0
+            squares.index_fill_(0, self._balanced, 0.0)
         scale = step.input.loss_scale
         norm = squares.sum().sqrt() / scale
-        means = tuple(loss / (count or 1.0) for loss, count in zip(losses, step.term_counts(), strict=True))
-        return Scalars(means, float(norm), (self._clip(norm) / scale).to(torch.float32), loads)
+        coefficient = (self._clip(norm) / scale).to(torch.float32)
+        read = torch.cat([losses, norm.view(1), loads, step.global_counts()]).tolist()
+        sums, found, rest = read[: self._loss_terms], read[self._loss_terms], read[self._loss_terms + 1 :]
+        counts = Counted.of(rest[len(loads) :], step.updates)
+        means = tuple(loss / (count or 1.0) for loss, count in zip(sums, counts.by_term, strict=True))
+        return Scalars(means, found, coefficient, counts, tuple(rest[: len(loads)]))

@@ -78,6 +78,22 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """`StepState.counts`, read. by_term: loss tokens of the step, for each term of the loss. flags: stop, save, a save
+    has failed; whether any rank set them."""
+
+    by_term: tuple[float, ...]
+    flags: tuple[bool, bool, bool]
+
+    @classmethod
+    def of(cls, counts: Sequence[float], updates: int) -> "Counted":
+        """counts: loss tokens of each of the step's updates, by term, then the flags."""
+        tokens, (stop, save, save_failed) = counts[:-NUM_FLAGS], (count > 0 for count in counts[-NUM_FLAGS:])
+        terms = len(tokens) // updates
+        return cls(tuple(sum(tokens[term::terms]) for term in range(terms)), (stop, save, save_failed))
+
+
+@dataclass(frozen=True)
 class Scalars:
     """A step's sums over all ranks. loss_terms: means, one for each term of the loss.
 
@@ -88,6 +104,7 @@ class Scalars:
     loss_terms: tuple[float, ...]
     gradient_norm: float
     coefficient: Tensor
+    counted: Counted
     squared_loads: tuple[float, ...] = ()
 
     @property
@@ -140,12 +157,6 @@ class StepState:
             self.counts_work = None
         return self.counts
 
-    def term_counts(self) -> list[float]:
-        """Loss tokens of the step over the global batch, for each term of the loss."""
-        counts = self.global_counts().tolist()[:-NUM_FLAGS]
-        terms = len(counts) // self.updates
-        return [sum(counts[term::terms]) for term in range(terms)]
-
     def loss_gradient(self, microbatch: int) -> Tensor:
         """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum, of its
         shape: each term of a loss is a mean of its own. It carries the step's loss scale.
@@ -165,12 +176,11 @@ def finished(state: StepState) -> StepResult:
     if state.counts is None or state.scalars is None:
         return StepResult(state.input.step, loss=0.0, token_count=0.0, outputs=outputs)
     scalars = state.scalars.result()
-    # Only now: what finds the scalars may still await the counts, beside this thread.
-    stop, save, save_failed = (count > 0 for count in state.global_counts().tolist()[-NUM_FLAGS:])
+    stop, save, save_failed = scalars.counted.flags
     return StepResult(
         step=state.input.step,
         loss=sum(scalars.loss_terms),
-        token_count=state.term_counts()[0],
+        token_count=scalars.counted.by_term[0],
         gradient_norm=scalars.gradient_norm,
         skipped=not scalars.finite,
         stop=stop,

@@ -161,17 +161,19 @@ def merged_loss(own: Tensor, group: Group, targets: Targets, row_weight: Tensor 
 
 def loss_input_gradient(weight: Tensor, logit_gradient: Tensor, row_weight: Tensor | None, dloss: Tensor) -> Tensor:
     """Gradient [n, h] of the rows."""
-    return (logit_gradient @ weight) * _row_scale(logit_gradient, row_weight, dloss)
+    return (logit_gradient @ weight).mul_(_row_scale(row_weight, dloss))
 
 
 def loss_weight_gradient(rows: Tensor, logit_gradient: Tensor, row_weight: Tensor | None, dloss: Tensor) -> Tensor:
     """Gradient [stored columns, h] of the weight. Scaling the rows is cheaper than scaling the result."""
-    return weight_gradient(rows * _row_scale(logit_gradient, row_weight, dloss), logit_gradient)
+    scaled = torch.mul(rows, _row_scale(row_weight, dloss), out=torch.empty_like(rows))
+    return weight_gradient(scaled, logit_gradient)
 
 
-def _row_scale(like: Tensor, row_weight: Tensor | None, dloss: Tensor) -> Tensor:
-    scale = dloss if row_weight is None else (dloss * row_weight).unsqueeze(1)
-    return scale.to(like.dtype)
+def _row_scale(row_weight: Tensor | None, dloss: Tensor) -> Tensor:
+    """What the gradient of each row is multiplied by, [n, 1] or [1, 1] in the loss's precision: bf16 would round one
+    part in 500 off. (A number without dimensions would be rounded to the rows' precision by torch.)"""
+    return dloss.view(1, 1) if row_weight is None else (dloss * row_weight).unsqueeze(1)
 
 
 class _Fused(torch.autograd.Function):

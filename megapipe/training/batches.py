@@ -19,10 +19,10 @@ from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.document_blocks import block_lists, document_blocks, why_a_mask
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.transfer import tensor_on
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.context_layout import ALL_TOKENS, HeldTokens, runs_ring
 from megapipe.training.loader import Consumer, Loader
-from megapipe.training.transfer import tensor_on
 
 
 class BatchLoader(Loader):
@@ -79,7 +79,7 @@ class BatchLoader(Loader):
     def _context_without_tokens(self, ordinals: np.ndarray, document_starts: np.ndarray | None) -> MicrobatchContext:
         """What every stage knows."""
         context = MicrobatchContext(
-            ordinals=torch.from_numpy(ordinals).to(self._device),
+            ordinals=tensor_on(ordinals, self._device, wide=True),
             seed=self._seed,
             training=self._training,
             token_numbers=self._numbers,

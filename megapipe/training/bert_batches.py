@@ -11,10 +11,10 @@ from megapipe.data.splits import SplitName
 from megapipe.engine.step import Counts
 from megapipe.layers.context import BertContext
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.transfer import tensor_on
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.loader import Consumer, Loader
-from megapipe.training.transfer import tensor_on
 
 
 class BertLoader(Loader):
@@ -56,7 +56,7 @@ class BertLoader(Loader):
             num_microbatches=num_microbatches,
         )
         context = BertContext(
-            ordinals=torch.from_numpy(ordinals).to(self._device),
+            ordinals=tensor_on(ordinals, self._device, wide=True),
             seed=self._seed,
             training=self._training,
             token_numbers=self._numbers,

@@ -5,11 +5,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import Counts, StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.transfer import tensor_on
 from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.flags import start_any_rank
 from megapipe.training.records import EvaluationRecord
@@ -93,6 +95,7 @@ def batch_sums(result: StepResult, token_counts: Sequence[Counts]) -> torch.Tens
     """
     sums = [torch.stack(each).double().sum(0) for each in zip(*result.outputs, strict=True)]
     losses = torch.atleast_1d(sums[0])
-    counts = torch.tensor(token_counts, dtype=torch.float64).view(len(token_counts), -1).sum(0).to(losses.device)
+    totals = np.array(token_counts, np.float64).reshape(len(token_counts), -1).sum(0)
+    counts = tensor_on(totals, losses.device)
     right = torch.atleast_1d(sums[1]) if len(sums) > 1 else torch.full_like(losses, torch.nan)
     return torch.stack([losses, counts, right])

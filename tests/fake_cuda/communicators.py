@@ -95,25 +95,27 @@ class Nccl:
         group_desc: str | None = None,
         **other: Any,
     ) -> Any:
-        members = [rank for ranks in split_ranks for rank in ranks]
+        parent = c10d._get_default_group() if parent_pg is None else parent_pg
+        splits = [[parent.members[rank] for rank in ranks] for ranks in split_ranks]
+        members = [rank for ranks in splits for rank in ranks]
         if len(members) != len(set(members)):
             raise ValueError(f"split_group with ranks {split_ranks}: groups overlap")
         if self.open:
             work, where = next(iter(self.open.items()))
             self.watch.timeline.fault(f"a group is split while {work.kind} is under way", place(), where, "started")
-        number = next(self._made)
-        mine = next((ranks for ranks in split_ranks if self.rank in ranks), None)
+        number = f"{parent.name_here}/{next(parent.splits)}"
+        mine = next((ranks for ranks in splits if self.rank in ranks), None)
         return None if mine is None else self._make(mine, c10d._get_default_group().bound_device_id, number)
 
     def _new(self, ranks: Sequence[int], **options: Any) -> Any:
-        number = next(self._made)
+        number = f"new {next(self._made)}"
         if self.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         return self._make(ranks, c10d._get_default_group().bound_device_id, number)
 
-    def _make(self, ranks: Sequence[int], device: torch.device, number: int = -1) -> "Communicator":
+    def _make(self, ranks: Sequence[int], device: torch.device, number: str = "world") -> "Communicator":
         ranks = sorted(ranks)
-        name = "world" if number < 0 else f"{number}:{'-'.join(map(str, ranks))}"
+        name = f"{number}:{'-'.join(map(str, ranks))}"
         group = Communicator(self, name, ranks, device)
         self._groups[name] = group
         mapping = {rank: index for index, rank in enumerate(ranks)}
@@ -217,6 +219,7 @@ class Communicator(dist.ProcessGroup):
         self.members = list(members)
         self.bound_device_id = device
         self.turns = itertools.count()
+        self.splits = itertools.count()
         self._stream: int | None = None
         self._set_group_name(name)
 
@@ -250,7 +253,7 @@ class Communicator(dist.ProcessGroup):
         if not own_stream:
             self._launch(kind, sources, targets, watch.device.current)
             return None
-        watch.timeline.wait(self.stream, watch.timeline.record(watch.device.current))
+        watch.timeline.follow(self.stream, watch.timeline.record(watch.device.current))
         self._launch(kind, sources, targets, self.stream)
         return Work(self._nccl, kind, watch.timeline.record(self.stream), [*sources, *targets])
 
@@ -259,7 +262,7 @@ class Communicator(dist.ProcessGroup):
         watch = self._nccl.watch
         for each in (*sends, *receives):
             self._check(kind, each)
-        watch.timeline.wait(self.stream, watch.timeline.record(watch.device.current))
+        watch.timeline.follow(self.stream, watch.timeline.record(watch.device.current))
         self._launch(kind, sends, receives, self.stream)
         for each in (*sends, *receives):
             watch.memory_of(each).recorded.add(self.stream)
@@ -318,7 +321,7 @@ def check_logs(logs: Sequence[Sequence[Exchanged]]) -> list[str]:
     problems = []
     names = {each.communicator for log in logs for each in log}
     for name in sorted(names):
-        members = range(len(logs)) if name == "world" else [int(each) for each in name.split(":")[1].split("-")]
+        members = [int(each) for each in name.rsplit(":", 1)[1].split("-")]
         collectives = {
             rank: [each for each in logs[rank] if each.communicator == name and each.peer < 0] for rank in members
         }

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -47,7 +48,6 @@ class Device:
         """Put the stand-ins in place of torch.cuda's functions, for the rest of the process."""
         callbacks = (ctypes.cast(each, ctypes.c_void_p) for each in (self._record, self._block, self._use))
         shim().fake_cuda_connect(*callbacks, count)
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") goes through the dispatcher
         stream, event = _stream_class(self), _event_class(self)
         for name, value in {
             "_lazy_init": lambda: None,
@@ -63,6 +63,10 @@ class Device:
             "memory_allocated": lambda device=None: self.timeline.live_total,
             "memory_reserved": lambda device=None: self.timeline.live_total,
             "max_memory_allocated": lambda device=None: self.timeline.peak_total,
+            "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda state, device=None: None,
+            "manual_seed": lambda seed: None,
+            "manual_seed_all": lambda seed: None,
             "is_current_stream_capturing": lambda: False,
             "synchronize": lambda device=None: self.timeline.synchronize_device("torch.cuda.synchronize"),
             "Stream": stream,
@@ -96,7 +100,7 @@ class Device:
         return number
 
     def _blocked(self, event: int, stream: int) -> None:
-        self.timeline.wait(stream, self.events[event])
+        self.timeline.follow(stream, self.events[event])
 
 
 @contextmanager
@@ -191,7 +195,8 @@ def _event_class(device: Device) -> Any:
 class Baton:
     """Lets one thread of the program run at a time: another one runs while it waits for a lock, a queue or a future.
 
-    FakeTensorMode has one state for all threads, and a run that does not depend on timing is the same every time.
+    FakeTensorMode has one state for all threads, and a run that does not depend on timing is the same every time. A
+    thread starts as late as it can, when another one waits, so that what is not waited for is not there yet.
     What ends on one thread and is waited for on another hands over what the first one's clock knows.
     """
 
@@ -205,9 +210,9 @@ class Baton:
     def install(self) -> None:
         """Take the baton, and let every thread that starts from now on wait for it."""
         self._take()
-        run, wait, join = threading.Thread.run, threading.Condition.wait, threading.Thread.join
-        baton = self
         self._hand_clocks_over()
+        start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
+        wait, sleep, baton = threading.Condition.wait, time.sleep, self
 
         def run_with_baton(thread: threading.Thread) -> None:
             baton._take()
@@ -219,8 +224,15 @@ class Baton:
                 baton._timeline.tell(thread)
                 baton._give()
 
+        def start_later(thread: threading.Thread) -> None:
+            baton._held.starts = True
+            try:
+                start(thread)
+            finally:
+                baton._held.starts = False
+
         def wait_without_baton(condition: threading.Condition, timeout: float | None = None) -> bool:
-            if not baton._has():
+            if not baton._has() or getattr(baton._held, "starts", False):
                 return wait(condition, timeout)
             baton._give()
             try:
@@ -243,6 +255,17 @@ class Baton:
                 baton._take()
                 baton._timeline.learn(thread)
 
+        def sleep_without_baton(seconds: float) -> None:
+            held = baton._has()
+            if held:
+                baton._give()
+            sleep(seconds)
+            if held:
+                baton._take()
+
+        time.sleep = sleep_without_baton
+        queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[attr-defined,misc]  # the other one blocks in C
+        threading.Thread.start = start_later  # type: ignore[method-assign]
         threading.Thread.run = run_with_baton  # type: ignore[method-assign]
         threading.Condition.wait = wait_without_baton  # type: ignore[method-assign]
         threading.Thread.join = join_without_baton  # type: ignore[method-assign]

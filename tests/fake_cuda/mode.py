@@ -53,7 +53,9 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def on_device(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+    """Whether a tensor is on the device that is not there. A fake tensor's own `device` costs a dispatch."""
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "cuda"
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -87,6 +89,7 @@ class Watch(TorchDispatchMode):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run this thread's operations on the device that is not there."""
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") goes through the dispatcher
         with self.fake, self:
             yield
 
@@ -96,12 +99,12 @@ class Watch(TorchDispatchMode):
             (FakeTensor, "tolist", self._tolist),
             (torch.Tensor, "numpy", self._numpy),
             (torch.Tensor, "data_ptr", self._data_ptr),
-            (torch.Tensor, "pin_memory", self._pin),
             (torch.Tensor, "is_pinned", self._is_pinned),
             (torch.Tensor, "record_stream", self._record_stream),
         ]
         for owner, name, stand_in in replaced:
             setattr(owner, name, _for_fake_tensors(getattr(owner, name), stand_in))
+        torch.Tensor.pin_memory = self._pin  # type: ignore[method-assign,assignment]  # of the host's own tensors too
         timeline, address, resize = self.timeline, torch.UntypedStorage.data_ptr, torch.UntypedStorage.resize_
 
         def data_ptr(storage: torch.UntypedStorage) -> int:
@@ -120,6 +123,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question about a tensor
+            return func(*args, **kwargs)
         handler = self.handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
@@ -270,8 +275,9 @@ class Watch(TorchDispatchMode):
     def _data_ptr(self, tensor: Tensor) -> int:
         return self.memory_of(tensor).address + int(tensor.storage_offset()) * tensor.element_size()
 
-    def _pin(self, tensor: Tensor, *device: Any) -> Tensor:
-        pinned = torch.empty_like(tensor, pin_memory=True)
+    @staticmethod
+    def _pin(tensor: Tensor, *device: Any) -> Tensor:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return pinned.copy_(tensor)
 
     def _is_pinned(self, tensor: Tensor, *device: Any) -> bool:
@@ -295,9 +301,10 @@ class Watch(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, returned: Sequence[Tensor], changed: Sequence[Tensor]
     ) -> None:
         """Compute a small operator on the host too."""
-        small = [each for each in (*returned, *changed) if each.numel() <= SHADOWED and isinstance(each, FakeTensor)]
-        for each in small:
-            each.constant = None  # FakeTensorMode's own values, which it would compute with on the device
+        for each in returned:
+            if isinstance(each, FakeTensor):
+                each.constant = None  # FakeTensorMode's own values, which it would compute with on the device
+        small = [each for each in (*returned, *changed) if has_shadow(each)]
         if not small:
             return
         values: Any = None
@@ -325,11 +332,16 @@ class Watch(TorchDispatchMode):
                 return None
 
 
+def has_shadow(tensor: Tensor) -> bool:
+    """Whether a tensor is one that programs look into: a number, or a short list."""
+    return isinstance(tensor, FakeTensor) and tensor.dim() <= 1 and tensor.numel() <= SHADOWED
+
+
 def shadow_of(tensor: Tensor) -> Tensor | None:
     """A tensor's values; None where they are not known."""
     if not isinstance(tensor, FakeTensor):
         return tensor if tensor.device.type == "cpu" else None
-    if tensor.numel() > SHADOWED:
+    if not has_shadow(tensor):
         return None
     value: Tensor | None = getattr(tensor, "_fake_cuda_value", None)
     if value is None:
@@ -340,7 +352,7 @@ def shadow_of(tensor: Tensor) -> Tensor | None:
 
 def set_shadow(tensor: Tensor, value: Tensor | None) -> None:
     """Let a small fake tensor have these values; None: ones, in the memory that its views share where it has any."""
-    if tensor.numel() > SHADOWED or not isinstance(tensor, FakeTensor):
+    if not has_shadow(tensor):
         return
     with _disable_current_modes():
         held: Tensor | None = getattr(tensor, "_fake_cuda_value", None)

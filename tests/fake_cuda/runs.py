@@ -3,10 +3,10 @@
 It is imported before any stand-in is in place; `connected` puts them there.
 """
 
+import functools
 import os
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,16 +16,24 @@ import numpy as np
 import torch
 import torch._dynamo  # FakeTensorMode imports it and what follows at its first use, which would be in every fork
 import torch.distributed.tensor
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from megapipe.checkpoint.tensor_file import TensorFile
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepInput
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
+from megapipe.training.generate import Limits, generate
+from megapipe.training.passes import LoadedModel
+from megapipe.training.pretrain import pretrain
 from megapipe.training.replica import Replica
+from megapipe.training.sampling import SamplingSettings
 from megapipe.training.sources import open_loader, open_samples
 from tests.fake_cuda import attention, kernels
 from tests.fake_cuda.communicators import Exchanged, Nccl
@@ -50,12 +58,14 @@ class Phase:
 
 @dataclass
 class Report:
-    """What one rank's run did. faults: in words. log: exchanges. peak: bytes. results: what the run returned."""
+    """What one rank's run did. faults: in words. log: exchanges. peak: bytes. waits: places at which
+    the program lets a stream or the host wait. results: what the run returned."""
 
     phases: dict[str, Phase] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     log: list[Exchanged] = field(default_factory=list)
     peak: int = 0
+    waits: list[str] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
 
 
@@ -78,6 +88,7 @@ class FakeRank:
         self.nccl.install()
         self.watch.install()
         unit_state.fill_box = _no_weights  # type: ignore[assignment]
+        TensorFile.tensor = _without_modes(TensorFile.tensor)  # type: ignore[method-assign]
         torch.set_num_threads(1)
 
     @contextmanager
@@ -102,7 +113,19 @@ class FakeRank:
         self.report.faults = [str(each) for each in self.timeline.faults]
         self.report.log = self.nccl.log
         self.report.peak = self.timeline.peak_total
+        self.report.waits = sorted(self.timeline.waits)
         return self.report
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose tensors are real: a file's."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 _ZERO = np.zeros(1, np.float32)
@@ -128,8 +151,14 @@ def on_fake_device(function: Callable[..., None]) -> Callable[..., Report]:
 
 
 @on_fake_device
-def train(fake: FakeRank, config: PretrainConfig, steps: int = 2, evaluate: bool = False) -> None:
-    """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`."""
+def train(
+    fake: FakeRank, config: PretrainConfig, steps: int = 2, evaluate: bool = False, dropped: str | None = None
+) -> None:
+    """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
+
+    dropped: a place, `file:line`, whose waits are left out.
+    """
+    fake.timeline.dropped = dropped
     sizes = {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
     mesh = fake.mesh(sizes)
     with fake.phase("build"):
@@ -153,6 +182,42 @@ def train(fake: FakeRank, config: PretrainConfig, steps: int = 2, evaluate: bool
             fake.report.results.append(Evaluation(config, mesh, replica, samples).run(steps))
 
 
-def small(config: PretrainConfig) -> PretrainConfig:
-    """The configuration in a folder of its own that disappears with the process."""
-    return replace(config, training=replace(config.training, directory=tempfile.mkdtemp(prefix="megapipe-fake-run-")))
+@on_fake_device
+def pretrain_and_resume(fake: FakeRank, config: PretrainConfig, port: int) -> None:
+    """pretrain_gpt.py twice, as a launcher starts it: to half of the steps, then from the checkpoint to the end."""
+    os.environ |= {
+        "RANK": str(fake.rank),
+        "LOCAL_RANK": str(fake.rank),
+        "WORLD_SIZE": str(fake.ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    for name, steps in (("first start", config.training.steps // 2), ("second start", config.training.steps)):
+        until = replace(config, training=replace(config.training, stop_at=steps))
+        environment = launch.LaunchEnvironment.read(os.environ)
+        with fake.phase(name):
+            fake.report.results.append(pretrain(until, environment, environment.meet(60.0)))
+
+
+@on_fake_device
+def generate_texts(fake: FakeRank, config: PretrainConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Continue prompts as `megapipe generate` does; decoding is counted as phase `generate`."""
+    mesh = fake.mesh({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
+    model = LoadedModel(config, mesh, lambda states: None)
+    limits = Limits(max_new_tokens=4, vocabulary_size=config.model.vocabulary_size)
+    with fake.phase("generate"):
+        texts = generate(model, prompts, 1, SamplingSettings(temperature=0.0), limits)
+    fake.report.results.append([len(text.generated) for text in texts])
+
+
+@on_fake_device
+def library(fake: FakeRank, schedule: str, pipeline: int) -> None:
+    """examples/library_pipeline.py on GPUs: the modules of a user, through a schedule."""
+    mesh = fake.mesh({"pipeline": pipeline, "data": fake.ranks // pipeline})
+    layers = [lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(4)]
+    loss = nn.MSELoss(reduction="sum")
+    engine = Pipeline(layers, mesh, loss=loss, sample=torch.randn(4, 16), microbatches=4, schedule=schedule)
+    for _ in range(2):
+        with fake.phase("step"):
+            engine.step(torch.randn(16, 16), torch.randn(16, 16), learning_rate=1e-3)
+    engine.drain()

@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
-
-START_SECONDS = 120.0
 
 
 class FakeCudaError(RuntimeError):
@@ -41,18 +40,29 @@ def run_fake(function: Callable[..., Any], *args: Any, ranks: int = 1, timeout: 
         connections = [pipes.enter_context(Client(address, "AF_UNIX")) for _ in range(ranks)]
         for rank, connection in enumerate(connections):
             connection.send((rank, ranks, folder, payload))
-        answers: list[Any] = []
-        for rank, connection in enumerate(connections):
-            if not connection.poll(timeout):
-                raise FakeCudaError(f"rank {rank} did not answer within {timeout:g} s")
+        return _collected(connections, timeout)
+
+
+def _collected(connections: Sequence[Connection], timeout: float) -> list[Any]:
+    """Results in rank order; the first failure ends the wait."""
+    waiting = {connection: rank for rank, connection in enumerate(connections)}
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise FakeCudaError(f"rank {sorted(waiting.values())} did not answer within {timeout:g} s")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
             try:
                 succeeded, value = connection.recv()
             except EOFError:
                 raise FakeCudaError(f"rank {rank} died") from None
             if not succeeded:
                 raise FakeCudaError(f"rank {rank} raised\n{value}")
-            answers.append(value)
-    return answers
+            answers[rank] = value
+    return [answers[rank] for rank in range(len(connections))]
 
 
 @cache

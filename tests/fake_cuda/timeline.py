@@ -105,6 +105,8 @@ class Timeline:
     Attributes:
         faults: found so far, each once.
         syncs: times that the host waited for the device, by reason and place.
+        waits: times that the program let a stream or the host wait, by place. dropped: a place whose waits are left
+            out, as if the line were not there.
         launches, moved: operations and bytes by name.
         live, peak: bytes of device memory by stream, now and at most; `peak_total` of all streams at once.
     """
@@ -115,10 +117,13 @@ class Timeline:
         self._events: dict[int, dict[int, int]] = {}
         self._next_stream = 1
         self._host = threading.local()
+        self._all_threads: dict[int, int] = {}
         self._memories: dict[int, Memory] = {}
         self._next_address = 1 << 32
         self.faults: dict[Fault, None] = {}
         self.syncs: Counter[tuple[str, str]] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.dropped: str | None = None
         self.launches: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
         self.live: Counter[int] = Counter()
@@ -140,8 +145,19 @@ class Timeline:
         return event
 
     def wait(self, stream: int, event: dict[int, int]) -> None:
-        """What is given to the stream from now on runs after the event."""
+        """What is given to the stream from now on runs after the event. The program asks for it."""
+        if not self._drops():
+            self.follow(stream, event)
+
+    def follow(self, stream: int, event: dict[int, int]) -> None:
+        """As `wait`, which torch itself asks for."""
         _advance(self._clocks[stream], event)
+
+    def _drops(self) -> bool:
+        """Note a wait of the program, and whether it is the one to be left out."""
+        at = str(place())
+        self.waits[at] += 1
+        return at == self.dropped
 
     @property
     def host(self) -> dict[int, int]:
@@ -154,7 +170,10 @@ class Timeline:
     def synchronize(self, event: dict[int, int], reason: str) -> None:
         """This thread of the host waits for an event."""
         self.syncs[reason, str(place())] += 1
+        if self._drops():
+            return
         _advance(self.host, event)
+        _advance(self._all_threads, event)
 
     def synchronize_device(self, reason: str) -> None:
         """This thread of the host waits for all streams."""
@@ -228,14 +247,17 @@ class Timeline:
             self._grow(memory.stream, -memory.size)
 
     def _check_free(self, memory: Memory) -> None:
-        """The allocator hands freed memory to the next allocation on its stream, at once."""
+        """The allocator hands freed memory to the next allocation on its stream, at once.
+
+        Whoever drops the last reference, every other holder has dropped its own before, with all that it waited for.
+        """
         assert memory.stream is not None
         known = self._clocks[memory.stream]
         uses = [*memory.readers.values(), *([memory.writer] if memory.writer else [])]
         for use in uses:
             if use.stream in (memory.stream, *memory.recorded):
                 continue
-            if known.get(use.stream, 0) < use.tick and self.host.get(use.stream, 0) < use.tick:
+            if known.get(use.stream, 0) < use.tick and self._all_threads.get(use.stream, 0) < use.tick:
                 self.fault(
                     "memory is freed while another stream may still use it", use.place, memory.made, "allocated"
                 )
@@ -285,6 +307,9 @@ class Timeline:
         memory.writer, memory.readers = None, {}
 
     def fault(self, kind: str, at: Place, other: Place | None = None, verb: str = "") -> None:
+        return self.fault_(kind, at, other, verb)
+
+    def fault_(self, kind: str, at: Place, other: Place | None = None, verb: str = "") -> None:
         self.faults[Fault(kind, str(at), "" if other is None else f"{verb} at {other}")] = None
 
 

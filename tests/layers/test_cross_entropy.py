@@ -86,3 +86,17 @@ def test_nothing_is_kept_without_gradients() -> None:
         head.module(x.clone().requires_grad_(), context=context)
     wide = [shape for shape in kept if shape[-1] == 61]
     assert wide == [torch.Size([x.shape[0] * x.shape[1], 61])], "one tensor as large as the logits is kept"
+
+
+def test_half_precision_does_not_round_what_gradients_are_scaled_by() -> None:
+    """bf16 holds 1/256 exactly; 1/300 it would round by 0.2%, and with it every gradient."""
+
+    def gradients(scale: float) -> list[Tensor]:
+        head, context, x = head_and_input(torch.bfloat16)
+        leaf = x.requires_grad_()
+        (loss,) = head.module(leaf, context=replace(context, loss_mask=None))
+        loss.backward(torch.tensor(scale))
+        return [leaf.grad.double(), head.gradients()["head.output.weight"].double()]  # type: ignore[union-attr]
+
+    for found, exact in zip(gradients(1 / 300), gradients(1 / 256), strict=True):
+        assert (found * exact).sum() / exact.square().sum() == pytest.approx(256 / 300, rel=3e-4)

@@ -22,11 +22,12 @@ def switches(mesh: Mesh) -> list[Any]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
         os.environ["CUBLAS_WORKSPACE_CONFIG"],
+        torch.utils.deterministic.fill_uninitialized_memory,
     ]
 
 
 def test_the_switches_are_on() -> None:
-    assert run_mesh({"pipeline": 2}, switches) == [[True, False, False, ":4096:8"]] * 2
+    assert run_mesh({"pipeline": 2}, switches) == [[True, False, False, ":4096:8", False]] * 2
 
 
 def train(mesh: Mesh, config: PretrainConfig) -> RankRun:
