@@ -24,14 +24,17 @@ SHADOWED = 64
 
 aten = torch.ops.aten
 COPY, TO_COPY = aten.copy_.default, aten._to_copy.default
-UNINITIALISED = {
+WITHOUT_KERNEL = {
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor,
 }
-"""Operators that allocate and launch nothing."""
+"""Operators that launch nothing: they allocate, or let a tensor look into other memory."""
 
 
 @functools.cache
@@ -148,7 +151,7 @@ class Watch(TorchDispatchMode):
             pinned = non_blocking and on_device(source)  # torch's own memory for such a copy is pinned
         known = {id(each) for each in before}
         made = [memory for memory in (self.memory_of(each, pinned) for each in returned) if id(memory) not in known]
-        if func not in UNINITIALISED:
+        if func not in WITHOUT_KERNEL:
             writes = [*made, *map(self.memory_of, changed)]
             if copied is not None and on_device(copied[0]) != on_device(copied[1]):
                 self._copy_across(*copied)
@@ -308,7 +311,7 @@ class Watch(TorchDispatchMode):
         if not small:
             return
         values: Any = None
-        if func not in UNINITIALISED:
+        if func not in WITHOUT_KERNEL:
             inputs = tree_map(lambda each: shadow_of(each) if isinstance(each, Tensor) else each, (args, kwargs))
             known = len(tensors_in(*inputs[0], *inputs[1].values())) == len(tensors_in(*args, *kwargs.values()))
             if known:
