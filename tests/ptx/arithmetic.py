@@ -30,13 +30,14 @@ from tests.ptx.numbers import (
 
 _HALVES = ("f16", "bf16")
 _PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
-_IGNORED = frozenset({"rn", "lo", "full", "approx", "ftz", "sync", "aligned", "sat", "NaN", "wide", "hi"})
+_OF_FLOATS = frozenset({"rn", "full", "approx", "ftz", "sat", "NaN"})
+_OF_INTEGERS = {"mul": {"lo", "hi", "wide"}, "mad": {"lo", "hi", "wide"}, "shf": {"l", "r", "wrap", "clamp"}}
+"""Modifiers that are known; the type comes last."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """operands, result: PTX types, as `TYPES` has them; an operand of width 0 of a shift count is u32. function: numpy
-    arrays of these types -> one of the result's type. second: whether a complement goes to a second predicate."""
+    """operands, result: PTX types, as in `TYPES`. function: arrays of these types -> one of the type of the result."""
 
     operands: tuple[str, ...]
     result: str
@@ -281,8 +282,8 @@ _FLOAT: dict[str, Callable[..., Array]] = {
 
 
 def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
-    if any(part in ("rz", "rm", "rp") for part in parts):
-        raise KeyError("rounding other than to the nearest")
+    if not set(parts[1:-1]) <= _OF_FLOATS or (kind != "f32" and {"ftz", "sat"} & set(parts)):
+        raise KeyError(name)
     if kind in _PAIRS:
         inner = _float(name, (*parts[:-1], _PAIRS[kind]), _PAIRS[kind])
         return Operation((kind,) * len(inner.operands), kind, partial(on_pairs, inner.function, _PAIRS[kind]))
@@ -339,8 +340,8 @@ _INTEGER: dict[str, tuple[int, Callable[..., Array]]] = {
 
 
 def _integer(name: str, parts: tuple[str, ...], kind: str) -> Operation:
-    if "sat" in parts or "cc" in parts:
-        raise KeyError("saturation and carries")
+    if not set(parts[1:-1]) <= _OF_INTEGERS.get(name, set()):
+        raise KeyError(name)
     if name in ("mul", "mad") and "wide" in parts:
         wide = TYPES[_wider(kind)]
         if name == "mul":
@@ -460,7 +461,7 @@ def operation_of(opcode: str) -> Operation | None:
         elif kind == "pred":
             known = _logic_of_predicates(name)
         elif _is_float(kind):
-            known = _float(name, parts, kind) if set(parts[1:-1]) <= _IGNORED else None
+            known = _float(name, parts, kind)
         else:
             known = _integer(name, parts, kind)
     except (KeyError, ValueError, IndexError):

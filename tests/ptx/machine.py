@@ -26,7 +26,7 @@ _SHARED_WINDOW = 0x70_0000_0000
 _MOST_LANES = 16384
 _MOST_STEPS = 4_000_000
 
-_NOTHING = {"fence", "membar", "griddepcontrol", "prefetch", "prefetchu", "applypriority", "discard", "nanosleep"}
+_NOTHING = {"fence", "membar", "griddepcontrol", "prefetch", "prefetchu", "applypriority", "nanosleep"}
 _ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio"}
 
 Block = tuple[int, int, int]

@@ -22,7 +22,8 @@ TYPES: dict[str, Any] = {
 """PTX type -> numpy's. bf16 and pairs of 16-bit floats are held as their bits."""
 
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-NAN32, NAN16, NANBF16 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF), np.uint16(0x7FFF)
+NAN16 = np.uint16(0x7FFF)
+"""Bits of the NaN that instructions give, in fp16 and bf16."""
 
 
 def bits_of(x: Array) -> Array:
@@ -46,7 +47,7 @@ def to_bf16(x: Array, toward_zero: bool = False) -> Array:
         word = word | ((back != x) & ~np.isnan(x)).astype(np.uint32)
     if not toward_zero:
         word = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
-    return np.where(np.isnan(x), NANBF16, (word >> np.uint32(16)).astype(np.uint16))
+    return np.where(np.isnan(x), NAN16, (word >> np.uint32(16)).astype(np.uint16))
 
 
 def widened(x: Array, kind: str) -> Array:

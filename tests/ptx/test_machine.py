@@ -287,7 +287,11 @@ EXCHANGE = PLACE + (
 FAULTS = [
     ("mov.b32 %r1, %r2;", "line 15: mov.b32 %r1, %r2: reads %r2, which nothing wrote"),
     ("wgmma.fence.sync.aligned;", "line 15: wgmma.fence.sync.aligned: opcode wgmma.fence.sync.aligned is not known"),
-    ("add.rz.f32 %r1, %r0, %r0;", "opcode add.rz.f32 is not known"),
+    *(
+        (f"{opcode} %r1, %r0, %r0;", f"opcode {opcode} is not known")
+        for opcode in ("add.rz.f32", "min.relu.s32", "add.sat.s32", "add.sat.f16x2", "add.cc.u32", "add.ftz.bf16x2")
+    ),
+    ("ld.global.nc.foo.b32 %r1, [%d0];", "opcode ld.global.nc.foo.b32 is not known"),
     (PLACE + "add.s64 %d41, %d41, 2;\nst.global.b32 [%d41], 1;", "is not aligned to 4 bytes"),
     (PLACE + "add.s64 %d41, %d41, 4;\nst.global.b32 [%d41], 1;", "out of bounds: byte 256 of p0, which has 256"),
     (PLACE + "cvt.u32.u64 %r1, %d41;\nld.global.b32 %r2, [%r1];", "out of bounds"),
