@@ -126,10 +126,11 @@ class Memory:
             self._check_readers(access, self._shadow(self._writer, access.size)[rows])
             readers[rows] = self._merged(readers[rows], access.tags[:, None])
             # Of lanes of this instruction that read the same bytes, the last one's tag is there now.
-            for several in (False, True):
+            for blocks in (False, True):
                 merged = self._merged(readers[rows], access.tags[:, None])
-                chosen = ((merged == _SEVERAL_BLOCKS) == several).all(axis=1)
-                readers[rows[chosen]] = merged[chosen]
+                several = (merged == _SEVERAL_BLOCKS) if blocks else (merged & _SEVERAL_WARPS == _SEVERAL_WARPS)
+                lane, column = np.nonzero(several)
+                readers[rows[lane], column] = merged[several]
         else:
             readers[rows] = np.where(readers[rows] == 0, access.tags[:, None], readers[rows])
         self._count(access, rows, "read")

@@ -324,6 +324,19 @@ def test_floats(opcode: str, count: int, kind: str, oracle: Callable[..., float]
     assert_equal(decoded(found, kind), [oracle(*row) for row in zip(*values, strict=True)])
 
 
+def test_results_are_rounded_once() -> None:
+    """Exact results so near to the middle of two numbers that fp64, or fp32 before bf16, would put them on it."""
+    step = 2.0**-23
+    operands = [2.0**-12 * (1 + step), 2.0**-12 * (1 - step), 1 + step]
+    for signs in ((1, 1, 1), (-1, 1, -1)):
+        arrays = [np.full(1, sign * value, np.float32) for sign, value in zip(signs, operands, strict=True)]
+        found = compute("fma.rn.f32 z, a, b, c", arrays, np.zeros(1, np.float32))
+        assert found.tolist() == [signs[2] * (1 + step)]
+    beside = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8])
+    narrow = compute("cvt.rn.bf16.f64 z, a", [beside], np.zeros(3, np.uint16))
+    assert decoded(narrow, "bf16") == [1 + 2.0**-7, 1 + 2.0**-7, 1.0]
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("name", ["add", "mul", "fma.rn", "max"])
 def test_pairs_are_two_numbers(name: str, kind: str) -> None:

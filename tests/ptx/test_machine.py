@@ -336,6 +336,19 @@ def test_blocks_race_on_global_memory(blocks_at_once: int, monkeypatch: pytest.M
         run(body, [zeros(32)], blocks=2)
 
 
+def test_a_reader_among_several_may_not_write_either() -> None:
+    """The one whose lanes come last in the instruction that reads."""
+    load = "ld.global.b32 %r2, [%d0];\n"
+    with pytest.raises(PtxError, match="another block reads"):
+        run(
+            load + "mov.u32 %r1, %ctaid.x;\nsetp.eq.b32 %p1, %r1, 1;\n@%p1 st.global.b32 [%d0], 5;",
+            [zeros(1)],
+            blocks=2,
+        )
+    with pytest.raises(PtxError, match="another warp reads"):
+        run(load + "setp.gt.u32 %p1, %r0, 31;\n@%p1 st.global.b32 [%d0], 5;", [zeros(1)], threads=64)
+
+
 def test_sectors_count_each_piece_of_32_bytes_once_a_warp() -> None:
     for stride, sectors in ((4, 4), (8, 8), (32, 32), (128, 32)):
         body = f"mul.wide.u32 %d40, %r0, {stride};\nadd.s64 %d41, %d0, %d40;\nld.global.b32 %r1, [%d41];"
