@@ -1,6 +1,9 @@
 """What runs beside a rank's actions: on a thread of its own, in turns, its errors where its result is read."""
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +48,32 @@ def test_a_turn_that_failed_does_not_hold_the_next_one() -> None:
     broken = turns.run_beside(lambda: 1 / 0, lambda _: None, CPU)
     assert turns.run_beside(lambda: 2, lambda found: found, CPU).result(10) == 2
     assert isinstance(broken.exception(), ZeroDivisionError)
+
+
+def test_on_a_gpu_all_turns_share_a_stream_and_await_their_own_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 streams, which communicators use, too: a new one for each step would soon be one of theirs."""
+    made, awaited = list[Any](), list[str]()
+
+    def stream(device: torch.device) -> Any:
+        event = SimpleNamespace(synchronize=lambda: awaited.append("event"))
+        made.append(
+            SimpleNamespace(
+                device=device,
+                wait_event=lambda _: None,
+                record_event=lambda: event,
+                synchronize=lambda: awaited.append("stream"),
+            )
+        )
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=object))
+    turns, gpu = Turns(), torch.device("cuda", 0)
+    gate = threading.Event()
+    first = turns.run_beside(lambda: gate.wait(10), lambda found: found, gpu)
+    gate.set()
+    assert first.result(10)
+    assert turns.run_beside(lambda: 2, lambda found: found, gpu).result(10) == 2
+    assert len(made) == 1
+    assert awaited == ["event", "event"]

@@ -140,6 +140,20 @@ def test_receives_that_queue_up_on_a_link_are_refused() -> None:
         validate(loads(early))
 
 
+def test_second_reductions_of_a_group_follow_all_gradients() -> None:
+    """In rank 2's only queue the second sum waits for the first one, which needs gradients that rank 2 sends later."""
+    schedule = build("interleaved_1f1b", 3, 1, chunks=2, tied_groups=[(0, 1, 5), (0, 1, 5)])
+    validate(schedule)
+    assert not hangs(schedule, one_queue)
+    text = dumps(schedule)
+    assert "DT5/1.0 B2.0@0^0 SG2.0 DT5/2.0" in text
+    early = loads(text.replace("DT5/1.0 B2.0@0^0 SG2.0 DT5/2.0", "DT5/1.0 DT5/2.0 B2.0@0^0 SG2.0"))
+    assert hangs(early, one_queue)
+    assert not hangs(early)
+    with pytest.raises(ScheduleError, match=r"rank 2 .* is at REDUCE_TIED stage 5, unit 2"):
+        validate(early)
+
+
 def test_a_send_after_the_steps_scalars_is_refused() -> None:
     """The engine reads the scalars at once, so the host does not reach the send that another rank waits for."""
     text = dumps(build("1f1b", 2, 2))
