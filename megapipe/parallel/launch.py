@@ -23,6 +23,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_variables_set: dict[str, str] = {}
+"""The environment variables that this process has set for its GPU."""
 
 
 def gpu_variables(
@@ -52,23 +54,32 @@ def gpu_variables(
     return {name: value for name, value in wanted.items() if name not in given}
 
 
+def set_driver_variables(choice: DeviceChoice) -> None:
+    """Set what `gpu_variables` returns for any GPU and layout. Call it before anything asks CUDA for a device.
+
+    The driver reads these variables when it starts, and torch then sets its own default for loading modules.
+    """
+    if choice != "cpu" and torch.backends.cuda.is_built():
+        _set(gpu_variables({}, 0, (0, 0), {**os.environ, _QUEUES: ""}))
+
+
 def set_gpu_variables(
     choice: DeviceChoice, local_rank: int, sizes: Mapping[str, int], zero_stage: int = 0
 ) -> dict[str, str]:
     """Set in this process what `gpu_variables` returns for its GPU, before it has a CUDA context; nothing on the CPU.
 
-    Returns the variables that were set.
+    Returns the variables that megapipe has set in this process.
     """
-    if choice == "cpu" or not torch.backends.cuda.is_built():
+    set_driver_variables(choice)
+    if choice == "cpu" or not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
         return {}
-    # The driver reads all but the number of queues when it starts, which asking for the capability makes it do.
-    first = gpu_variables(sizes, zero_stage, (0, 0), {**os.environ, _QUEUES: ""})
-    os.environ.update(first)
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
-        return {}
-    rest = gpu_variables(sizes, zero_stage, torch.cuda.get_device_capability(local_rank), os.environ)
-    os.environ.update(rest)
-    return first | rest
+    _set(gpu_variables(sizes, zero_stage, torch.cuda.get_device_capability(local_rank), os.environ))
+    return dict(_variables_set)
+
+
+def _set(variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    _variables_set.update(variables)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@ is a function of the configuration, the machine's kind and the number of ranks a
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import DeviceChoice, set_driver_variables
 from megapipe.planner.command.arguments import MEMORY_RESERVE
 from megapipe.planner.command.planning import measured_times, provenance
 from megapipe.planner.hardware.description import Hardware
@@ -69,6 +71,7 @@ def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware
     device: as parallel.device says. option: what a file may be given to instead. Raises ConfigError for a GPU without
     a preset.
     """
+    set_driver_variables(cast(DeviceChoice, device))
     if device == "cpu" or not torch.cuda.is_available():
         return _in_nodes(load_hardware("cpu"), per_node)
     found = torch.cuda.get_device_properties(0)

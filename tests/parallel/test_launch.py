@@ -183,6 +183,7 @@ def test_gpu_variables_are_set_before_the_driver_starts_and_the_queues_before_th
 
         return seen_by
 
+    monkeypatch.setattr(launch, "_variables_set", {})
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert launch.set_gpu_variables("auto", 0, {"tensor": 2}) == {}
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
@@ -196,4 +197,4 @@ def test_gpu_variables_are_set_before_the_driver_starts_and_the_queues_before_th
     assert variables == {**EAGER, **SEGMENTS, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert seen[0] == ("is_available", {**EAGER, **SEGMENTS})
     assert seen[-1] == ("set_device", variables)
-    assert launch.set_gpu_variables("auto", 0, {"tensor": 2}) == {}
+    assert launch.set_gpu_variables("auto", 0, {}, zero_stage=3) == variables, "the context exists"

@@ -1,10 +1,12 @@
 """`--plan`: the machine that a run is planned for, what stays pinned, and that all ranks come to the same layout."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import build_parser, parse_given
@@ -121,3 +123,21 @@ def test_two_ranks_plan_by_themselves_and_train(tmp_path: Path) -> None:
     assert wrong.returncode != 0
     assert "error: " in wrong.stderr
     assert "Traceback" not in wrong.stderr.partition("elastic")[0]
+
+
+def test_the_driver_starts_with_its_variables_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # undone at the end of the test
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    monkeypatch.setattr("megapipe.parallel.launch._variables_set", {})
+    seen: list[str | None] = []
+
+    def is_available() -> bool:
+        seen.append(os.environ.get("CUDA_MODULE_LOADING"))
+        return False
+
+    for name in ("NCCL_RUNTIME_CONNECT", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    this_machine("auto", 1)
+    assert seen == ["EAGER"]
