@@ -1,23 +1,30 @@
 """Change the product's code in small random ways and report which tier of tests catches each change.
 
     python benchmarks/mutants.py --packages training checkpoint data conversion --count 16 --jobs 2
+    python benchmarks/mutants.py --gpu --count 40 --seconds 90 --tiers fast
 
 The hash of the parent commit seeds the choice, so that nobody picks the mutants by hand. Each mutant is one change in
 one file of a copy of the last commit. Only the tests of its package run on it: the fast ones, then the slow ones, then
 the exhaustive ones, until one fails. A mutant that no test catches is either equivalent to the original or a gap; one
 that only the exhaustive tier catches was lost when tests were moved there.
+
+With --gpu the changes are the mistakes that are easy to make on a GPU and hard to see: a barrier, mask, wait or
+record_stream that is missing, a load past the end, two streams or two messages in the wrong order. The packages are
+then the areas of `GPU_AREAS`.
 """
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,6 +37,7 @@ TIERS = {
     "exhaustive": ["-m", "(exhaustive or hypothesis) and not gpu", "--all-examples"],
 }
 """The choice of tests of `make test`, `make test-slow` and `make test-exhaustive`."""
+PACKAGES = ("training", "checkpoint", "data", "conversion")
 NO_TESTS = 5
 """pytest's exit status when no test was chosen."""
 _COMPARISONS = {
@@ -57,75 +65,181 @@ class Mutant:
         file.write_text(text[: self.start] + self.after + text[self.end :])
 
 
+class Source:
+    """A Python file of the product, and changes of its nodes."""
+
+    def __init__(self, root: Path, path: str) -> None:
+        self.path, self.text = path, (root / path).read_text()
+        self.tree = ast.parse(self.text)
+        lines = self.text.splitlines(keepends=True)
+        self._starts = [0]
+        for line in lines:
+            self._starts.append(self._starts[-1] + len(line))
+        self._encoded = [line.encode() for line in lines]
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """Return the first character of a node, and the one behind it."""
+        ends = ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
+        start, end = (self._starts[line - 1] + len(self._encoded[line - 1][:column].decode()) for line, column in ends)
+        return start, end
+
+    def of(self, node: ast.expr | ast.stmt) -> str:
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def change(self, node: ast.expr | ast.stmt, operator: str, after: str) -> Mutant:
+        start, end = self.span(node)
+        return Mutant(self.path, node.lineno, operator, self.text[start:end], after, start, end)
+
+
 def mutants_of(root: Path, path: str) -> Iterator[Mutant]:
-    """Every change that the operators can make in a file."""
-    text = (root / path).read_text()
-    starts = [0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-    encoded = [line.encode() for line in text.splitlines(keepends=True)]
-
-    def offset(line: int, column: int) -> int:
-        return starts[line - 1] + len(encoded[line - 1][:column].decode())
-
-    def change(node: ast.expr | ast.stmt, operator: str, after: str) -> Mutant:
-        start = offset(node.lineno, node.col_offset)
-        end = offset(node.end_lineno or 0, node.end_col_offset or 0)
-        return Mutant(path, node.lineno, operator, text[start:end], after, start, end)
-
-    def source(node: ast.expr) -> str:
-        return ast.get_source_segment(text, node) or ""
-
-    tree = ast.parse(text)
+    """Every change that the general operators can make in a Python file."""
+    source = Source(root, path)
     annotations = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in ast.walk(source.tree)
         for part in (getattr(node, "annotation", None), getattr(node, "returns", None))
         if part is not None
         for inner in ast.walk(part)
     }
-    for node in ast.walk(tree):
+    for node in ast.walk(source.tree):
         if id(node) in annotations:
             continue
         match node:
             case ast.Compare(left=left, ops=[operator], comparators=[right]):
-                yield change(
-                    node, "comparison", f"(({source(left)}) {_COMPARISONS[type(operator)]} ({source(right)}))"
-                )
+                after = f"(({source.of(left)}) {_COMPARISONS[type(operator)]} ({source.of(right)}))"
+                yield source.change(node, "comparison", after)
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _ARITHMETIC:
-                yield change(node, "arithmetic", f"(({source(left)}) {_ARITHMETIC[type(operator)]} ({source(right)}))")
+                after = f"(({source.of(left)}) {_ARITHMETIC[type(operator)]} ({source.of(right)}))"
+                yield source.change(node, "arithmetic", after)
             case ast.BoolOp(op=operator, values=values):
                 word = " or " if isinstance(operator, ast.And) else " and "
-                yield change(node, "and or", "(" + word.join(f"({source(value)})" for value in values) + ")")
+                yield source.change(node, "and or", "(" + word.join(f"({source.of(each)})" for each in values) + ")")
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                yield change(node, "drop not", f"({source(operand)})")
+                yield source.change(node, "drop not", f"({source.of(operand)})")
             case ast.Constant(value=bool() as value):
-                yield change(node, "constant", str(not value))
+                yield source.change(node, "constant", str(not value))
             case ast.Constant(value=int() as value):
-                yield change(node, "constant", str(value + 1))
+                yield source.change(node, "constant", str(value + 1))
             case ast.Expr(value=ast.Call()) | ast.Raise():
-                yield change(node, "drop statement", "pass")
+                yield source.change(node, "drop statement", "pass")
             case ast.If(test=condition):
-                yield change(condition, "condition", "False")
+                yield source.change(condition, "condition", "False")
 
 
-def chosen(packages: list[str], count: int, seed: str) -> list[tuple[str, Mutant]]:
-    """Return `count` mutants, the same number of each package; files weigh as much as they have changes to offer."""
+_WAITS = {"wait", "wait_event", "wait_stream", "synchronize"}
+_ORDERED = {"send", "receive", "isend", "irecv", "record_event", "reduce_into_part", "gather_into", *_WAITS}
+
+
+def gpu_mutants_of(root: Path, path: str) -> Iterator[Mutant]:
+    """Every change that the operators of --gpu can make in a Python, Triton or CUDA file."""
+    if not path.endswith(".py"):
+        yield from _cuda_mutants_of(root, path)
+        return
+    source = Source(root, path)
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))) if name in _WAITS:
+                yield source.change(node, "remove a wait", "pass")
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr="record_stream"))):
+                yield source.change(node, "drop a record_stream", "pass")
+            case ast.Call(func=ast.Attribute(value=ours, attr="wait_stream"), args=[theirs]):
+                after = f"{source.of(theirs)}.wait_stream({source.of(ours)})"
+                yield source.change(node, "swap two streams", after)
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="stream")) as call)]):
+                after = "torch.cuda.stream(torch.cuda.current_stream())"
+                yield source.change(call, "swap two streams", after)
+            case ast.FunctionDef(decorator_list=decorators) if any("jit" in source.of(each) for each in decorators):
+                yield from _triton_mutants_of(source, node)
+        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            if isinstance(body, list):
+                yield from _reordered(source, body)
+
+
+def _triton_mutants_of(source: Source, kernel: ast.FunctionDef) -> Iterator[Mutant]:
+    for node in ast.walk(kernel):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="load" | "store"), keywords=keywords) if keywords:
+                kept = [source.of(each) for each in node.args]
+                kept += [
+                    f"{each.arg}={source.of(each.value)}" for each in keywords if each.arg not in ("mask", "other")
+                ]
+                if any(each.arg == "mask" for each in keywords):
+                    yield source.change(node, "drop a mask", f"{source.of(node.func)}({', '.join(kept)})")
+            case ast.Compare(left=left, ops=[ast.Lt()], comparators=[right]):
+                yield source.change(node, "widen past the end", f"({source.of(left)} <= {source.of(right)})")
+
+
+def _cuda_mutants_of(root: Path, path: str) -> Iterator[Mutant]:
+    text = (root / path).read_text()
+    for operator, pattern, after in (
+        ("delete a barrier", r"(__syncthreads|cluster\.sync|__syncwarp)\([^;]*\);", ";"),
+        ("widen past the end", r"(?<=\w) < (?=\w[^;{]*[;)])", " <= "),
+    ):
+        for found in re.finditer(pattern, text):
+            line = text.count("\n", 0, found.start()) + 1
+            if "//" not in text[text.rfind("\n", 0, found.start()) + 1 : found.start()]:
+                yield Mutant(path, line, operator, found.group(), after, found.start(), found.end())
+
+
+def _reordered(source: Source, body: list[ast.stmt]) -> Iterator[Mutant]:
+    """Swap neighbouring statements that start or await work on another stream."""
+
+    def is_ordered(statement: ast.stmt) -> bool:
+        calls = (each for each in ast.walk(statement) if isinstance(each, ast.Call))
+        names = {each.func.attr for each in calls if isinstance(each.func, ast.Attribute)}
+        return isinstance(statement, ast.Expr | ast.Assign) and not names.isdisjoint(_ORDERED)
+
+    for first, second in itertools.pairwise(body):
+        if is_ordered(first) and is_ordered(second):
+            start, middle, end = source.span(first)[0], source.span(second)[0], source.span(second)[1]
+            before = source.text[start:end]
+            between = source.text[source.span(first)[1] : middle]
+            after = f"{source.of(second)}{between}{source.of(first)}"
+            yield Mutant(source.path, first.lineno, "reorder", before, after, start, end)
+
+
+@dataclass(frozen=True)
+class Area:
+    """Files to change, by patterns, the tests that must notice, and the changes."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+    mutants_of: Callable[[Path, str], Iterator[Mutant]]
+
+    @classmethod
+    def of_package(cls, package: str) -> "Area":
+        return cls((f"megapipe/{package}/**/*.py",), (f"tests/{package}",), mutants_of)
+
+
+GPU_AREAS = {
+    "kernels": Area(("kernels/triton_backend/*.py",), ("tests/ptx",), gpu_mutants_of),
+    "csrc": Area(("csrc/*.cu*",), ("tests/kernels/test_cuda_wrappers.py",), gpu_mutants_of),
+    "engine": Area(("megapipe/engine/*.py",), ("tests/fake_cuda", "tests/engine"), gpu_mutants_of),
+    "parallel": Area(("megapipe/parallel/**/*.py",), ("tests/fake_cuda", "tests/parallel"), gpu_mutants_of),
+}
+
+
+def chosen(areas: dict[str, Area], count: int, seed: str) -> list[tuple[str, Mutant]]:
+    """Return `count` mutants: the same number of each area and, where it can be, of each operator in an area."""
     generator = random.Random(seed)
     picked = []
-    for number, package in enumerate(packages):
-        files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megapipe" / package).rglob("*.py"))
-        every = [mutant for path in files for mutant in mutants_of(ROOT, path)]
-        share = count // len(packages) + (number < count % len(packages))
-        picked += [(package, mutant) for mutant in generator.sample(every, share)]
+    for number, (name, area) in enumerate(areas.items()):
+        files = sorted({str(path.relative_to(ROOT)) for pattern in area.sources for path in ROOT.glob(pattern)})
+        by_operator: dict[str, list[Mutant]] = {}
+        for mutant in (mutant for path in files for mutant in area.mutants_of(ROOT, path)):
+            by_operator.setdefault(mutant.operator, []).append(mutant)
+        piles = [generator.sample(pile, len(pile)) for pile in by_operator.values()]
+        turns = [mutant for turn in itertools.zip_longest(*piles) for mutant in turn if mutant is not None]
+        picked += [(name, mutant) for mutant in turns[: count // len(areas) + (number < count % len(areas))]]
     return picked
 
 
-def catching_tier(root: Path, package: str, tiers: list[str], seconds: float) -> str | None:
-    """Return the first tier with a failing test of the package; one that exceeds its time fails, as in CI."""
+def catching_tier(root: Path, tests: Sequence[str], tiers: list[str], seconds: float) -> str | None:
+    """Return the first tier with a failing test; one that exceeds its time fails, as in CI."""
     environment = os.environ | {"PYTHONPATH": str(root)}  # programs that tests start import the changed copy too
     for tier in tiers:
-        command = [sys.executable, "-m", "pytest", f"tests/{package}", "-x", "-q", "-n", "0", *TIERS[tier]]
+        command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-n", "0", *TIERS[tier]]
         try:
             done = subprocess.run(
                 command, cwd=root, env=environment, capture_output=True, timeout=seconds, check=False
@@ -145,26 +259,27 @@ def copy_of_last_commit() -> Iterator[Path]:
         yield Path(folder)
 
 
-def fails_unchanged(package: str, tiers: list[str], seconds: float) -> bool:
-    """Return whether a package's tests fail on the unchanged copy, so that they would seem to catch every mutant."""
+def fails_unchanged(area: Area, tiers: list[str], seconds: float) -> bool:
+    """Return whether an area's tests fail on the unchanged copy, so that they would seem to catch every mutant."""
     with copy_of_last_commit() as folder:
-        return catching_tier(folder, package, tiers[:1], seconds) is not None
+        return catching_tier(folder, area.tests, tiers[:1], seconds) is not None
 
 
-def tested(package: str, mutant: Mutant, tiers: list[str], seconds: float) -> dict[str, object]:
-    """Apply a mutant to a copy of the last commit, run its package's tests, and return the mutant's row."""
+def tested(name: str, area: Area, mutant: Mutant, tiers: list[str], seconds: float) -> dict[str, object]:
+    """Apply a mutant to a copy of the last commit, run its area's tests, and return the mutant's row."""
     with copy_of_last_commit() as folder:
         mutant.apply(folder)
         start = time.monotonic()
-        tier = catching_tier(folder, package, tiers, seconds)
+        tier = catching_tier(folder, area.tests, tiers, seconds)
     change = f"{mutant.path}:{mutant.line} {mutant.operator}: `{mutant.before[:60]}` -> `{mutant.after[:60]}`"
-    print(f"| {package} | {' '.join(change.split())} | {tier or 'no test'} |", flush=True)
-    return {"package": package, **asdict(mutant), "tier": tier, "seconds": time.monotonic() - start}
+    print(f"| {name} | {' '.join(change.split())} | {tier or 'no test'} |", flush=True)
+    return {"package": name, **asdict(mutant), "tier": tier, "seconds": time.monotonic() - start}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Report which tests catch small random changes of the code.")
-    parser.add_argument("--packages", nargs="+", default=["training", "checkpoint", "data", "conversion"])
+    parser.add_argument("--packages", nargs="+", help="packages of megapipe, or areas of --gpu; default: four or all")
+    parser.add_argument("--gpu", action="store_true", help="mistakes with barriers, masks, streams and messages")
     parser.add_argument("--count", type=int, default=16, help="number of mutants")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tested at the same time")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
@@ -174,16 +289,21 @@ def main() -> None:
     options = parser.parse_args()
     parent = subprocess.run(["git", "rev-parse", "HEAD~1"], cwd=ROOT, capture_output=True, text=True, check=True)
     seed = options.seed or parent.stdout.strip()
-    mutants = chosen(options.packages, options.count, seed)
+    every = GPU_AREAS if options.gpu else {name: Area.of_package(name) for name in options.packages or PACKAGES}
+    areas = {name: area for name, area in every.items() if name in (options.packages or every)}
+    mutants = chosen(areas, options.count, seed)
     print(f"seed {seed}\n\n| package | change | caught by |\n|---|---|---|", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        red = list(
-            pool.map(lambda package: fails_unchanged(package, options.tiers, options.seconds), options.packages)
-        )
+        red = list(pool.map(lambda area: fails_unchanged(area, options.tiers, options.seconds), areas.values()))
         if any(red):
-            names = ", ".join(package for package, fails in zip(options.packages, red, strict=True) if fails)
+            names = ", ".join(name for name, fails in zip(areas, red, strict=True) if fails)
             parser.error(f"the tests of {names} fail on the last commit: make them pass first")
-        rows = list(pool.map(lambda row: tested(*row, options.tiers, options.seconds), mutants))
+        rows = list(
+            pool.map(
+                lambda row: tested(row[0], areas[row[0]], row[1], options.tiers, options.seconds),
+                mutants,
+            )
+        )
     early = sum(str(row["tier"]).startswith(("fast", "slow")) for row in rows)
     caught = sum(row["tier"] is not None for row in rows)
     print(f"\nof {len(rows)} mutants, the fast and slow tests catch {early}, all tests {caught}")
