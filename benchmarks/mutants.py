@@ -217,7 +217,14 @@ class Area:
 
 GPU_AREAS = {
     "kernels": Area(("kernels/triton_backend/*.py",), ("tests/ptx",), gpu_mutants_of),
-    "csrc": Area(("csrc/*.cu*",), ("tests/kernels/test_cuda_wrappers.py",), gpu_mutants_of),
+    "csrc": Area(
+        ("csrc/*.cu*",),
+        (
+            "tests/kernels/test_cuda_wrappers.py",
+            "tests/kernels/test_emulated_sanitizers.py::test_sanitizers_find_nothing[layout or adamw]",
+        ),
+        gpu_mutants_of,
+    ),
     "engine": Area(("megapipe/engine/*.py",), ("tests/fake_cuda", "tests/engine"), gpu_mutants_of),
     "parallel": Area(("megapipe/parallel/**/*.py",), ("tests/fake_cuda", "tests/parallel"), gpu_mutants_of),
 }

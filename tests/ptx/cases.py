@@ -649,6 +649,7 @@ def _odd_cases() -> list[Case]:
         _cross_entropy("odd: statistics fp16 100", "statistics", 5, 100, FP16, stored=5),
         _cross_entropy("odd: whole rows fp32 333", "whole rows", 5, 333, FP32, stored=5),
         _cross_entropy("odd: gradient fp16 5001", "gradient", 5, 5001, FP16, stored=5),
+        _cross_entropy("odd: gradient of short rows fp32 48", "gradient", 5, 48, FP32, stored=5),
         _dropout_residual("odd: bias dropout residual fp16 5 x 130", 5, 130, "bias", FP16),
         _dropout("odd: dropout of attention weights fp16", (2, 3, 5, 33), FP16),
         _gelu("odd: bias gelu erf backward fp16 3 x 999", 3, 999, "none", True, True, FP16),
