@@ -176,6 +176,9 @@ def train(
             if scaler is not None:
                 scaler.observe(step, result.skipped)
             fake.report.results.append(result)
+    for state in replica.states():  # gathers after the last update, which the next step would wait for
+        for copy in range(len(state.weights)):
+            state.await_weights(copy)
     if evaluate:
         with fake.phase("evaluation"):
             samples = open_samples(config, "validation")

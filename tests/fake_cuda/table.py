@@ -1,0 +1,177 @@
+"""The table of docs/gpu_without_gpu.md: `python -m tests.fake_cuda.table` runs every row and writes it.
+
+A row's peak is compared with the sum of the run's own prediction (planner.rank, which a run checks before it starts)
+and the temporaries of its largest product.
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.costs.gpt import gpt_layers
+from megapipe.data.index_writer import ShardWriter
+from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.runs.lowered import lowered_schedule
+from megapipe.planner.runs.prediction import predict_rank
+from tests.fake_cuda.server import run_fake
+from tests.fake_cuda.timeline import ROOT
+
+GUIDE = ROOT / "docs" / "gpu_without_gpu.md"
+BEGIN, END = "<!-- table: python -m tests.fake_cuda.table -->", "<!-- end of table -->"
+HEADER = (
+    "| model | run | ranks | launches | GB moved | host waits | peak GB | predicted GB | difference |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 50304, length: int = 1024) -> ModelConfig:
+    """A GPT-2 shape."""
+    return ModelConfig(
+        vocabulary_size=vocabulary,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        max_positions=length,
+        activation="gelu_tanh",
+        tie_embeddings=True,
+    )
+
+
+MODELS = {"33M": gpt(4, 512, 8, 8192, 256), "125M": gpt(12, 768, 12), "1.3B": gpt(24, 2048, 16)}
+Changes = Mapping[str, Mapping[str, Any]]
+ROWS: tuple[tuple[str, str, Changes], ...] = (
+    ("33M", "bf16", {}),
+    ("125M", "bf16", {}),
+    ("125M", "fp32", {"training": {"precision": "fp32"}}),
+    ("125M", "fp8 tensorwise", {"training": {"fp8": "tensorwise"}}),
+    ("125M", "full recomputation", {"recompute": {"method": "full"}}),
+    ("125M", "offloaded activations", {"offload": {"activations": "blocks"}}),
+    ("125M", "offloaded optimizer", {"offload": {"optimizer": True}}),
+    ("125M", "2 stages, 1f1b", {"parallel": {"pipeline": 2}}),
+    ("125M", "2 stages, zb_h1", {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}}),
+    ("125M", "2 tensor ranks, sequence", {"parallel": {"tensor": 2, "sequence": True}}),
+    ("125M", "2 replicas, ZeRO 1", {"parallel": {"data": 2}, "zero": {"stage": 1}}),
+    ("125M", "2 replicas, ZeRO 3", {"parallel": {"data": 2}, "zero": {"stage": 3}}),
+    ("125M", "2 context ranks, ring", {"parallel": {"context": 2}}),
+    ("1.3B", "bf16", {}),
+    ("1.3B", "2 x 2 x 2 (tensor, pipeline, data)", {"parallel": {"tensor": 2, "pipeline": 2, "data": 2}}),
+)
+FAST_ROWS = 2
+"""Rows, from the first on, that a fast test compares."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row: of rank 0. predicted: with temporaries. peak, predicted: bytes."""
+
+    launches: int
+    moved: int
+    waits: int
+    peak: int
+    predicted: int
+    ranks: int
+
+    def line(self, model: str, name: str) -> str:
+        """The row as the guide has it."""
+        difference = self.peak / self.predicted - 1
+        return (
+            f"| {model} | {name} | {self.ranks} | {self.launches:,} | {self.moved / 1e9:.1f} | {self.waits} | "
+            f"{self.peak / 1e9:.2f} | {self.predicted / 1e9:.2f} | {difference:+.1%} |"
+        )
+
+
+def config_of(prefix: str, model: str, changes: Changes) -> PretrainConfig:
+    """A row's configuration: micro-batches of four samples, four a step."""
+    shape = MODELS[model]
+    config = PretrainConfig(model=shape)
+    length = shape.max_positions
+    config.data = replace(config.data, prefix=prefix, sequence_length=length, mask_end_of_document=False)
+    config.training = replace(config.training, precision="bf16")
+    for group, values in changes.items():
+        setattr(config, group, replace(getattr(config, group), **values))
+    replicas = config.parallel.data or 1
+    config.batch = replace(config.batch, micro_size=4, global_size=16 * replicas)
+    return config
+
+
+def measured(prefix: str, model: str, changes: Changes) -> Measured:
+    """Run a row: the second step's counts, and the peak of the whole run."""
+    from tests.fake_cuda import runs
+
+    config = config_of(prefix, model, changes)
+    sizes = [getattr(config.parallel, name) or 1 for name in ("data", "pipeline", "tensor", "context")]
+    ranks = int(np.prod(sizes))
+    reports = run_fake(runs.train, config, ranks=ranks, timeout=300.0)
+    problems = [fault for report in reports for fault in report.faults]
+    if problems:
+        raise RuntimeError(f"{model}, {changes}: {problems}")
+    step = reports[0].phases["step"]
+    config = replace(config, parallel=replace(config.parallel, data=sizes[0]))
+    schedule = lowered_schedule(config, StageLayout.of(config))
+    predicted = predict_rank(config, schedule, 0, device="cuda").device_bytes() + temporaries(config)
+    return Measured(step.launches.total(), step.moved.total(), step.waits, reports[0].peak, predicted, ranks)
+
+
+def temporaries(config: PretrainConfig) -> int:
+    """Bytes that rank 0 has for a while in the backward of the matrix whose gradient is largest.
+
+    The gradient is made in the precision of the product, and cast to that of its accumulator before it is added; the
+    gradient of the product's rows is there too.
+    """
+    parallel = config.parallel
+    width = 4 if config.training.precision == "fp32" else 2
+    layers = gpt_layers(config.model)
+    here = layers if parallel.pipeline == 1 else layers[: len(layers) // parallel.pipeline]
+    products = [
+        (np.prod(spec.local_shape(parallel.tensor, 128)), spec.shape[-1])
+        for layer in here
+        if layer.kind != "embedding"
+        for spec in layer.parameters.values()
+        if len(spec.shape) > 1
+    ]
+    elements, columns = max(products)
+    tokens = config.batch.micro_size * config.data.sequence_length // parallel.context
+    return int(elements) * (width + (0 if width == 4 else 4)) + tokens * columns * width
+
+
+def write_corpus(folder: Path) -> str:
+    """A shard of tokens: nothing looks at them."""
+    prefix = folder / "corpus"
+    generator = np.random.default_rng(0)
+    with ShardWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(64):
+            writer.add_document([generator.integers(0, 8000, size=2048).astype(np.uint16)])
+        writer.commit()
+    return str(prefix)
+
+
+def lines(folder: Path, rows: int = len(ROWS)) -> list[str]:
+    """The first rows of the table as they should be."""
+    prefix = write_corpus(folder)
+    return [measured(prefix, model, changes).line(model, name) for model, name, changes in ROWS[:rows]]
+
+
+def written() -> list[str]:
+    """The rows of the table as they are."""
+    inside = GUIDE.read_text().split(BEGIN)[1].split(END)[0]
+    return inside.strip().splitlines()[len(HEADER) :]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = lines(Path(folder))
+    before, rest = GUIDE.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    GUIDE.write_text("\n".join([before + BEGIN, "", *HEADER, *found, "", END + after]))
+    sys.stdout.write("\n".join((*HEADER, *found)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""The table in docs/gpu_without_gpu.md is what runs on the fake device give, and peaks are what is predicted."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda import table
+
+LARGE = 10**9
+"""Bytes of a peak from which on 2% is the limit; a smaller one may be off by a megabyte."""
+
+
+@pytest.mark.parametrize("rows", [table.FAST_ROWS, pytest.param(len(table.ROWS), marks=pytest.mark.exhaustive)])
+def test_the_guide_has_the_table_of_the_code(tmp_path: Path, rows: int) -> None:
+    assert table.lines(tmp_path, rows) == table.written()[:rows]
