@@ -24,15 +24,15 @@ SHADOWED = 64
 
 aten = torch.ops.aten
 COPY, TO_COPY = aten.copy_.default, aten._to_copy.default
+SETS = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor)
+"""Operators that let a tensor look into other memory."""
 WITHOUT_KERNEL = {
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
-    aten.set_.source_Storage,
-    aten.set_.source_Storage_storage_offset,
-    aten.set_.source_Tensor,
+    *SETS,
 }
 """Operators that launch nothing: they allocate, or let a tensor look into other memory."""
 
@@ -136,7 +136,9 @@ class Watch(TorchDispatchMode):
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         given = tensors_in(*args, *kwargs.values())
         before = [self.memory_of(each) for each in given]
+        self.fake.cache_enabled = func not in SETS  # its cache would keep the storage alive
         result = func(*args, **kwargs)
+        self.fake.cache_enabled = True
         returned = tensors_in(result)
         changed = tensors_in(
             [
