@@ -39,7 +39,7 @@ TIERS = {
 }
 """The choice of tests of `make test`, `make test-slow` and `make test-exhaustive`, and all of them at once."""
 PACKAGES = ("training", "checkpoint", "data", "conversion")
-SHARE_UNCHANGED = 0.6
+SHARE_UNCHANGED = 0.75
 """Largest share of the time limit that tests may take on the unchanged copy, so that a timeout means a hang."""
 NO_TESTS = 5
 """pytest's exit status when no test was chosen."""

@@ -33,32 +33,51 @@ struct Fiber {
   float lane_value = 0.0f;
 };
 
-// Where operating-system threads of one cluster meet.
+// Where the operating-system threads of one cluster meet. One runs at a time, from the first to the last and back from
+// barrier to barrier, so that a barrier that is missing shows.
 class Meeting {
  public:
   explicit Meeting(unsigned size) : size_(size) {}
-  void arrive() {
+  void enter(unsigned rank) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    await(lock, rank, 0);
+  }
+  void arrive(unsigned rank) {
     std::unique_lock<std::mutex> lock(mutex_);
     const unsigned round = round_;
-    if (++arrived_ == size_) {
-      arrived_ = 0;
-      ++round_;
-      condition_.notify_all();
-    } else {
-      condition_.wait(lock, [&] { return round_ != round; });
-    }
+    pass_on();
+    await(lock, rank, round + 1);
+  }
+  void leave() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    pass_on();
   }
 
  private:
+  void await(std::unique_lock<std::mutex>& lock, unsigned rank, unsigned round) {
+    condition_.wait(lock, [&] {
+      const unsigned next = round_ % 2 == 0 ? arrived_ : size_ - 1 - arrived_;
+      return round_ == round && next == rank;
+    });
+  }
+  void pass_on() {
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++round_;
+    }
+    condition_.notify_all();
+  }
+
   std::mutex mutex_;
   std::condition_variable condition_;
   unsigned size_, arrived_ = 0, round_ = 0;
 };
 
 struct Cluster {
-  explicit Cluster(unsigned size) : meeting(size), anchors(size) {}
+  explicit Cluster(unsigned size) : meeting(size), anchors(size), ended(size) {}
   Meeting meeting;
   std::vector<char*> anchors;  // by rank: where the block's own variables lie
+  std::vector<bool> ended;     // by rank: the block's shared memory is gone
 };
 
 struct Block {
@@ -127,7 +146,7 @@ void run_block(Block& block) {
     if (all_wait(block, 0, size, Wait::kBlock)) {
       release(block, 0, size);
     } else if (all_wait(block, 0, size, Wait::kCluster)) {
-      block.cluster->meeting.arrive();
+      block.cluster->meeting.arrive(block.place.rank);
       release(block, 0, size);
     } else if (all_wait(block, 0, size, Wait::kFinished)) {
       return;
@@ -166,14 +185,18 @@ void run_place(Cluster& cluster, Place place, dim3 grid, dim3 size, const std::f
   block.thread = &thread;
   current = &block;
   blockDim = size;
+  cluster.meeting.enter(place.rank);
   cluster.anchors[place.rank] = &anchor;
-  cluster.meeting.arrive();
+  cluster.meeting.arrive(place.rank);
   for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
     for (blockIdx.x = place.rank; blockIdx.x < grid.x; blockIdx.x += place.size) {
+      cluster.ended[place.rank] = false;
       start(block);
-      cluster.meeting.arrive();
+      cluster.ended[place.rank] = true;
+      cluster.meeting.arrive(place.rank);
     }
   }
+  cluster.meeting.leave();
 }
 
 }  // namespace
@@ -193,6 +216,10 @@ float shuffle_xor(float value, int mask) {
 }
 
 void* in_block(void* address, unsigned rank) {
+  if (current->cluster->ended[rank]) {
+    fprintf(stderr, "emulated cluster: a block reads the shared memory of block %u, which has ended\n", rank);
+    abort();
+  }
   return current->cluster->anchors[rank] + (static_cast<char*>(address) - &anchor);
 }
 
