@@ -30,7 +30,8 @@ def resident_kernel(
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     within = column < width
-    factor = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    if INPUT:
+        factor = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)[None, :]
     weight_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     bias_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     last = tl.minimum((program + 1) * group, num_rows)

@@ -20,7 +20,7 @@ def install(watch: Watch) -> None:
     """Let launches reach the timeline in place of a compiler, for the rest of the process."""
 
     def run(launch: Launch) -> None:
-        stored, loaded = touched_arguments(launch.kernel)
+        stored, loaded = touched_arguments(launch.kernel, frozenset(launch.constants.items()))
         tensors = {name: each for name, each in launch.arguments.items() if isinstance(each, Tensor)}
         reads = [each for name, each in tensors.items() if name in loaded]
         writes = [each for name, each in tensors.items() if name in stored]
@@ -30,14 +30,30 @@ def install(watch: Watch) -> None:
     opaque._PLAIN = (*opaque._PLAIN, FakeTensor)  # type: ignore[misc]  # run as a GPU would, not as a compiler traces
 
 
+class _Compiled(ast.NodeTransformer):
+    """Leaves out the branches that constants rule out, as the compiler does."""
+
+    def __init__(self, constants: dict[str, Any]) -> None:
+        self._constants = constants
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        negated = isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
+        test = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
+        if not isinstance(test, ast.Name) or test.id not in self._constants:
+            return node
+        return node.body if bool(self._constants[test.id]) != negated else node.orelse
+
+
 @functools.cache
-def touched_arguments(kernel: Any) -> tuple[frozenset[str], frozenset[str]]:
+def touched_arguments(kernel: Any, constants: frozenset[tuple[str, Any]]) -> tuple[frozenset[str], frozenset[str]]:
     """The pointer arguments that a Triton kernel stores through and loads through, also in functions that it calls.
 
-    Found in its source: of each variable, the parameters that its value is computed from.
+    constants: what it is compiled for. Found in its source: of each variable, the parameters that its value is
+    computed from.
     """
-    function = kernel.fn
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    function, known = kernel.fn, dict(constants)
+    tree = _Compiled(known).visit(ast.parse(textwrap.dedent(inspect.getsource(function))))
     (definition,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     origins = {argument.arg: {argument.arg} for argument in definition.args.args}
     names = function.__globals__
@@ -77,9 +93,14 @@ def touched_arguments(kernel: Any) -> tuple[frozenset[str], frozenset[str]]:
             loaded |= sources(node.args[0])
         elif isinstance(node.func, ast.Name) and hasattr(names.get(node.func.id), "fn"):
             called = names[node.func.id]
-            inner_stored, inner_loaded = touched_arguments(called)
             parameters = list(inspect.signature(called.fn).parameters)
             given = [*zip(parameters, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
+            passed_on = {
+                name: each.value if isinstance(each, ast.Constant) else known[each.id]
+                for name, each in given
+                if isinstance(each, ast.Constant) or (isinstance(each, ast.Name) and each.id in known)
+            }
+            inner_stored, inner_loaded = touched_arguments(called, frozenset(passed_on.items()))
             for name, argument in given:
                 stored |= sources(argument) if name in inner_stored else set()
                 loaded |= sources(argument) if name in inner_loaded else set()

@@ -21,7 +21,7 @@ RUNS = {
 FAST = ("offloaded activations",)
 NOT_NEEDED_HERE = {
     "self._done.synchronize()": "for whoever reads optimizer state on the host between steps: nobody does here",
-    "stream.synchronize()": "the function before it has read the sums, which waits too",
+    "stream.record_event().synchronize()": "the function before it has read the sums, which waits too",
 }
 """Lines of the product that wait for what these runs do not need."""
 
