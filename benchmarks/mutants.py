@@ -225,8 +225,16 @@ GPU_AREAS = {
         ),
         gpu_mutants_of,
     ),
-    "engine": Area(("megapipe/engine/*.py",), ("tests/fake_cuda", "tests/engine"), gpu_mutants_of),
-    "parallel": Area(("megapipe/parallel/**/*.py",), ("tests/fake_cuda", "tests/parallel"), gpu_mutants_of),
+    "engine": Area(
+        ("megapipe/engine/*.py",),
+        ("tests/fake_cuda/test_waits.py", "tests/engine/test_trace.py", "tests/engine/test_background.py"),
+        gpu_mutants_of,
+    ),
+    "parallel": Area(
+        ("megapipe/parallel/**/*.py",),
+        ("tests/fake_cuda/test_waits.py", "tests/parallel/test_links.py", "tests/parallel/test_groups.py"),
+        gpu_mutants_of,
+    ),
 }
 
 
