@@ -51,7 +51,7 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
     from megapipe.training.planning import planned
     from megapipe.training.pretrain import pretrain
 
-    start = None
+    start, failure = None, None
     try:
         environment = LaunchEnvironment.read(os.environ)
         start = environment.meet(_start_timeout(parsed))
@@ -66,10 +66,15 @@ def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
                 print_line(plan_line)
         status = pretrain(config, environment, start)
     except Exception as error:
+        failure = error  # kept, because its frames hold process groups
         status = status_of(error, start)
     after_training()
-    if any_abandoned():
-        # Weights & Biases' exit handler would wait for the server for another minute or more.
+    # Weights & Biases' exit handler would wait for the server for another minute or more. Process groups that are
+    # freed wait for operations with peers that may be gone, for as long as a collective may take.
+    lost = failure is not None and start is not None and status != ExitCode.WRONG_INPUT
+    if any_abandoned() or lost:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
     return status
 
