@@ -198,9 +198,9 @@ def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> l
     samples = open_samples(config, "train")
     if mesh.rank == victim:
         with on_disk(disk, at_step):
-            assert _train(config, mesh, samples, None, Heartbeat(), None) == 0
+            assert _train(config, mesh, samples, None, Heartbeat(), None, {}) == 0
     else:
-        assert _train(config, mesh, samples, None, Heartbeat(), None) == 0
+        assert _train(config, mesh, samples, None, Heartbeat(), None, {}) == 0
     return said
 
 
