@@ -130,7 +130,7 @@ def benchmark_parts(device: str, results: Path | None, all_sizes: bool = False) 
 
 
 def ranks_parts(device: str) -> list[Part]:
-    """What ranks do together, a run for each check; a processor has two ranks that run them all in one."""
+    """Return the parts that several ranks run together: on GPUs one part for each check, on a CPU one for all."""
     ranks = torch.cuda.device_count() if device == "cuda" else 2
     if ranks < 2:
         return []
@@ -183,8 +183,8 @@ def run(part: Part, limit: float) -> Outcome:
             output = log.read_text("utf-8", errors="replace")
             print(output, flush=True)
             outputs.append(output)
-            told = detail(output)
-            details.append(told if results[-1] != STOPPED else f"after {limit:.0f} s: {told}")
+            line = detail(output)
+            details.append(line if results[-1] != STOPPED else f"after {limit:.0f} s: {line}")
     result = FAILED if FAILED in results else STOPPED if STOPPED in results else OK
     return Outcome(part.name, result, "; ".join(details), time.monotonic() - start, "\n".join(outputs))
 
@@ -246,7 +246,7 @@ class Progress:
             self._outcomes[name] = crashed if outcome.result == RUNNING else outcome
 
     def finished(self, name: str, again: str | None) -> Outcome | None:
-        """What an earlier start found, unless it is to be run again: what did not pass (`failed`), or all (`all`)."""
+        """Return the results of an earlier start without those to run again: `failed` ones, or `all` of them."""
         outcome = self._outcomes.get(name)
         if outcome is None or again == "all" or (again == "failed" and outcome.result != OK):
             return None
@@ -339,7 +339,7 @@ def device_name() -> str:
 
 
 def versions() -> str:
-    """Of Python, torch, CUDA and triton."""
+    """Return the versions of Python, torch, CUDA and Triton."""
     found = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     with suppress(importlib.metadata.PackageNotFoundError):
         found += f", triton {importlib.metadata.version('triton')}"
@@ -360,7 +360,7 @@ def revision() -> str:
 
 
 def setting() -> dict[str, str]:
-    """What outcomes depend on."""
+    """Return everything that results depend on; results with another key are not used."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {"device": device_name(), "number of GPUs": str(devices), "versions": versions(), "revision": revision()}
 
@@ -374,8 +374,8 @@ def machine() -> list[str]:
         lines.append(f"NCCL: {'.'.join(map(str, torch.cuda.nccl.version()))}")
         for query in (["--query-gpu=driver_version", "--format=csv,noheader"], ["topo", "-m"]):
             with suppress(OSError, subprocess.SubprocessError):
-                told = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=30)
-                lines.append(f"nvidia-smi {query[0]}:\n{told.stdout.strip()}")
+                done = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=30)
+                lines.append(f"nvidia-smi {query[0]}:\n{done.stdout.strip()}")
     lines.append(f"csrc/: {'built' if library.PATH.exists() else 'not built'}")
     lines.append(apex_backend.described() or "apex: not installed")
     return lines

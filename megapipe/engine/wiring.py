@@ -98,7 +98,7 @@ def link_edges(header: Header, crossings: Mapping[tuple[int, int], Specs]) -> li
 
 
 def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) -> dict[tuple[int, int], Specs]:
-    """What crosses at every boundary between ranks, by the stages on both sides."""
+    """Return the tensors that cross each boundary between ranks, by the stages on both sides."""
     crossings: dict[tuple[int, int], Specs] = {}
     for route in schedule.header.routes:
         for stage, following in itertools.pairwise(route):

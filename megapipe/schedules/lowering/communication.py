@@ -15,7 +15,7 @@ from megapipe.schedules.table import Table
 
 
 class Posts(NamedTuple):
-    """Where the receive of each message is posted: ahead of compute row ``row``, those of one row by ``turn``."""
+    """The place of each message's receive: ahead of compute row ``row``; those at one row in order of ``turn``."""
 
     row: Ints
     turn: Ints
@@ -62,7 +62,7 @@ class Messages:
         return np.flatnonzero(self.link[1:] == self.link[:-1]) + 1
 
     def receives(self, table: Table, posts: Posts) -> Insertion:
-        """Receives, each ahead of its compute row on the consumer's rank."""
+        """Return the receives, each ahead of its compute row on the consumer's rank."""
         order = np.argsort(posts.turn)
         kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
         rows = rows_of(kind, table.stage[self.consumer], self.microbatch)

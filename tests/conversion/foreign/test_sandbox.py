@@ -149,7 +149,7 @@ def test_no_field_is_set_after_it_was_checked(sandbox: Sandbox, tmp_path: Path) 
 
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
-"""Of four floats, in a pickle."""
+"""Keys and location of a storage with four floats, as a pickle has them."""
 
 
 def tensor_at(offset: int, shape: tuple[int, ...], stride: tuple[int, ...], state: bytes = b"") -> bytes:
