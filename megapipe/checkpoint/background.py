@@ -204,6 +204,9 @@ class BackgroundSaver:
                 job.give_up(outcome.error)  # rank 0 stops waiting for the others
             if not any(each.running for each in ranks):
                 job.agreed = True
+                if outcome.error is not None and self._mesh.rank == 0:
+                    # Another rank may have written into the folder while rank 0's thread, which failed, removed it.
+                    discard(self._storage, partial_folder(self._directory, job.step))
                 break
             if any(each.late for each in ranks):
                 outcome.given_up = True

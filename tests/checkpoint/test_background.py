@@ -241,6 +241,41 @@ def test_a_full_disk_of_one_rank_is_reported_without_the_disk(tmp_path: Path, vi
     assert not list(tmp_path.iterdir()), "what was written is removed"
 
 
+class LateDisk(StorageWriter):
+    """Creates its first file while rank 0, whose disk this is not, already removes the folder."""
+
+    def __init__(self) -> None:
+        self.removing, self.created = threading.Event(), threading.Event()
+
+    def create(self, path: Path) -> int:
+        assert self.removing.wait(30)
+        descriptor = super().create(path)
+        self.created.set()
+        return descriptor
+
+
+class RemovingDisk(FullDisk):
+    def __init__(self, other: LateDisk) -> None:
+        self.other = other
+
+    def remove_folder(self, path: Path) -> None:
+        self.other.removing.set()
+        assert self.other.created.wait(30)
+        super().remove_folder(path)
+
+
+def failing_while_another_rank_writes(mesh: Mesh, directory: Path, late: LateDisk) -> None:
+    saver = BackgroundSaver(directory, mesh, storage=late if mesh.rank else RemovingDisk(late))
+    start(saver, mesh, PAIR, 2)
+    with pytest.raises(CheckpointError):
+        saver.finish()
+
+
+def test_files_written_during_the_removal_are_removed_too(tmp_path: Path) -> None:
+    run_threads(PAIR.sizes, failing_while_another_rank_writes, tmp_path, LateDisk())
+    assert not list(tmp_path.iterdir())
+
+
 def slow_on_one_rank(mesh: Mesh, directory: Path, holder: HeldDisk) -> None:
     saver = BackgroundSaver(directory, mesh, storage=holder if mesh.rank else DISK)
     start(saver, mesh, PAIR, 2)
