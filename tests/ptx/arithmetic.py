@@ -210,36 +210,66 @@ def _same(x: Array) -> Array:
     return x
 
 
-# Errors: PTX ISA, "Floating Point Instructions", in units in the last place (2^-23 relative, at worst), relative, or
-# absolute.
-_ULP = 2.0**-23
-_APPROXIMATE: dict[str, Callable[[Array], Array]] = {
-    "ex2": lambda x: inexact(np.exp2(x.astype(np.float64)), 2.0**-22.5, x),
-    "rsqrt": lambda x: inexact(1 / np.sqrt(x.astype(np.float64)), 2.0**-22.9, x),
-    "rcp": lambda x: inexact(1 / x.astype(np.float64), _ULP, x),
-    "sqrt": lambda x: inexact(np.sqrt(x.astype(np.float64)), 2.0**-23, x),
-    "tanh": lambda x: inexact(np.tanh(x.astype(np.float64)), 2.0**-11, x),
-    "sin": lambda x: inexact(np.sin(x.astype(np.float64)), np.float64(2.0**-20.5), x),
-    "cos": lambda x: inexact(np.cos(x.astype(np.float64)), np.float64(2.0**-20.9), x),
+def _ulp(y: Array) -> Array:
+    """Distance of fp32 numbers at y."""
+    return np.spacing(np.abs(y).astype(np.float32)).astype(np.float64)
+
+
+def _angle_error(x: Array, y: Array) -> Array:
+    """Nothing is guaranteed of larger angles: any sine or cosine may come out."""
+    size = np.abs(x)
+    return np.where(size <= 2 * np.pi, 2.0**-20.5, np.where(size <= 100 * np.pi, 2.0**-14.7, 1.0))
+
+
+_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": lambda x: 1 / x,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sqrt": np.sqrt,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
 }
+_ERRORS: dict[tuple[str, str], Callable[[Array, Array], Array]] = {
+    ("rcp", "f32"): lambda x, y: _ulp(y),
+    ("sqrt", "f32"): lambda x, y: np.abs(y) * 2.0**-23,
+    ("rsqrt", "f32"): lambda x, y: np.abs(y) * 2.0**-22.9,
+    ("sin", "f32"): _angle_error,
+    ("cos", "f32"): _angle_error,
+    ("lg2", "f32"): lambda x, y: np.where((x > 0.5) & (x < 2), 1, np.abs(y)) * 2.0**-22,
+    ("ex2", "f32"): lambda x, y: 2 * _ulp(y),
+    ("tanh", "f32"): lambda x, y: np.abs(y) * 2.0**-11,
+    ("tanh", "f16"): lambda x, y: np.full(y.shape, 2.0**-10.987),
+    ("tanh", "bf16"): lambda x, y: np.full(y.shape, 2.0**-8),
+    ("ex2", "f16"): lambda x, y: np.abs(y) * 2.0**-9.9,
+}
+"""(function, type) -> operand and exact result -> largest absolute error. PTX ISA 9.1, sections 9.7.3.13 rcp,
+.15 sqrt, .16 rsqrt, .18 sin, .19 cos, .20 lg2, .21 ex2, .22 tanh; of half precision, 9.7.4.9 tanh and 9.7.4.10 ex2."""
 
 
-def _log2(x: Array) -> Array:
-    exact = np.log2(x.astype(np.float64))
-    near = (x > 0.5) & (x < 2)
-    return inexact(exact, np.where(near, 2.0**-22, np.abs(exact) * 2.0**-22), x)
+def _approximate(name: str, kind: str, x: Array) -> Array:
+    """The function with its largest error, but for the operands that the ISA gives results for: 0, infinity, NaN."""
+    wide = widened(x, kind) if kind in _HALVES else x.astype(np.float64)
+    y = _FUNCTIONS[name](wide)
+    error = np.where(np.isfinite(y) & np.isfinite(wide) & (wide != 0), _ERRORS[name, kind](wide, y), 0)
+    return inexact(y, error, x, kind)
+
+
+def _divided_approximately(x: Array, y: Array, full: bool) -> Array:
+    """PTX ISA 9.7.3.8 div: two units in the last place; without `full`, divisors above 2^126 give 0 or NaN."""
+    quotient = x.astype(np.float64) / y
+    error = np.where(np.isfinite(quotient) & (quotient != 0), 2 * _ulp(quotient), 0)
+    result = inexact(quotient, error, x, "f32")
+    if full:
+        return result
+    large = (np.abs(y) > 2.0**126) & np.isfinite(y)
+    return np.where(large, np.where(np.isinf(x), np.float32(np.nan), np.copysign(np.float32(0), result)), result)
 
 
 def _unary_float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
-    if kind in _HALVES:
-        if name not in ("ex2", "tanh"):
-            raise KeyError(name)
-        exact = {"ex2": np.exp2, "tanh": np.tanh}[name]
-        return Operation((kind,), kind, lambda x: narrowed(exact(widened(x, kind)), kind))
-    if name == "lg2":
-        function = _log2
-    elif "approx" in parts:
-        function = _APPROXIMATE[name]
+    if "approx" in parts and (name, kind) in _ERRORS:
+        function = partial(_approximate, name, kind)
     elif "rn" in parts and name in ("sqrt", "rcp"):
         if kind == "f64":
             return Operation(("f64",), "f64", np.sqrt if name == "sqrt" else lambda x: 1 / x)
@@ -247,9 +277,7 @@ def _unary_float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
         return _flushing(parts, Operation(("f32",), "f32", np.sqrt if name == "sqrt" else lambda x: np.float32(1) / x))
     else:
         raise KeyError(name)
-    if kind != "f32":
-        raise KeyError(kind)
-    return _flushing(parts, Operation(("f32",), "f32", function))
+    return _flushing(parts, Operation((kind,), kind, function))
 
 
 def _flushing(parts: tuple[str, ...], operation: Operation) -> Operation:
@@ -304,6 +332,12 @@ def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
         return _flushing(parts, Operation((kind,) * 3, kind, fused32 if kind == "f32" else _fused64))
     if name in ("ex2", "lg2", "rsqrt", "rcp", "sqrt", "tanh", "sin", "cos"):
         return _unary_float(name, parts, kind)
+    if {"full", "approx"} & set(parts):
+        if (name, kind) != ("div", "f32"):
+            raise KeyError(name)
+        return _flushing(
+            parts, Operation(("f32", "f32"), "f32", partial(_divided_approximately, full="full" in parts))
+        )
     function = _FLOAT[name]
     count = 1 if name in ("neg", "abs") else 2
     if kind in _HALVES:
@@ -311,10 +345,6 @@ def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
             (kind,) * count,
             kind,
             lambda *values: narrowed(function(*(widened(value, kind) for value in values)), kind),
-        )
-    if name == "div" and ("full" in parts or "approx" in parts):
-        return _flushing(
-            parts, Operation(("f32", "f32"), "f32", lambda x, y: inexact(x.astype(np.float64) / y, 2 * _ULP, x))
         )
     return _flushing(parts, Operation((kind,) * count, kind, function))
 

@@ -530,7 +530,8 @@ def _adamw(name: str, count: int, moments: torch.dtype, parameter: torch.dtype |
 
     copy = 0 if parameter is None else parameter.itemsize
     size = count * (4 * 3 + 2 * 2 * moments.itemsize + copy)
-    work = declared("adamw, fp32, bf16 copy", 1, count, FP32) if moments == FP32 and copy else None
+    # The benchmark's update has moments in fp32, each read and written, and a copy in bf16.
+    work = declared("adamw, fp32, bf16 copy", 1, count, FP32) - count * (2 * 2 * (4 - moments.itemsize) + 2 - copy)
     large = ("master", "gradient", "first", "second", "parameter")
     return Case(name, launch, ("parameter",), results, large, Bytes(size, size, work))
 
@@ -544,7 +545,7 @@ def _gradient_norm(name: str, count: int, dtype: torch.dtype) -> Case:
         squares = before.values.double().square()
         return {"sums": (after.sums, torch.stack([part.sum() for part in squares.split(BLOCK)]))}
 
-    work = declared("gradient_norm, fp32", 1, count, FP32) if dtype == FP32 else None
+    work = declared("gradient_norm, fp32", 1, count, FP32) * dtype.itemsize // FP32.itemsize
     moved = _tensors(torch.empty(count, dtype=dtype), 1, None, work)
     return Case(name, launch, ("sums",), results, ("values",), moved, slack=1e-14)
 

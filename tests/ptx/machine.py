@@ -221,7 +221,7 @@ class _Batch:
         if not (active is self.mask and self.full):
             before = self.registers.get(name)
             if before is None:
-                before = np.zeros(1, value.dtype)
+                before = ~np.zeros(1, value.dtype)  # threads that did not write it find all bits set: a NaN, or -1
             value = np.where(active, value, before)
         self.registers[name] = value
 

@@ -394,28 +394,82 @@ def test_two_numbers_become_a_pair() -> None:
         assert_equal(decoded(halves[0::2], kind), [nearest(value) for value in lower])
 
 
-BOUNDS: list[tuple[str, Callable[[float], float], float]] = [
-    ("ex2.approx", lambda x: 2.0**x, 2**-22.5),
-    ("rcp.approx", lambda x: 1 / x, 2**-23),
-    ("rsqrt.approx", lambda x: abs(x) ** -0.5, 2**-22.9),
-    ("sqrt.approx", lambda x: abs(x) ** 0.5, 2**-23),
-    ("tanh.approx", math.tanh, 2**-11),
-    ("lg2.approx", lambda x: math.log2(abs(x)), 2**-22),
-    ("sin.approx", math.sin, 2**-20.5),
-    ("cos.approx", math.cos, 2**-20.9),
+def relative(y: float) -> float:
+    return abs(y)
+
+
+def absolute(y: float) -> float:
+    return 1.0
+
+
+def units(y: float) -> float:
+    """The unit in the last place of fp32."""
+    return math.ulp(y) * 2.0**29
+
+
+BOUNDS: list[tuple[str, Callable[[float], float], float, Callable[[float], float]]] = [
+    ("rcp.approx.f32", lambda x: 1 / x, 1, units),
+    ("sqrt.approx.f32", lambda x: x**0.5, 2**-23, relative),
+    ("rsqrt.approx.f32", lambda x: x**-0.5, 2**-22.9, relative),
+    ("ex2.approx.f32", lambda x: 2.0**x, 2, units),
+    ("ex2.approx.f16", lambda x: 2.0**x, 2**-9.9, relative),
+    ("lg2.approx.f32", math.log2, 2**-22, absolute),
+    ("sin.approx.f32", math.sin, 2**-20.5, absolute),
+    ("cos.approx.f32", math.cos, 2**-20.5, absolute),
+    ("tanh.approx.f32", math.tanh, 2**-11, relative),
+    ("tanh.approx.f16", math.tanh, 2**-10.987, absolute),
+    ("tanh.approx.bf16", math.tanh, 2**-8, absolute),
+    ("div.approx.f32", lambda x: x / 0.7109375, 2, units),
+    ("div.full.f32", lambda x: x / 0.7109375, 2, units),
 ]
+"""Opcode, function, and the bound that the PTX ISA states for its error, with the unit of the bound."""
 
 
-@pytest.mark.parametrize(("opcode", "function", "bound"), BOUNDS, ids=[row[0] for row in BOUNDS])
-def test_approximations_use_their_whole_error(opcode: str, function: Callable[[float], float], bound: float) -> None:
-    x = np.random.default_rng(3).uniform(0.55, 1.95, THREADS).astype(np.float32)
+@pytest.mark.parametrize(("opcode", "function", "bound", "unit"), BOUNDS, ids=[row[0] for row in BOUNDS])
+def test_approximations_use_their_whole_error_and_no_more(
+    opcode: str, function: Callable[[float], float], bound: float, unit: Callable[[float], float]
+) -> None:
+    kind = opcode.split(".")[-1]
+    x = encoded(np.random.default_rng(3).uniform(0.55, 1.95, THREADS).tolist(), kind)
+    arrays = [x, np.full_like(x, 0.7109375)] if opcode[:3] == "div" else [x]
+    found = compute(f"{opcode} z, {'a, b' if opcode[:3] == 'div' else 'a'}", arrays, np.zeros_like(x))
+    wanted = [function(value) for value in decoded(x, kind)]
+    errors = [(y - z) / (bound * unit(z)) for y, z in zip(decoded(found, kind), wanted, strict=True)]
+    assert max(errors) > 0.5
+    assert min(errors) < -0.5
+    assert max(map(abs, errors)) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("opcode", "operands", "results"),
+    [
+        ("ex2.approx", [-math.inf, -0.0, 0.0, math.inf], [0.0, 1.0, 1.0, math.inf]),
+        ("sin.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, -0.0, 0.0, math.nan]),
+        ("cos.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, 1.0, 1.0, math.nan]),
+        ("tanh.approx", [-math.inf, -0.0, 0.0, math.inf], [-1.0, -0.0, 0.0, 1.0]),
+        ("lg2.approx", [-math.inf, -1.0, -0.0, math.inf], [math.nan, math.nan, -math.inf, math.inf]),
+        ("rsqrt.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, -math.inf, math.inf, 0.0]),
+        ("sqrt.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, -0.0, 0.0, math.inf]),
+    ],
+)
+def test_approximations_of_special_numbers_are_exact(opcode: str, operands: list[float], results: list[float]) -> None:
+    """The tables of the PTX ISA's sections."""
+    x = np.resize(np.array(operands, np.float32), THREADS)
     found = compute(f"{opcode}.f32 z, a", [x], np.zeros(THREADS, np.float32))
-    absolute = opcode[:3] in ("sin", "cos", "lg2")
-    wanted = [function(value) for value in x.tolist()]
-    errors = [(y - z) / (1 if absolute else abs(z)) for y, z in zip(found.tolist(), wanted, strict=True)]
-    assert max(errors) > bound / 2
-    assert min(errors) < -bound / 2
-    assert max(map(abs, errors)) <= bound + 2**-24 * (2 if absolute else 1)
+    assert_equal(found.tolist(), np.resize(results, THREADS).tolist())
+
+
+def test_fast_division_by_huge_numbers_gives_zero() -> None:
+    x, y = np.full(THREADS, -(2.0**100), np.float32), np.full(THREADS, 1.5 * 2.0**126, np.float32)
+    x[::2] = np.inf
+    found = compute("div.approx.f32 z, a, b", [x, y], np.zeros(THREADS, np.float32))
+    assert_equal(found.tolist(), [math.nan, -0.0] * (THREADS // 2))
+
+
+def test_sines_of_large_angles_are_worse() -> None:
+    x = np.random.default_rng(3).uniform(10, 300, THREADS).astype(np.float32)
+    found = compute("sin.approx.f32 z, a", [x], np.zeros(THREADS, np.float32))
+    assert np.abs(found - np.sin(x.astype(np.float64))).max() == pytest.approx(2**-14.7, rel=0.01)
 
 
 def test_subnormal_numbers_are_flushed_where_the_opcode_says_so() -> None:

@@ -360,3 +360,8 @@ def test_a_guard_keeps_old_values() -> None:
     x = np.arange(256, dtype=np.uint32)
     found = compute("setp.lt.u32 %p1, a, 100;\nmov.b32 z, 7;\n@%p1 add.s32 z, a, 1", [x], zeros(256))
     assert found.tolist() == [i + 1 if i < 100 else 7 for i in range(256)]
+
+
+def test_a_register_that_only_some_threads_wrote_has_no_zeros_for_the_others() -> None:
+    found = run(PLACE + "setp.lt.u32 %p1, %r0, 3;\n@%p1 mov.b32 %r1, 7;\nst.global.b32 [%d41], %r1;", [zeros(32)])
+    assert found.buffers[0].tolist() == [7] * 3 + [2**32 - 1] * 29
