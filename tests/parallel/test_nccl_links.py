@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.links import Edge
 from megapipe.parallel.links.distributed import disjoint_rounds, nccl_links
 from megapipe.schedules import build
@@ -114,5 +115,5 @@ def test_more_links_than_streams_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     pairs = [pair for other in range(1, 18) for pair in ((0, other), (other, 0))]
     recorder = Recorder(0, 18, monkeypatch)
     nccl_links(recorder.group, edges_of(pairs[:-2]), 60.0, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"pipeline rank 0 has 34 links, but torch has 32 .* at most 16 neighbours"):
+    with pytest.raises(LaunchError, match=r"pipeline rank 0 has 34 links, but torch has 32 .* at most 16 neighbours"):
         nccl_links(recorder.group, edges_of(pairs[-2:]), 60.0, torch.device("cpu"))

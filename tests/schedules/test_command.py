@@ -125,6 +125,22 @@ def test_validate_says_what_relies_on_kernels_that_run_at_once(capsys, tmp_path)
         assert ("run on a GPU at the same time" in output(capsys, "validate", str(path))) is relies
 
 
+def test_validate_says_which_rank_has_more_links_than_nccl_can_have(capsys, tmp_path):
+    for others, refused in ((16, False), (17, True)):
+        # A chain of stages that comes back to rank 0 after each other rank: two links with each.
+        ranks = [0] + [rank for other in range(1, others + 1) for rank in (other, 0)]
+        lines = ["megapipe schedule 1", "name star", "class A", "microbatches 1"]
+        lines += [f"stage {stage} rank {rank}" for stage, rank in enumerate(ranks)] + ["", "body"]
+        for rank in range(others + 1):
+            stages = [stage for stage, home in enumerate(ranks) if home == rank]
+            actions = [f"F{stage}.0" for stage in stages] + [f"B{stage}.0" for stage in reversed(stages)]
+            lines.append(f"rank {rank}: {' '.join(actions)}")
+        path = tmp_path / "star.txt"
+        path.write_text("\n".join(lines) + "\n")
+        assert json.loads(output(capsys, "validate", str(path), "--json"))["links"] == [2 * others] + [2] * others
+        assert ("training on GPUs refuses this schedule" in output(capsys, "validate", str(path))) is refused
+
+
 def test_validate_says_whose_links_must_be_connected(capsys, tmp_path):
     for name, connects in (("1f1b", True), ("interleaved_1f1b", False)):
         path = tmp_path / f"{name}.txt"

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup
 from megapipe.parallel.links.link import Edge, Link, Transfer
+from megapipe.schedules.validation import STREAMS_PER_PRIORITY
 
-STREAMS_PER_PRIORITY = 32
-"""Streams of one priority that torch has on a device (c10/cuda/CUDAStream.h). It hands them out in turn, one to each
-communicator, so the 33rd communicator shares the stream of the first."""
 _NCCL_MAXIMUM_BLOCKS = 4
 
 
@@ -127,7 +126,7 @@ def nccl_links(
     streams and use few thread blocks, because they copy while kernels compute.
 
     Raises:
-        ValueError: a rank would have more communicators than torch has streams for them.
+        LaunchError: a rank would have more communicators than torch has streams for them.
     """
     new = [edge.pair for edge in edges if edge.pair not in group.pairs]
     _check_streams([*group.pairs, *new])
@@ -182,7 +181,7 @@ def _check_streams(pairs: Sequence[tuple[int, int]]) -> None:
     counts = Counter(rank for pair in pairs for rank in pair)
     rank, count = counts.most_common(1)[0] if counts else (0, 0)
     if count > STREAMS_PER_PRIORITY:
-        raise ValueError(
+        raise LaunchError(
             f"pipeline rank {rank} has {count} links, but torch has {STREAMS_PER_PRIORITY} high-priority streams on a "
             "GPU, and links that share a stream wait for one another: place the stages so that each rank has at most "
             f"{STREAMS_PER_PRIORITY // 2} neighbours"

@@ -27,6 +27,7 @@ def make_links(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeo
 
     Raises:
         ValueError: an edge that cannot be, or a kind that does not work on this mesh.
+        LaunchError: more links than NCCL can have.
         CommunicationError: a peer did not answer.
     """
     _check_edges(edges, mesh.size("pipeline"))

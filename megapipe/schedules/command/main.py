@@ -16,7 +16,7 @@ from megapipe.schedules.load_file import load_file
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.simulation import Link, Simulation, simulate
 from megapipe.schedules.text import dumps
-from megapipe.schedules.validation import needs_resident_kernels, validate
+from megapipe.schedules.validation import STREAMS_PER_PRIORITY, needs_resident_kernels, validate
 
 DRAWINGS = {".svg": draw_svg, ".html": draw_html, ".json": draw_trace}
 COLUMNS = (
@@ -63,6 +63,7 @@ def _validate(flags: argparse.Namespace) -> None:
         facts = {
             "canonical_order": report.canonical_order,
             "lazy_links": report.lazy_links,
+            "links": report.links,
             "needs_resident_kernels": needs_resident_kernels(schedule),
         }
         print(json.dumps({"valid": True, **facts, **numbers}))
@@ -76,6 +77,10 @@ def _validate(flags: argparse.Namespace) -> None:
             "  note: training does not accept this schedule, because it does not sum the gradients of several copies "
             "of a model"
         )
+    most = max(report.links)
+    if most > STREAMS_PER_PRIORITY:
+        print(f"  note: training on GPUs refuses this schedule, because rank {report.links.index(most)} has {most}")
+        print(f"  links, and NCCL can have {STREAMS_PER_PRIORITY} (docs/nccl.md)")
     if not report.lazy_links:
         print("  note: its links must be connected before step 1, as megapipe does; with links that connect at their")
         print("  first use (NCCL's default) the first step would hang")

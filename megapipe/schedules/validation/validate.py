@@ -23,6 +23,9 @@ from megapipe.schedules.validation.transfers import check_collectives, check_lin
 
 BODIES_PROVED = (0, 1, 2, 3)
 """Bodies between prologue and epilogue that are checked; periodicity gives the rest."""
+STREAMS_PER_PRIORITY = 32
+"""Streams of one priority that torch has on a GPU (c10/cuda/CUDAStream.h). It hands them out in turn, one to each NCCL
+communicator, so the 33rd link of a rank would share the stream of the first."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Report:
     ``canonical_order``: on every stage gradients are added in micro-batch order, as one process would.
     ``peak_activations`` and ``pending_weight_halves``: per rank, in micro-batches of the whole rank's layers.
     ``weight_versions``: copies of the weights per rank. ``lazy_links``: the first step also gets through where a link
-    connects at its first use, which blocks both hosts, as NCCL does; megapipe connects all links at start.
+    connects at its first use, which blocks both hosts, as NCCL does; megapipe connects all links at start. ``links``:
+    per rank; NCCL can have `STREAMS_PER_PRIORITY`.
     """
 
     canonical_order: bool
@@ -40,6 +44,7 @@ class Report:
     pending_weight_halves: tuple[float, ...]
     weight_versions: tuple[int, ...]
     lazy_links: bool
+    links: tuple[int, ...]
 
 
 def validate(schedule: Schedule, *, activation_budget: float | None = None) -> Report:
@@ -69,6 +74,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
         pending_weight_halves=pending_weight_halves(table),
         weight_versions=header.weight_versions,
         lazy_links=not first_uses.deadlock(()),
+        links=tuple(sum(rank in pair for pair in header.connections) for rank in range(header.num_ranks)),
     )
     budget = np.inf if activation_budget is None else activation_budget
     for rank, peak in enumerate(report.peak_activations):
