@@ -17,6 +17,7 @@ from megapipe.kernels.reference import (
     softmax,
     stochastic_rounding,
     swiglu,
+    weight_gradient,
 )
 from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
 
@@ -88,6 +89,11 @@ OPS = Registry(
             "gradient_norm",
             ("squared_norm",),
             (_triton("gradient_norm"), _apex("gradient_norm"), Backend(REFERENCE, gradient_norm)),
+        ),
+        Op(
+            "weight_gradient",
+            ("accumulate",),
+            (_apex("weight_gradient", only_requested=True), Backend(REFERENCE, weight_gradient)),
         ),
     ],
     preferences=lambda: preferences.current().preferences,

@@ -160,6 +160,10 @@ class Registry:
         """The same ops with other demands."""
         return Registry(self.ops, overrides, self._preferences)
 
+    def is_requested(self, op: str) -> bool:
+        """Whether the configuration names a backend for this op."""
+        return op in self._overrides
+
     def pick(self, op: str, tensor: Tensor) -> ModuleType:
         """The module whose functions run `op` on such a tensor: device type, dtype and length of the last axis decide.
 

@@ -1,6 +1,6 @@
 """Every race: at least one for each op of the registry, those with an aim first, should the time be up."""
 
-from . import attention_cases, buffer_cases, elementwise_cases, loss_cases, norm_cases
+from . import attention_cases, buffer_cases, elementwise_cases, loss_cases, norm_cases, product_cases
 from .case import Case
 
 CASES: list[Case] = [
@@ -9,4 +9,5 @@ CASES: list[Case] = [
     *loss_cases.CASES,
     *elementwise_cases.CASES,
     *buffer_cases.CASES,
+    *product_cases.CASES,
 ]

@@ -10,6 +10,7 @@ EXTENSIONS = {
     "gradient_norm": "amp_C",
     "softmax": "scaled_upper_triang_masked_softmax_cuda",
     "attention_probabilities": "scaled_upper_triang_masked_softmax_cuda",
+    "weight_gradient": "fused_weight_gradient_mlp_cuda",
 }
 """Op -> the extension of apex that has its functions; `--cuda_ext` builds all of them."""
 

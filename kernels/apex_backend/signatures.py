@@ -104,6 +104,7 @@ _MEMORY_EFFICIENT = ("6ff45486f432f91eb86937a0def5eb5f2cf792ae", "pull request 1
 _AMP = ("9082484be7ee36f12c300b2bd56cc427b9c70e2c", "2019")
 _CAPTURABLE = ("6bd01c4b99a84648ad5e5238a959735e6936c813", "pull request 1560, January 2023")
 """An Adam for CUDA graphs: its step, rate, scale and skip flag are on the device."""
+_FUSION = ("23c1f86520e22b505e8fdfcf6298273dff2d93d8", "pull request 1297, February 2022")
 _SOFTMAX = ("23c1f86520e22b505e8fdfcf6298273dff2d93d8", "2021")
 
 LAYER_NORM_FORWARD = Function(
@@ -160,6 +161,11 @@ CAUSAL_SOFTMAX_BACKWARD = Function(
     "backward",
     _forms((_SOFTMAX, "output_grads:tensor softmax_results:tensor scale_factor:float")),
 )
+WEIGHT_GRADIENT = Function(
+    "fused_weight_gradient_mlp_cuda",
+    "wgrad_gemm_accum_fp32",
+    _forms((_FUSION, "input:tensor d_output:tensor d_weight:tensor")),
+)
 FUNCTIONS = (
     LAYER_NORM_FORWARD,
     LAYER_NORM_BACKWARD,
@@ -169,4 +175,5 @@ FUNCTIONS = (
     ADAM,
     CAUSAL_SOFTMAX_FORWARD,
     CAUSAL_SOFTMAX_BACKWARD,
+    WEIGHT_GRADIENT,
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.kernels.opaque import opaque
+from megapipe.kernels.registry import Registry
 from megapipe.layers.remade import Remade
 from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitModule, SplitTape
@@ -70,8 +71,36 @@ class Products:
         """[out, in]."""
         return weight_gradient(x, dy)
 
+    def accumulator_of(self, weight: Tensor) -> Tensor | None:
+        """The parameter whose `.grad` these products are added to as they are computed, or None."""
+        return None
+
+    def gradient(self, x: Tensor, dy: Tensor, weight: Tensor, accumulator: Tensor | None) -> Tensor | None:
+        """Gradient of the weight in its shape, or None if it has been added to the accumulator's `.grad`."""
+        return self.weight_gradient(x, dy).view(weight.shape)
+
 
 PLAIN = Products()
+
+
+class AccumulatingProducts(Products):
+    """Products whose weight gradients the kernel registry's `weight_gradient` adds to the accumulators.
+
+    Autograd would add them later, after they were rounded to the dtype of the product.
+    """
+
+    def __init__(self, kernels: Registry) -> None:
+        self._kernels = kernels
+
+    def accumulator_of(self, weight: Tensor) -> Tensor | None:
+        return weight
+
+    def gradient(self, x: Tensor, dy: Tensor, weight: Tensor, accumulator: Tensor | None) -> Tensor | None:
+        total = None if accumulator is None else accumulator.grad
+        if total is None:
+            return super().gradient(x, dy, weight, None)
+        self._kernels.pick("weight_gradient", x).accumulate(x, dy, as_matrix(total))
+        return None
 
 
 class _Fused(torch.autograd.Function):
@@ -87,6 +116,7 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, *(() if again is not None else (x,)))
         ctx.again, ctx.products = again, products
+        ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
         return products.output(x, weight, bias if add_bias else None)
 
@@ -98,7 +128,7 @@ class _Fused(torch.autograd.Function):
         dweight = None
         if needs_weight:
             x = kept[0] if ctx.again is None else ctx.again()
-            dweight = ctx.products.weight_gradient(x, dy).view(weight.shape)
+            dweight = ctx.products.gradient(x, dy, weight, ctx.accumulator)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         return dx, dweight, dbias, None, None, None
 
@@ -152,9 +182,15 @@ class Linear(SplitModule):
         return _Probed.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        yield self.weight, self.products.weight_gradient(saved[0], gradient)
+        yield from self.weight_gradients(saved[0], gradient)
         if self.bias is not None:
             yield self.bias, bias_gradient(gradient)
+
+    def weight_gradients(self, x: Tensor, dy: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """The weight with its gradient, or nothing if the gradient has been added to the weight's."""
+        gradient = self.products.gradient(x, dy, self.weight, self.products.accumulator_of(self.weight))
+        if gradient is not None:
+            yield self.weight, gradient
 
 
 class ColumnParallelLinear(Linear, OnShards):

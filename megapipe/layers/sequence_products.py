@@ -56,14 +56,14 @@ class SequenceProducts(SequenceShards):
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(gradient)
-        yield linear.weight, linear.products.weight_gradient(joined(gathered()), gradient)
+        yield from linear.weight_gradients(joined(gathered()), gradient)
 
     def row_weight_half(self, linear: Linear, x: Tensor, shard: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """As `SplitModule.weight_half`. x: the input, of all tokens. shard: of the output's gradient."""
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(shard)
-        yield linear.weight, linear.products.weight_gradient(x, joined(gathered()))
+        yield from linear.weight_gradients(x, joined(gathered()))
 
     def gathered(self, x: Tensor, multiply: Multiply, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(product [b, s, out] of all ranks' tokens x [b, s / t, in], the tokens [b, s, in] themselves if `keep`)."""
@@ -114,6 +114,7 @@ class _ColumnFused(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, *(() if again is not None else (x,)))
         ctx.again, ctx.sequence, ctx.products = again, sequence, products
+        ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
         multiply = partial(products.output, weight=weight, bias=bias if add_bias else None)
         return sequence.gathered(x, multiply, keep=False)[0]
@@ -129,7 +130,7 @@ class _ColumnFused(torch.autograd.Function):
         if needs_x:
             scattered = ctx.sequence.start_scattered(dy, partial(ctx.products.input_gradient, weight=weight))
         if gathered is not None:
-            dweight = ctx.products.weight_gradient(joined(gathered()), dy).view(weight.shape)
+            dweight = ctx.products.gradient(joined(gathered()), dy, weight, ctx.accumulator)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         if scattered is not None:
             dx = scattered()
@@ -177,6 +178,7 @@ class _RowFused(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, *(() if again is not None else (x,)))
         ctx.again, ctx.sequence, ctx.products = again, sequence, products
+        ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
         return sequence.start_scattered(x, partial(products.output, weight=weight, bias=None))()
 
@@ -189,7 +191,7 @@ class _RowFused(torch.autograd.Function):
         dweight = None
         if everything is not None:
             x = kept[0] if ctx.again is None else ctx.again()
-            dweight = ctx.products.weight_gradient(x, everything).view(weight.shape)
+            dweight = ctx.products.gradient(x, everything, weight, ctx.accumulator)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         return dx, dweight, dbias, None, None, None
 

@@ -17,7 +17,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.compiled import CompiledForward, CompiledUnit
 from megapipe.layers.fp8 import Fp8Products
-from megapipe.layers.linear import Linear
+from megapipe.layers.linear import AccumulatingProducts, Linear
 from megapipe.layers.shared_samples import keep_rings_out_of_graphs, share_samples
 from megapipe.models.gpt import Block
 from megapipe.parallel.groups import Group
@@ -166,6 +166,18 @@ def share_samples_of(stages: Iterable[Stage], group: Group, kind: ContextAttenti
             for twin in unit:
                 if isinstance(twin, Block):
                     share_samples(twin.attention, group, kind)
+
+
+def use_accumulating_products(stages: Mapping[int, Stage], kernels: Registry) -> None:
+    """Let the linear layers of these stages add their weight gradients through the kernel registry, if requested."""
+    if not kernels.is_requested("weight_gradient"):
+        return
+    products = AccumulatingProducts(kernels)
+    twins = (twin for stage in stages.values() for unit in stage.units for twin in unit)
+    for twin in twins:
+        for module in twin.modules() if isinstance(twin, nn.Module) else ():
+            if isinstance(module, Linear):
+                module.products = products
 
 
 def use_fp8(stages: Mapping[int, Stage], layout: StageLayout, config: PretrainConfig, group: Group) -> None:

@@ -29,6 +29,11 @@ def kernel_problems(config: PretrainConfig) -> list[str]:
             OPS.with_overrides({op: backend})
         except KernelError as error:
             problems.append(f"kernels.backends {{{op}: {backend}}}: {error}")
+    if config.training.compile and "weight_gradient" in config.kernels.backends:
+        problems.append(
+            "kernels.backends names weight_gradient, which adds to gradients during the backward, but "
+            "training.compile computes them in a graph; remove weight_gradient, or set training.compile false"
+        )
     return problems
 
 
@@ -45,6 +50,8 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
         uses.append(KernelUse("adamw", torch.float32, 1))
     if not config.training.master_weights:
         uses.append(KernelUse("stochastic_rounding", torch.float32, 1))
+    if kernels.is_requested("weight_gradient"):
+        uses.append(KernelUse("weight_gradient", dtype, config.model.hidden_size))
     choices, problems = [], []
     for use in uses:
         try:

@@ -35,6 +35,7 @@ from megapipe.training.assemble import (
     compile_blocks,
     recompute_parts,
     share_samples_of,
+    use_accumulating_products,
     use_fp8,
 )
 from megapipe.training.families import family_of
@@ -87,6 +88,7 @@ class Replica:
             share_samples_of(self.stages.values(), mesh.group("context"), config.parallel.context_attention)
         if config.recompute.method == "selective":
             recompute_parts(self.stages.values(), config.recompute.parts)
+        use_accumulating_products(self.stages, self.kernels)
         use_fp8(self.stages, self.layout, config, mesh.group("tensor"))
         if config.training.compile:
             compile_blocks(list(self.stages.values()))

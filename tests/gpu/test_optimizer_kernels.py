@@ -55,7 +55,7 @@ def test_attention_probabilities(window: int | None, dtype: torch.dtype) -> None
         assert found[:, -1, : 1024 - window].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("op", [op.name for op in OPS.ops])
+@pytest.mark.parametrize("op", [op.name for op in OPS.ops if op.name != "weight_gradient"])
 def test_triton_is_what_a_gpu_gets(op: str) -> None:
     pytest.importorskip("triton")
     dtype = torch.float32 if op in ("adamw", "gradient_norm") else torch.bfloat16

@@ -211,6 +211,13 @@ def _causal_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scal
     return output_grads.copy_(softmax.input_gradient(output_grads, softmax_results, scale_factor))
 
 
+def _weight_gradient(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    _same_dtype(input, d_output)
+    assert input.dim() == d_output.dim() == 2
+    assert d_weight.dtype == torch.float32
+    d_weight.addmm_(d_output.float().t(), input.float())
+
+
 _COMPUTE: dict[tuple[str, str], Callable[..., object]] = {
     ("fused_layer_norm_cuda", "forward_affine"): _layer_norm,
     ("fused_layer_norm_cuda", "backward_affine"): _layer_norm_backward,
@@ -220,4 +227,5 @@ _COMPUTE: dict[tuple[str, str], Callable[..., object]] = {
     ("amp_C", "multi_tensor_adam_capturable"): _adam,
     ("scaled_upper_triang_masked_softmax_cuda", "forward"): _causal_softmax,
     ("scaled_upper_triang_masked_softmax_cuda", "backward"): _causal_softmax_backward,
+    ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"): _weight_gradient,
 }

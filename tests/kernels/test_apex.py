@@ -16,6 +16,7 @@ from megapipe.kernels.apex_backend import (
     rms_norm,
     signatures,
     softmax,
+    weight_gradient,
 )
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference import gradient_norm as gradient_norm_reference
@@ -88,6 +89,19 @@ def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_apex")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weight_gradient(dtype: torch.dtype) -> None:
+    x, dy = (draw(2, 5, width, seed=width, dtype=dtype) for width in (16, 24))
+    total = draw(24, 16, dtype=torch.float32)
+    exact = total.double() + dy.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    weight_gradient.accumulate(x.transpose(0, 1), dy.transpose(0, 1), total)
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=1e-5)  # bf16 products are not rounded to bf16
+    weight_gradient.accumulate(x[:0], dy[:0], total)
+    with pytest.raises(ValueError, match="apex needs x and dy of one dtype with the same rows"):
+        weight_gradient.accumulate(x, dy, total.bfloat16())
+
+
+@pytest.mark.usefixtures("_apex")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 4, 20, 20), (1, 4, 132, 132)])
 def test_causal_softmax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -148,7 +162,7 @@ def test_installed_extensions_are_found_and_reported(monkeypatch: pytest.MonkeyP
     assert apex_backend.described() == f"apex: has {', '.join(apex_backend.EXTENSIONS)}"
     monkeypatch.delitem(sys.modules, "amp_C")
     assert apex_backend.described() == (
-        "apex: has layer_norm, rms_norm, softmax, attention_probabilities; not built: amp_C"
+        "apex: has layer_norm, rms_norm, softmax, attention_probabilities, weight_gradient; not built: amp_C"
     )
 
 
@@ -160,7 +174,7 @@ def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
     for name, backend in backends.items():
         dtype = torch.float32 if name == "adamw" else torch.bfloat16
         assert backend.module.refusal("cuda", dtype, 64) is None
-        assert backend.only_requested == ("softmax" in name or "attention" in name)
+        assert backend.only_requested == (name in ("softmax", "attention_probabilities", "weight_gradient"))
         assert "float64" in backend.module.refusal("cuda", torch.float64, 64)
 
 

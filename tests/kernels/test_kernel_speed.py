@@ -35,6 +35,7 @@ OTHERWISE = {
     "stochastic_rounding",
     "cross_entropy",
     "linear_cross_entropy",
+    "weight_gradient",
 }
 """Ops whose contestants draw other random numbers, or give their results in other ways."""
 
@@ -103,6 +104,15 @@ def test_optimizers_take_the_same_step() -> None:
     torch.testing.assert_close(mine[0], theirs[0])
     torch.testing.assert_close(mine[3], theirs[3])
     assert not torch.equal(mine[0], drawn(case)[0])
+
+
+def test_weight_gradients_are_added_to_the_same_sum() -> None:
+    case = named("weight_gradient, 4096 outputs")
+    mine, theirs = drawn(case), drawn(case)
+    ours(case, mine).forward(*mine)
+    case.torch.forward(*theirs)
+    torch.testing.assert_close(mine[2], theirs[2])
+    assert not torch.equal(mine[2], drawn(case)[2])
 
 
 def test_rounding_gives_a_neighbour_of_what_torch_rounds_to() -> None:
@@ -175,7 +185,7 @@ def test_the_guide_names_every_op_and_its_backends_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "op", sorted({op.name for op in OPS.ops} - {"attention_probabilities", "linear_cross_entropy"})
+    "op", sorted({op.name for op in OPS.ops} - {"attention_probabilities", "linear_cross_entropy", "weight_gradient"})
 )
 def test_the_guide_gives_the_bytes_that_are_measured_against(op: str) -> None:
     case, size = next(case for case in CASES if case.op == op), Size(64, 32)

@@ -11,6 +11,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import triton_backend
+from megapipe.kernels.apex_backend import weight_gradient
 from megapipe.kernels.cuda_backend import adamw as cuda_adamw
 from megapipe.kernels.cuda_backend import attention_probabilities as cuda_attention_probabilities
 from megapipe.kernels.cuda_backend import layer_norm as cuda_layer_norm
@@ -19,12 +20,13 @@ from megapipe.kernels.cuda_backend import rms_norm as cuda_rms_norm
 from megapipe.kernels.cuda_backend.library import Library
 from megapipe.kernels.ops import NORM, OPS
 from megapipe.kernels.reference import adamw, attention_probabilities, layer_norm, rms_norm
+from megapipe.kernels.reference import weight_gradient as reference
 from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import replica
 from megapipe.training.kernel_choices import document_attention, kernel_choices, kernel_problems, told
 from megapipe.training.replica import Replica
-from tests.kernels import emulated
+from tests.kernels import apex_stand_in, emulated
 from tests.support import gpt_runs
 from tests.support.equality import check_bits, check_gradients
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt, write_shard
@@ -133,6 +135,57 @@ def test_a_run_on_an_emulated_gpu_is_the_references(
     assert sum(": cuda (requested by the configuration)" in choice for choice in choices) >= 2
     [(split, _)] = run_mesh({}, on_backend, halves, "cuda", library, timeout=120)
     check_bits([split], found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ({}, {}),
+        pytest.param({"tensor": 2}, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, {"parallel": {"data": 2}, "zero": {"stage": 2}}, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_matrices_that_apex_adds_up_are_the_references(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], groups: dict[str, dict[str, object]]
+) -> None:
+    """In whole backwards and in halves; every micro-batch of every step calls it for four matrices of each block."""
+    whole, halves = (configuration(corpus, LLAMA_SHAPE, **schedule) for schedule in HALVES.values())
+    for name, values in groups.items():
+        for config in (whole, halves):
+            setattr(config, name, replace(getattr(config, name), **values))
+    expected = run_mesh(sizes, run_gpt, whole, 2, backend="threads")
+    apex_stand_in.install(monkeypatch)
+    calls: list[torch.Size] = []
+
+    def counted(x: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
+        calls.append(total.shape)
+        accumulate(x, dy, total)
+
+    accumulate = weight_gradient.accumulate
+    monkeypatch.setattr(weight_gradient, "accumulate", counted)
+    on_cpu = Op("weight_gradient", ("accumulate",), (Backend("apex", weight_gradient), Backend(REFERENCE, reference)))
+    monkeypatch.setattr(replica, "OPS", Registry([*OPS.ops, on_cpu]))
+    runs = []
+    for config in (whole, halves):
+        config.kernels = replace(config.kernels, backends={"weight_gradient": "apex"})
+        runs.append(run_mesh(sizes, run_gpt, config, 2, backend="threads"))
+        microbatches = config.batch.global_size // config.batch.micro_size
+        assert len(calls) == 2 * microbatches * LLAMA_SHAPE.num_layers * 4 * sizes.get("tensor", 1)
+        calls.clear()
+    gradients = [assembled([run.gradients for run in ranks]) for ranks in (*runs, expected)]
+    check_gradients(gradients[0], gradients[2])
+    assert all(torch.equal(one, gradients[1][name]) for name, one in gradients[0].items())
+
+
+def test_sums_of_weight_gradients_are_not_compiled(corpus: str) -> None:
+    config = configuration(corpus, GPT2_SHAPE)
+    config.kernels = replace(config.kernels, backends={"weight_gradient": "apex"})
+    assert kernel_problems(config) == []
+    with pytest.raises(ConfigError, match=r"op 'weight_gradient' is requested from backend 'apex'.*needs a GPU"):
+        kernel_choices(config, CPU, OPS.with_overrides(config.kernels.backends))
+    config.training = replace(config.training, compile=True)
+    (problem,) = kernel_problems(config)
+    assert problem.endswith("remove weight_gradient, or set training.compile false")
 
 
 @pytest.mark.parametrize("model", MODELS)
