@@ -22,6 +22,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_LARGEST_CACHED_MB = 16
+"""Of pinned host memory. Larger tensors live long or are kept for the next use by their owner."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _variables_set: dict[str, str] = {}
 """The environment variables that this process has set for its GPU."""
@@ -45,13 +47,27 @@ def gpu_variables(
     wanted = {
         "CUDA_MODULE_LOADING": "EAGER",
         "NCCL_RUNTIME_CONNECT": "0",
-        _ALLOCATOR_NAMES[0]: "expandable_segments:True",
+        _ALLOCATOR_NAMES[0]: allocator_settings(torch.__version__),
         _QUEUES: str(queues),
     }
     given = set(environment)
     if not given.isdisjoint(_ALLOCATOR_NAMES):
         given.add(_ALLOCATOR_NAMES[0])
     return {name: value for name, value in wanted.items() if name not in given}
+
+
+def allocator_settings(version: str) -> str:
+    """Return the allocator's settings for this version of torch.
+
+    torch rounds pinned memory up to a power of two, up to twice as much for offloaded state. Since 2.13 it can leave
+    sizes above a threshold as they are. It must not keep those for later: until pytorch#192722 a larger tensor got a
+    smaller block.
+    """
+    settings = "expandable_segments:True"
+    if tuple(map(int, version.split(".")[:2])) < (2, 13):
+        return settings
+    limits = (f"pinned_max_{name}_mb:{_LARGEST_CACHED_MB}" for name in ("round_threshold", "cached_size"))
+    return ",".join([settings, *limits])
 
 
 def set_driver_variables(choice: DeviceChoice) -> None:

@@ -139,7 +139,7 @@ def use_after_shutdown(rank: int) -> str:
 
 
 EAGER = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
-SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+SEGMENTS = {"PYTORCH_ALLOC_CONF": launch.allocator_settings(torch.__version__)}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,14 @@ def test_gpu_variables_follow_the_layout_and_the_gpu(
 ) -> None:
     wanted = {**EAGER, **SEGMENTS, "CUDA_DEVICE_MAX_CONNECTIONS": queues}
     assert launch.gpu_variables(sizes, zero_stage, capability, {"HOME": "/root"}) == wanted
+
+
+def test_pinned_memory_is_not_rounded_up_where_torch_can_leave_it() -> None:
+    assert (
+        launch.allocator_settings("2.11.0+cu128") == launch.allocator_settings("2.12.1") == "expandable_segments:True"
+    )
+    expected = "expandable_segments:True,pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:16"
+    assert [launch.allocator_settings(version) for version in ("2.13.0+cpu", "2.14.0a0+git1", "3.0")] == [expected] * 3
 
 
 def test_gpu_variables_that_the_user_sets_stay() -> None:
