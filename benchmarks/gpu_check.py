@@ -7,7 +7,7 @@ each of them. csrc/ is built first, alongside the first tests, if nvcc is there 
 
 The results of finished parts are kept: a second start continues after the last of them, also after a crash of the
 machine. A part that failed, was stopped, or was running when the check ended is not run again without --again. Results
-of another device, revision, or version of torch are not used.
+of another device, revision, or version of torch, and of before apex or nvcc was installed, are not used.
 
 Exit status 1 when a part failed or was stopped, 2 without a GPU.
 
@@ -362,7 +362,14 @@ def revision() -> str:
 def setting() -> dict[str, str]:
     """Return everything that results depend on; results with another key are not used."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {"device": device_name(), "number of GPUs": str(devices), "versions": versions(), "revision": revision()}
+    return {
+        "device": device_name(),
+        "number of GPUs": str(devices),
+        "versions": versions(),
+        "revision": revision(),
+        "apex": (apex_backend.described() or "apex: not installed").removeprefix("apex: "),
+        "csrc/": "built, or nvcc is there" if library.PATH.exists() or build.find_nvcc() else "no nvcc",
+    }
 
 
 def machine() -> list[str]:
@@ -376,8 +383,7 @@ def machine() -> list[str]:
             with suppress(OSError, subprocess.SubprocessError):
                 done = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=30)
                 lines.append(f"nvidia-smi {query[0]}:\n{done.stdout.strip()}")
-    lines.append(f"csrc/: {'built' if library.PATH.exists() else 'not built'}")
-    lines.append(apex_backend.described() or "apex: not installed")
+    lines.append(f"library of csrc/: {'built' if library.PATH.exists() else 'not built'}")
     return lines
 
 

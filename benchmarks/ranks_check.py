@@ -252,9 +252,11 @@ def main() -> None:
     unknown = [name for name in chosen.checks if name not in known and name != "all"]
     if unknown:
         sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; choose from {'; '.join(known)}")
-    world = initialize({"data": ranks}, chosen.device, TIMEOUT)
+    wanted = list(known.values()) if "all" in chosen.checks else [known[name] for name in chosen.checks]
+    # The first check's layout decides how many hardware queues a GPU has, as in training (docs/nccl.md).
+    world = initialize(wanted[0].sizes, chosen.device, TIMEOUT)
     try:
-        run_checks(world, list(known.values()) if "all" in chosen.checks else [known[name] for name in chosen.checks])
+        run_checks(world, wanted)
     finally:
         shutdown()
 

@@ -13,7 +13,9 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Outcome, Part, Progress, benchmark_parts, detail, measured_preferences, run, run_all
 from megapipe.kernels import preferences
+from megapipe.kernels.cuda_backend import build, library
 from megapipe.kernels.ops import OPS
+from tests.kernels import apex_stand_in
 
 
 def part(name: str, *programs: str, seconds: float = 20.0) -> Part:
@@ -165,6 +167,20 @@ def test_results_of_another_setting_are_not_used(tmp_path: Path, content: str, n
     assert progress.finished("one", None) is None
     progress.note_down(Outcome("one", "ok", "", 1.0))
     assert Progress(file, SETTING).finished("one", None) == Outcome("one", "ok", "", 1.0)
+
+
+def test_results_of_before_apex_or_nvcc_was_installed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that passed without them would be skipped, and their kernels never measured."""
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(library, "PATH", Path("not/built"))
+    before = gpu_check.setting()
+    assert (before["apex"], before["csrc/"]) == ("not installed", "no nvcc")
+    monkeypatch.setattr(build, "find_nvcc", lambda: Path("nvcc"))
+    apex_stand_in.install(monkeypatch)
+    changed = {key for key, value in gpu_check.setting().items() if before[key] != value}
+    assert changed == {"apex", "csrc/"}
+    monkeypatch.setattr(library, "PATH", Path(__file__))  # built by the check itself
+    assert gpu_check.setting()["csrc/"] == "built, or nvcc is there"
 
 
 def figures(*entries: tuple[str, str, int, str, float | None]) -> str:
