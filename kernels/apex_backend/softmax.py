@@ -1,7 +1,8 @@
 """Causal softmax by apex (from Megatron-LM): of the reference's arguments, those without a mask and a window.
 
-apex's softmax with a mask is not used: it gives a hidden key the score -10,000 instead of no weight, and builds differ
-in rows that see no key. A row whose visible scores are all minus infinity is NaN here, as in torch, and not 0.
+apex's softmax with a mask is not used: no run has one, it gives a hidden key the score -10,000 instead of no weight,
+and builds differ in rows that see no key. A row whose visible scores are all minus infinity is NaN here, as in torch,
+and not 0.
 """
 
 from typing import Any
