@@ -41,6 +41,7 @@ EXTRAS = {
         'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards and checkpoints; none for 3.14
         "psutil>=5",  # megatron-core's checkpoint writer needs it and does not ask for it
         "playwright>=1.45",  # hovers over the interactive schedule page in a browser that the machine has
+        "setuptools>=77",  # builds the source distribution and the wheel
         'triton>=3.6; platform_system == "Linux"',  # kernels interpreted on CPUs, and compiled ahead of time
         "ruff>=0.8",  # linter and formatter
         "mypy>=1.13",  # type checker
@@ -58,8 +59,10 @@ EXTRAS = {
 # Not an extra: NVIDIA's apex, whose kernels the registry can use, is built from its sources with the flags in
 # docs/kernels.md; the "apex" of package indexes is another project.
 
+EXAMPLES = ("*.yaml", "*.sh", "*.py", "launch/*", "models/*.yaml", "parallel/*.yaml")
+
 # Run by its path: an isolated build has neither torch nor megapipe.
-CUDA_BUILD = runpy.run_path("kernels/cuda_backend/build.py")
+CUDA_BUILD = runpy.run_path("megapipe/kernels/cuda_backend/build.py")
 CUDA_LIBRARY = "megapipe.kernels.cuda_backend.libmegapipe_cuda"
 
 
@@ -85,12 +88,34 @@ def cuda_extensions() -> list[Extension]:
 
 setup(
     name="megapipe",
-    version="0.1.0",
+    version=runpy.run_path("megapipe/__init__.py")["__version__"],
     description="Pretrains GPT and BERT language models across many devices, with pipeline schedules as data.",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["pretraining", "pipeline parallelism", "tensor parallelism", "GPT", "BERT", "PyTorch"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=find_packages(include=["megapipe*"]),
-    package_data={"megapipe.planner.hardware": ["presets/*.yaml"], "megapipe.kernels": ["measured/*.yaml"]},
+    package_data={
+        "megapipe": ["py.typed", *(f"examples/{files}" for files in EXAMPLES)],
+        "megapipe.planner.hardware": ["presets/*.yaml"],
+        "megapipe.kernels": ["measured/*.yaml"],
+    },
+    entry_points={"console_scripts": ["megapipe = megapipe.cli.main:start"]},
     install_requires=RUN_TIME,
     extras_require=EXTRAS,
     ext_modules=cuda_extensions(),

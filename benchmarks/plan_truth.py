@@ -40,7 +40,7 @@ from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "gpt_quickstart.yaml"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "quickstart.yaml"
 WARM_UP = 2
 RANKS = 4
 MEASURED = {"tensor_sizes": (1, 2), "micro_sizes": (1, 2, 4), "context_sizes": (1, 2)}

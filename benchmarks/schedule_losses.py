@@ -35,7 +35,7 @@ def train(name: str, arguments: argparse.Namespace) -> Path:
         sys.exit(f"{prefix}.bin is not there; run `make quickstart` first, or name its folder with --quickstart")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "pretrain_gpt.py",
-        "--config", "examples/gpt_quickstart.yaml", "--data.prefix", str(prefix), "--training.directory", str(folder),
+        "--config", "examples/quickstart.yaml", "--data.prefix", str(prefix), "--training.directory", str(folder),
         "--training.steps", str(arguments.steps), "--optimizer.warmup_steps", str(max(1, arguments.steps // 10)),
         "--training.precision", "fp32", "--parallel.pipeline", "2", "--schedule.name", name,
         "--optimizer.learning_rate", str(arguments.learning_rate),
@@ -60,7 +60,7 @@ def main() -> None:
 
     histories = {name: metrics.read_losses(folder / metrics.FILE_NAME) for name, folder in folders.items()}
     prefix = str(arguments.quickstart / "corpus_text_document")
-    config = parse_config(["--config", str(ROOT / "examples/gpt_quickstart.yaml"), "--data.prefix", prefix])
+    config = parse_config(["--config", str(ROOT / "examples/quickstart.yaml"), "--data.prefix", prefix])
     references = reference_losses(split_samples(config, "train"), config.model.vocabulary_size)
     picture = arguments.picture or arguments.folder / "losses.png"
     title = f"quickstart GPT, two pipeline ranks, {arguments.steps} steps, learning rate {arguments.learning_rate:g}"

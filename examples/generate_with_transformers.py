@@ -7,6 +7,7 @@ better: the most likely continuation of a small model repeats itself. The seed i
 """
 
 import sys
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging, set_seed
 
@@ -19,9 +20,9 @@ def main(folder: str, prompt: str, temperature: str = "0.7") -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokens = tokenizer(prompt, return_tensors="pt")
-    sampling = {"do_sample": True, "temperature": float(temperature), "top_k": TOP_K}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": float(temperature), "top_k": TOP_K}
     if float(temperature) == 0:
         sampling = {"do_sample": False}
     set_seed(0)

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # From nothing to a trained model on two CPU cores: tokenizer, shards, a two-stage pipeline, a resume on another layout,
-# a sample of text, and the model in transformers. `make quickstart` runs this script. The variables QUICKSTART_STEPS and
-# QUICKSTART_FOLDER change the number of steps and the output folder.
+# a sample of text, and the model in transformers. `make quickstart` runs this script; it needs the installed package with
+# its extra hf, and no other file of the repository. Output goes to the folder runs in the current folder. The variables
+# QUICKSTART_STEPS and QUICKSTART_FOLDER change the number of steps and the output folder, BIN is the folder of the
+# programs megapipe and python if they are not on the PATH.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 
-bin=${BIN:-.venv/bin}
+examples=$(dirname "$0")
+bin=${BIN:+$BIN/}
 folder=${QUICKSTART_FOLDER:-runs/quickstart}
 export OMP_NUM_THREADS=1 # two ranks on two cores: more threads would compete for them
-precision=$("$bin/python" -m megapipe.training.precision)
+precision=$("${bin}python" -m megapipe.training.precision)
 case $precision in
     bf16) steps=${QUICKSTART_STEPS:-400} ;;
     *) steps=${QUICKSTART_STEPS:-200} ;; # CPUs without bf16 instructions take twice as long per step
@@ -20,7 +22,7 @@ say() { printf '\n\033[1m[%4ds] %s\033[0m\n' "$((SECONDS - begin))" "$*"; }
 train() { # arguments: the step to stop after, then the layout
     local stop=$1
     shift
-    "$bin/torchrun" --standalone --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \
+    "${bin}megapipe" train -n 2 --config quickstart \
         --data.prefix "$folder/corpus_text_document" --training.directory "$folder" \
         --training.steps "$steps" --training.stop_at "$stop" --training.precision "$precision" \
         --optimizer.warmup_steps $((steps / 10)) "$@"
@@ -30,11 +32,11 @@ say "0/6 the faster precision on this machine is $precision: $steps steps"
 
 say "1/6 learn a vocabulary of 8192 pieces from Python's standard library"
 mkdir -p "$folder"
-"$bin/python" tools/preprocess.py train-tokenizer --input python-stdlib --type sentencepiece-bpe \
+"${bin}megapipe" preprocess train-tokenizer --input python-stdlib --type sentencepiece-bpe \
     --vocabulary-size 8192 --output "$folder/tokenizer.model"
 
 say "2/6 turn the library into a memory-mapped shard"
-"$bin/python" tools/preprocess.py --input python-stdlib --tokenizer "$folder/tokenizer.model" --append-eod \
+"${bin}megapipe" preprocess --input python-stdlib --tokenizer "$folder/tokenizer.model" --append-eod \
     --output-prefix "$folder/corpus"
 
 say "3/6 train a GPT as a pipeline of two ranks, schedule 1f1b, to step $handover of $steps"
@@ -44,15 +46,15 @@ say "4/6 resume the checkpoint on another layout: two data-parallel replicas, to
 train "$steps" --parallel.data 2
 
 say "5/6 sample from the trained model"
-"$bin/python" tools/generate.py --checkpoint "$folder" --prompt "def " --prompt "import " \
+"${bin}megapipe" generate --checkpoint "$folder" --prompt "def " --prompt "import " \
     --max-new-tokens 96 --temperature 0.7 --top-k 40
 
 say "6/6 export the model to a Hugging Face folder, and sample from it with transformers"
 rm -rf "$folder/exported" # an earlier quickstart's: a conversion never overwrites anything
-"$bin/python" tools/convert_checkpoint.py convert "$folder" --to hf "$folder/exported"
-"$bin/python" examples/generate_with_transformers.py "$folder/exported" "def "
+"${bin}megapipe" convert convert "$folder" --to hf "$folder/exported"
+"${bin}python" "$examples/generate_with_transformers.py" "$folder/exported" "def "
 
-schedules=$("$bin/python" -c "from megapipe.schedules import GENERATORS; print(*GENERATORS)")
+schedules=$("${bin}python" -c "from megapipe.schedules import GENERATORS; print(*GENERATORS)")
 say "done"
 cat <<TEXT
 metrics      $folder/metrics.jsonl
@@ -61,13 +63,13 @@ checkpoints  $folder/checkpoints
 exported     $folder/exported
 
 what to try next
-  another prompt     $bin/python tools/generate.py --checkpoint $folder --prompt "class "
-  tensor parallel    $bin/torchrun --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \\
+  another prompt     ${bin}megapipe generate --checkpoint $folder --prompt "class "
+  tensor parallel    ${bin}megapipe train -n 2 --config quickstart \\
                          --data.prefix $folder/corpus_text_document --training.directory runs/tensor --parallel.tensor 2
-  another schedule   $bin/torchrun --nproc_per_node 2 pretrain_gpt.py --config examples/gpt_quickstart.yaml \\
+  another schedule   ${bin}megapipe train -n 2 --config quickstart \\
                          --data.prefix $folder/corpus_text_document --training.directory runs/2bw --training.steps 100 \\
                          --optimizer.learning_rate 3e-4 --parallel.pipeline 2 --schedule.name 2bw --profile.trace runs/2bw/trace
                      the schedules: $schedules
-  its timeline       $bin/python tools/schedule.py overlay runs/2bw/trace -o runs/2bw/timeline.html
-  every option       $bin/python pretrain_gpt.py --help
+  its timeline       ${bin}megapipe schedule overlay runs/2bw/trace -o runs/2bw/timeline.html
+  every option       ${bin}megapipe train --help
 TEXT

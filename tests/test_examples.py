@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
+from megapipe.config.kinds import kind_of
 from megapipe.config.load import parse, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
@@ -33,7 +34,7 @@ GPU_BYTES = 80 * 10**9
 
 # Stand-ins that record a launcher's arguments instead of starting anything.
 STAND_INS = {
-    "torchrun": 'printf "%s\\n" "$@" > "$RECORD"',
+    "megapipe": 'printf "%s\\n" "$@" > "$RECORD"',
     "srun": 'while [[ "$1" == -* ]]; do shift; done; exec "$@"',
     "scontrol": "printf 'node0\\nnode1\\n'",
 }
@@ -43,17 +44,19 @@ def name_of(path: Path) -> str:
     return path.name
 
 
-def kind_of(path: Path) -> type[PretrainConfig]:
-    return BertPretrainConfig if "bert" in path.name else PretrainConfig
-
-
 def model_of(path: Path) -> ModelConfig:
-    return parse_as(kind_of(path), ["--model", str(path)]).model
+    return parse_as(kind_of(["--model", str(path)]), ["--model", str(path)]).model
 
 
 def parameter_count(model: ModelConfig) -> int:
     layers = bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
     return sum({s.name: s.num_elements for layer in layers for s in layer.parameters.values()}.values())
+
+
+def test_the_kind_of_every_example_follows_from_its_fields() -> None:
+    for flag, paths in (("--model", MODELS), ("--config", [*RUNS, *PARALLEL])):
+        for path in paths:
+            assert (kind_of([flag, path.stem]) is BertPretrainConfig) == ("bert" in path.name), path
 
 
 def test_there_are_models_from_ten_million_to_a_trillion_parameters() -> None:
@@ -84,7 +87,7 @@ def test_a_model_has_the_parameters_that_it_claims(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch script hands to torchrun."""
+    """What a launch script gives to `megapipe train`."""
 
     nodes: int
     processes_per_node: int
@@ -112,12 +115,10 @@ def launch_of(script: Path, folder: Path) -> Launch:
     }
     subprocess.run(["bash", str(script), "--training.seed", "7"], env=environment, cwd=folder, check=True, timeout=60)
     words = (folder / "record").read_text().splitlines()
-    program = words.index("pretrain_gpt.py")
-    launcher = dict(itertools.pairwise(words[: program + 1]))
-    arguments = words[program + 1 :]
-    model = arguments.index("--model") + 1
-    arguments[model] = str(ROOT / arguments[model])
-    return Launch(int(launcher.get("--nnodes", "1")), int(launcher["--nproc_per_node"]), parse(arguments))
+    assert words[:3] == ["train", "-n", "8"]
+    launcher = dict(itertools.pairwise(words[: words.index("--model")]))
+    arguments = words[words.index("--model") :]
+    return Launch(int(launcher.get("--nodes", nodes[1] if nodes else "1")), int(launcher["-n"]), parse(arguments))
 
 
 @pytest.fixture(params=LAUNCHES, ids=name_of)
@@ -153,19 +154,19 @@ def test_launch_scripts_pass_shellcheck(script: Path) -> None:
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_run_can_start_on_one_and_on_two_ranks(path: Path, pipeline: int) -> None:
-    config = parse_as(kind_of(path), ["--config", str(path), "--parallel.pipeline", str(pipeline)])
+    words = ["--config", str(path), "--parallel.pipeline", str(pipeline)]
+    config = parse_as(kind_of(words), words)
     validate(config, pipeline)
 
 
 @pytest.mark.parametrize("path", PARALLEL, ids=name_of)
 def test_a_parallel_example_starts_as_its_comment_says(path: Path) -> None:
     comment = re.sub(r"\\\n# *", " ", path.read_text())
-    line = re.search(r"^#\s+torchrun --nproc_per_node (\d+) pretrain_(gpt|bert)\.py (.*)$", comment, re.MULTILINE)
+    line = re.search(r"^#\s+megapipe train -n (\d+) (.*)$", comment, re.MULTILINE)
     assert line, "the file states no launch line"
-    kind = BertPretrainConfig if line[2] == "bert" else PretrainConfig
-    words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(line[3])]
-    assert str(path) in words
-    validate(parse_as(kind, words), int(line[1]))
+    words = shlex.split(line[2])
+    assert path.stem in words
+    validate(parse_as(kind_of(words), words), int(line[1]))
 
 
 def test_generate_with_transformers_samples_unless_told(

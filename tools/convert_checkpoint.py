@@ -1,8 +1,8 @@
-"""Checkpoints turned into other formats, inspected, verified, compared, averaged; see --help."""
+"""Convert, inspect, verify, compare and average checkpoints: `megapipe convert`, for use without an installation."""
 
 import sys
 
-from megapipe.conversion.command import main
+from megapipe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["convert", *sys.argv[1:]]))

@@ -1,9 +1,8 @@
-"""Inspect, check, merge and split .bin/.idx shards, and measure how runs read them; see --help."""
+"""Inspect, check, merge and split data shards: `megapipe data`, for use without an installation."""
 
 import sys
 
-from megapipe.data.shard_command import Subcommand, main
-from megapipe.training import stall_command
+from megapipe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], {"stalls": Subcommand(stall_command.HELP, stall_command.main)}))
+    sys.exit(main(["data", *sys.argv[1:]]))

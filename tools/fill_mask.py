@@ -1,8 +1,8 @@
-"""Fill in the gaps of a text with a trained BERT; see --help."""
+"""Fill in the gaps of a text with a trained BERT: `megapipe fill-mask`, for use without an installation."""
 
 import sys
 
-from megapipe.training.fill_mask_command import main
+from megapipe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["fill-mask", *sys.argv[1:]]))

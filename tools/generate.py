@@ -1,8 +1,8 @@
-"""Generate text with a trained GPT; see --help."""
+"""Continue prompts with a trained GPT: `megapipe generate`, for use without an installation."""
 
 import sys
 
-from megapipe.training.generate_command import main
+from megapipe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["generate", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
-"""Pipeline schedules: list, show, validate, simulate, compare, draw, overlay; see --help."""
+"""Pipeline schedules: `megapipe schedule`, for use without an installation."""
 
 import sys
 
-from megapipe.schedules.command.main import main
+from megapipe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["schedule", *sys.argv[1:]]))

@@ -7,18 +7,14 @@
 # arrives. Data and run folder must be on a file system that all nodes share.
 #
 # Layout, written by python -m tests.planner.command.redraw:
-# The layout is the answer of tools/plan.py search --model examples/models/llama2_13b.yaml --data.sequence_length
+# The layout is the answer of megapipe plan search --model llama2_13b --data.sequence_length
 # 4096 --devices 32 --batch.global_size 1024 --hardware a100-80 --training.precision bf16:
 # data 32, ZeRO 3, micro-batch 2. Predicted: 55.1 s a step and 72.6 GB on the fullest GPU; predicted times, not
 # measured with megapipe; A100-SXM4-80GB is fitted to Megatron-LM's published runs on a100-80.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
 
-exec torchrun \
-    --nnodes 4 --nproc_per_node 8 \
-    --rdzv_backend c10d --rdzv_endpoint "${HEAD_NODE:?name one of the nodes}:${PORT:-29500}" --rdzv_id "${JOB:-llama2_13b}" \
-    pretrain_gpt.py \
-    --model examples/models/llama2_13b.yaml \
+exec megapipe train -n 8 --nodes 4 --rendezvous "${HEAD_NODE:?name one of the nodes}:${PORT:-29500}" \
+    --model llama2_13b \
     --data.prefix "${DATA:-data/corpus_text_document}" \
     --data.sequence_length 4096 \
     --parallel.tensor=1 --parallel.pipeline=1 --parallel.context=1 --parallel.data=32 --parallel.sequence=false \

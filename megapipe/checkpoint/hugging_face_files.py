@@ -57,7 +57,7 @@ def stored_tensors(
     if others:
         hint = (
             f"; {others[0]} is a pickle, which can carry code: convert the folder first, with "
-            "tools/convert_checkpoint.py convert FOLDER TARGET --to megapipe --allow-pickle"
+            "megapipe convert convert FOLDER TARGET --to megapipe --allow-pickle"
         )
     raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}{hint}")
 

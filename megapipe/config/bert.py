@@ -46,7 +46,7 @@ class BertDataConfig(DataConfig):
     """Where sentences come from, how they are paired and how tokens are masked.
 
     The shard is split into sentences: a sequence is a sentence, and a document is a list of sentences
-    (tools/preprocess.py --split-sentences).
+    (megapipe preprocess --split-sentences).
     """
 
     sequence_length: int = 512

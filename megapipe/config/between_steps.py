@@ -101,7 +101,7 @@ class TrackingConfig:
 
 @dataclass(kw_only=True)
 class ProfileConfig:
-    """Recording of what each rank does in a few steps, for tools/schedule.py overlay."""
+    """Recording of what each rank does in a few steps, for megapipe schedule overlay."""
 
     trace: str | None = None
     """Folder for the recording: one rank-N.json per rank, and schedule.txt. null records nothing."""

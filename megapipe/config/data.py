@@ -10,7 +10,7 @@ class DataConfig:
     """Where tokens come from and how they are cut into samples."""
 
     prefix: str = ""
-    """Path of a data shard without its .bin/.idx ending, as printed by tools/preprocess.py."""
+    """Path of a data shard without its .bin/.idx ending, as printed by megapipe preprocess."""
     blend: dict[str, float] = field(default_factory=dict)
     """Several shards with weights, instead of prefix: {data/web: 7, data/code: 2.5}. Samples are mixed in these
     proportions throughout the run. Weights need not sum to 1; a shard that is used up is repeated."""
@@ -54,7 +54,7 @@ class DataConfig:
         if not self.prefix and not self.blend:
             found.append(
                 "data.prefix is empty; set it to the path of a shard without its .bin/.idx ending, as printed by "
-                "tools/preprocess.py, or list several shards in data.blend"
+                "megapipe preprocess, or list several shards in data.blend"
             )
         found += [
             f"data.blend gives {prefix or 'a shard without a name'} the weight {weight}; a weight must be a finite "

@@ -8,6 +8,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from megapipe.config.packaged_files import packaged_files
+
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", NoneType: "null", dict: "MAPPING", list: "LIST"}
 _GROUP_HELP = "Path to a configuration file."  # jsonargparse's help of every group
 
@@ -32,10 +34,16 @@ def describe_library_options(parser: ArgumentParser) -> None:
     """Replace the help texts of jsonargparse's own options: `--GROUP FILE` and `--print_config`."""
     for action in parser._actions:
         if action.help == _GROUP_HELP:
+            content = "groups" if action.dest == "config" else f"{action.dest} fields"
             action.metavar = "FILE"
-            action.help = f"YAML file with any of the {action.dest} fields below"
+            action.help = f"YAML file with any of the {content} below{_or_packaged(action.dest)}"
         elif action.dest == "print_config":
             action.help = "print the configuration that all other options give, as YAML, and exit"
+
+
+def _or_packaged(flag: str) -> str:
+    names = packaged_files(flag)
+    return f", or a packaged one: {', '.join(names)}" if names else ""
 
 
 def _placeholder(hint: Any) -> str:

@@ -1,7 +1,8 @@
 """Load a PretrainConfig from YAML files and command-line overrides.
 
 `--config FILE` reads a whole configuration, `--model FILE` the content of one group, `--parallel.tensor 2` one field;
-later ones win. `--print_config` prints the result as YAML. Hyphens in flags are read as underscores.
+later ones win. FILE may also be the name of a packaged file, such as quickstart or llama3_8b. `--print_config` prints
+the result as YAML. Hyphens in flags are read as underscores.
 `parse_given` also returns which fields were set, in a file or as flags, and the values of a program's own flags.
 """
 
@@ -18,6 +19,7 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 from megapipe.config.errors import ConfigError
 from megapipe.config.help_format import FieldHelpFormatter, describe_library_options
 from megapipe.config.other_names import hint
+from megapipe.config.packaged_files import with_packaged_files
 from megapipe.config.parser_errors import UNNAMED_FILE, in_words
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, decode_yaml
@@ -107,7 +109,7 @@ def build_parser(
     set_loader("yaml", decode_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
     parser.config_groups = frozenset(each.name for each in fields(kind))
-    parser.add_argument("--config", action="config", metavar="FILE", help="YAML file with any of the groups below")
+    parser.add_argument("--config", action="config", metavar="FILE")
     for group in fields(kind):
         if group.name == "init_from":
             continue
@@ -153,7 +155,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
 
     Raises ConfigError as `parse_as`.
     """
-    words = underscored(arguments)
+    words = with_packaged_files(underscored(arguments))
     groups = {each.name for each in fields(kind)}
     _check_file_sizes(words, {"config", *groups})
     try:

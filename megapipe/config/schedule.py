@@ -9,7 +9,7 @@ class ScheduleConfig:
     """Pipeline schedule: the order of forward and backward passes in a step."""
 
     name: str = "1f1b"
-    """Name of a pipeline schedule; `tools/schedule.py list` prints them all."""
+    """Name of a pipeline schedule; `megapipe schedule list` prints them all."""
     chunks: int | None = None
     """Stages per rank, for schedules with several; null means the schedule's default."""
     group_size: int | None = None

@@ -1,4 +1,4 @@
-"""The arguments of tools/convert_checkpoint.py."""
+"""The arguments of megapipe convert."""
 
 import argparse
 
@@ -14,12 +14,12 @@ tensor. No code in a folder is run. The output appears whole or not at all, and 
 """
 EXAMPLES = """\
 examples:
-  tools/convert_checkpoint.py convert runs/quickstart --to hf exported
-  tools/convert_checkpoint.py convert --from hf Qwen2-0.5B --to megapipe weights/qwen2 --precision bf16
-  tools/convert_checkpoint.py inspect runs/quickstart --json
-  tools/convert_checkpoint.py verify runs/quickstart/checkpoints/step-00000400
-  tools/convert_checkpoint.py diff runs/quickstart exported
-  tools/convert_checkpoint.py average runs/a/checkpoints/step-* --output weights/averaged
+  megapipe convert convert runs/quickstart --to hf exported
+  megapipe convert convert --from hf Qwen2-0.5B --to megapipe weights/qwen2 --precision bf16
+  megapipe convert inspect runs/quickstart --json
+  megapipe convert verify runs/quickstart/checkpoints/step-00000400
+  megapipe convert diff runs/quickstart exported
+  megapipe convert average runs/a/checkpoints/step-* --output weights/averaged
 
 docs/conversion.md explains what each format keeps.
 """
@@ -27,7 +27,7 @@ docs/conversion.md explains what each format keeps.
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser, which reports wrong values and exits with status 2."""
-    parser = tool_parser("convert_checkpoint.py", DESCRIPTION, EXAMPLES)
+    parser = tool_parser("megapipe convert", DESCRIPTION, EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True)
 
     convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")

@@ -1,4 +1,4 @@
-"""The command line of tools/convert_checkpoint.py."""
+"""The command line of megapipe convert."""
 
 import argparse
 import sys

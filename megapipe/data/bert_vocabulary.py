@@ -44,7 +44,7 @@ class BertVocabulary:
         if missing:
             raise DataError(
                 f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(_SPECIAL.values())}: train one "
-                "with tools/preprocess.py train-tokenizer --type wordpiece-uncased, or use that of a published BERT"
+                "with megapipe preprocess train-tokenizer --type wordpiece-uncased, or use that of a published BERT"
             )
         size = max(ids.values()) + 1
         continues = np.zeros(size, dtype=bool)

@@ -1,4 +1,4 @@
-"""The command line of tools/data.py."""
+"""The command line of megapipe data."""
 
 import argparse
 import sys
@@ -10,11 +10,11 @@ from megapipe.data.errors import DataError
 
 EXAMPLES = """\
 examples:
-  tools/data.py inspect data/corpus_text_document --samples 3
-  tools/data.py verify data/corpus_text_document
-  tools/data.py merge data/a_text_document data/b_text_document --output-prefix data/all_text_document
-  tools/data.py split data/all_text_document --shares 98,1,1 --output-prefix data/held_out
-  tools/data.py stalls --config examples/gpt_tiny.yaml
+  megapipe data inspect data/corpus_text_document --samples 3
+  megapipe data verify data/corpus_text_document
+  megapipe data merge data/a_text_document data/b_text_document --output-prefix data/all_text_document
+  megapipe data split data/all_text_document --shares 98,1,1 --output-prefix data/held_out
+  megapipe data stalls --config gpt_tiny
 """
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str], others: Mapping[str, Subcommand] = NO_OTHERS) -> i
 
 def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="data.py",
+        prog="megapipe data",
         description="Inspects, checks, merges and splits .bin/.idx shards, and measures how runs read them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -71,7 +71,7 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise DataError(
             f"{path} is not the index of a .bin/.idx shard: it begins with {header[:9]!r} instead of {MAGIC!r}; "
-            "write the shard with tools/preprocess.py"
+            "write the shard with megapipe preprocess"
         )
     if len(header) < HEADER.size:
         raise DataError(f"{path} is truncated: {len(header)} bytes, but the header alone takes {HEADER.size}; {_REDO}")
@@ -81,7 +81,7 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
     if code in FLOAT_CODES and float_tokens is None:
         raise DataError(
             f"{path} holds tokens of dtype code {code}: a float type whose meaning differs between versions of "
-            f"Megatron-LM and its forks; say which it is to write the shard with integers: tools/data.py merge "
+            f"Megatron-LM and its forks; say which it is to write the shard with integers: megapipe data merge "
             f"{path.with_suffix('')} --float-tokens float32 (or float64) --output-prefix ..."
         )
     if code not in (*DTYPE_OF_CODE, *FLOAT_CODES):

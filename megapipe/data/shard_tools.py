@@ -1,4 +1,4 @@
-"""What tools/data.py does with finished shards."""
+"""What megapipe data does with finished shards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace

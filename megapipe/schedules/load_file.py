@@ -152,5 +152,5 @@ def _shown(value: object) -> str:
 def _mismatch(header: Header, problem: str, rule: str) -> ScheduleError:
     return ScheduleError(
         f"schedule {header.name} from a file does not fit this run: {problem}, but {rule}. Change the file or the run "
-        "(tools/schedule.py write prints a file to start from)"
+        "(megapipe schedule write prints a file to start from)"
     )

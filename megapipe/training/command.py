@@ -1,9 +1,13 @@
-"""The common part of the pretraining programs: parse, plan, check, train, and report each wrong input in one line."""
+"""A rank of `megapipe train`: parse, plan, check, train, and report each wrong input in one line."""
 
 import os
 import sys
 import threading
+from collections.abc import Sequence
 
+from jsonargparse import ArgumentParser
+
+from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given, build_parser, parse_given
 from megapipe.config.parallel import ParallelConfig
@@ -19,22 +23,26 @@ PLAN_HELP = (
 )
 
 
-def run_program(kind: type[PretrainConfig], description: str, hint: str) -> int:
-    """Train as the command line configures, and return the exit status, one of `ExitCode`.
+def run_parser(kind: type[PretrainConfig]) -> ArgumentParser:
+    """Return the parser of `megapipe train` for a kind of configuration."""
+    name = "BERT" if issubclass(kind, BertPretrainConfig) else "GPT"
+    parser = build_parser(f"Pretrain a {name}.", kind)
+    parser.prog = "megapipe train"
+    parser.usage = "%(prog)s [-n RANKS] --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"
+    parser.add_argument("--plan", type=str, help=PLAN_HELP)
+    return parser
 
-    kind: type of the configuration. hint: printed if there are no arguments.
+
+def run_program(kind: type[PretrainConfig], arguments: Sequence[str], parser: ArgumentParser | None = None) -> int:
+    """Train as a command line configures, and return the exit status, one of `ExitCode`.
+
+    kind: type of the configuration. parser: `run_parser(kind)`, to which flags may have been added for `--help`.
     """
     before_training()
-    parser = build_parser(description, kind)
-    parser.usage = "%(prog)s --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"
-    parser.add_argument("--plan", type=str, help=PLAN_HELP)
-    if len(sys.argv) == 1:
-        if os.environ.get("RANK", "0") == "0":
-            print(hint, file=sys.stderr)
-        return ExitCode.WRONG_INPUT
+    parser = parser or run_parser(kind)
     parsed: Given[PretrainConfig] | ConfigError
     try:
-        parsed = parse_given(parser, kind, sys.argv[1:])
+        parsed = parse_given(parser, kind, arguments)
     except ConfigError as error:
         if "WORLD_SIZE" not in os.environ:
             for problem in error.problems:

@@ -1,4 +1,4 @@
-"""The command line of tools/fill_mask.py: fill in the gaps of texts with a trained BERT."""
+"""The command line of megapipe fill-mask: fill in the gaps of texts with a trained BERT."""
 
 import argparse
 import sys
@@ -20,14 +20,14 @@ that starts with ## continues the word before it. It runs as one process, no mat
 """
 EXAMPLES = """\
 examples:
-  tools/fill_mask.py --checkpoint runs/bert --text "def __init__([MASK], name):"
-  tools/fill_mask.py --checkpoint runs/bert/checkpoints/step-00000400 --text "for i [MASK] range([MASK]):" --top-k 3
+  megapipe fill-mask --checkpoint runs/bert --text "def __init__([MASK], name):"
+  megapipe fill-mask --checkpoint runs/bert/checkpoints/step-00000400 --text "for i [MASK] range([MASK]):" --top-k 3
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
-    parser = tool_parser("fill_mask.py", DESCRIPTION, EXAMPLES)
+    parser = tool_parser("megapipe fill-mask", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--checkpoint",
         required=True,

@@ -1,4 +1,4 @@
-"""The arguments of tools/generate.py."""
+"""The arguments of megapipe generate."""
 
 import argparse
 
@@ -9,21 +9,21 @@ Generate text with a trained GPT. Texts go to standard output, all other message
 
 The command runs as one process, or with torchrun on any number of pipeline and tensor ranks, no matter which layout
 trained the model:
-  torchrun --nproc_per_node 4 tools/generate.py --tensor 2 --checkpoint runs/gpt --prompt "..."
+  torchrun --nproc_per_node 4 -m megapipe generate --tensor 2 --checkpoint runs/gpt --prompt "..."
 A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts change no more than rounding.
 It ends at an end-of-document token, after --max-new-tokens tokens, or at the model's last position. Keys and values
 are cached, so that a new token needs only its own forward pass.
 """
 EXAMPLES = """\
 examples:
-  tools/generate.py --checkpoint runs/quickstart --prompt "def main(" --prompt "import " --temperature 0.8 --top-p 0.95
-  tools/generate.py --checkpoint runs/quickstart/checkpoints/step-00000400 --prompt-file prompt.txt --temperature 0
+  megapipe generate --checkpoint runs/quickstart --prompt "def main(" --prompt "import " --temperature 0.8 --top-p 0.95
+  megapipe generate --checkpoint runs/quickstart/checkpoints/step-00000400 --prompt-file prompt.txt --temperature 0
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
-    parser = tool_parser("generate.py", DESCRIPTION, EXAMPLES)
+    parser = tool_parser("megapipe generate", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--checkpoint",
         required=True,

@@ -1,4 +1,4 @@
-"""The command line of tools/generate.py: continue prompts with a trained model."""
+"""The command line of megapipe generate: continue prompts with a trained model."""
 
 import argparse
 import sys

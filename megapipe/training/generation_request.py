@@ -51,7 +51,7 @@ def trained_config(run: RunState) -> PretrainConfig:
     """Return the configuration of the run that saved a checkpoint, with the precision it used. Raises ConfigError."""
     if _is_bert(run):
         raise ConfigError(
-            "the checkpoint is a BERT, which cannot continue text: use tools/fill_mask.py, or name a GPT checkpoint"
+            "the checkpoint is a BERT, which cannot continue text: use megapipe fill-mask, or name a GPT checkpoint"
         )
     return _config_as(PretrainConfig, run)
 
@@ -60,7 +60,7 @@ def trained_bert_config(run: RunState) -> BertPretrainConfig:
     """Return the same for a BERT checkpoint."""
     if not _is_bert(run):
         raise ConfigError(
-            "the checkpoint is a GPT, which cannot fill gaps: use tools/generate.py, or name a BERT checkpoint"
+            "the checkpoint is a GPT, which cannot fill gaps: use megapipe generate, or name a BERT checkpoint"
         )
     return _config_as(BertPretrainConfig, run)
 

@@ -1,4 +1,4 @@
-"""The commands of ``tools/plan.py`` that need torch: `dry-run` builds shapes, `profile` and `links` measure."""
+"""The commands of ``megapipe plan`` that need torch: `dry-run` builds shapes, `profile` and `links` measure."""
 
 import json
 import os
@@ -110,7 +110,7 @@ def run_links(request: Request) -> int:
         if world_size == 1:
             raise ConfigError(
                 "links are measured between nodes: start this command on two or more nodes with torchrun --nnodes N "
-                "--nproc_per_node DEVICES tools/plan.py links, as for a training run"
+                "--nproc_per_node DEVICES -m megapipe plan links, as for a training run"
             )
         mesh = initialize({"data": world_size}, request.config.parallel.device)
         found = measure_node_links(mesh, Place.of_this_process(), num_bytes)
@@ -214,7 +214,7 @@ def _check_memory(found: DryRun, limit: float | None) -> None:
         raise ConfigError(
             f"{len(full)} of {len(found.coordinates)} pipeline coordinates do not fit {bytes_told(limit)} a device; "
             f"coordinate {most.pipeline} holds {bytes_told(most.peak_bytes)}, {bytes_told(most.peak_bytes - limit)} "
-            "too much: plan.py search looks for a layout that fits"
+            "too much: megapipe plan search looks for a layout that fits"
         )
 
 

@@ -94,7 +94,7 @@ def preset_of(name: str, memory_bytes: float, option: str = "--plan") -> str:
     if nearest is None or misses[nearest] > SIZE_TOLERANCE:
         raise ConfigError(
             f"no preset matches {name!r} with {memory_bytes / 1e9:.0f} GB (presets: {', '.join(PRESETS)}); measure "
-            "it with tools/plan.py profile --output machine.yaml, or describe it (docs/hardware.md), and give "
+            "it with megapipe plan profile --output machine.yaml, or describe it (docs/hardware.md), and give "
             f"{option} machine.yaml"
         )
     return nearest

@@ -83,7 +83,7 @@ class Profiler:
             print_error(f"warning: rank {self._mesh.rank} could not write its trace to {directory}: {error}")
             return
         first, last = trace.about["steps"]
-        self._say(f"traced steps {first} to {last}: python tools/schedule.py overlay {directory}")
+        self._say(f"traced steps {first} to {last}: megapipe schedule overlay {directory}")
 
     def _trace(self, engine: Engine, recorder: Recorder) -> RankTrace:
         wanted = range(self._first, self._first + self._config.profile.steps)

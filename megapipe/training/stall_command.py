@@ -1,4 +1,4 @@
-"""The command line of tools/data.py stalls."""
+"""The command line of megapipe data stalls."""
 
 import argparse
 import json
@@ -20,14 +20,14 @@ DESCRIPTION = """\
 Measure whether a training run waits for its data, with three runs over the same steps: on a batch in memory, with the
 shards in memory, and with the shards on storage (they are removed from the page cache, which does not need root). The
 second run minus the first is the time for preparation, the third minus the second the time for fetching (Mohan et al.,
-arXiv 2007.06775). The command takes the files and fields of pretrain_gpt.py and pretrain_bert.py, and saves nothing.
+arXiv 2007.06775). The command takes the files and fields of megapipe train, and saves nothing.
 With --ingestion-tokens-per-second no model runs; a pause replaces it, so that the data loading of a run on GPUs, or of
 a model that is too large for this machine, can be measured.
 """
 EXAMPLES = """\
 examples:
-  tools/data.py stalls --config examples/gpt_tiny.yaml
-  tools/data.py stalls --config run.yaml --parallel.data 64 --ingestion-tokens-per-second 25e6 --json stalls.json
+  megapipe data stalls --config gpt_tiny
+  megapipe data stalls --config run.yaml --parallel.data 64 --ingestion-tokens-per-second 25e6 --json stalls.json
 """
 
 
@@ -73,17 +73,17 @@ def _run(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(
-        prog="data.py stalls",
-        usage="data.py stalls --config FILE [options] [--group.field VALUE ...]",
+        prog="megapipe data stalls",
+        usage="megapipe data stalls --config FILE [options] [--group.field VALUE ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file, as for pretrain_gpt.py or pretrain_bert.py")
+    parser.add_argument("--config", metavar="FILE", help="YAML file, as for megapipe train")
     parser.add_argument(
         "--kind",
         choices=["gpt", "bert"],
-        help="kind of run (default: the one that has all given fields, preferably gpt)",
+        help="kind of run (default: bert if a field that only BERT runs have is set, otherwise gpt)",
     )
     parser.add_argument(
         "--steps", type=_at_least(1), default=20, metavar="N", help="steps to measure in each run (default 20)"
@@ -106,23 +106,11 @@ def build_parser() -> OneLineParser:
 
 
 def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
-    """Return the configuration, of the kind that has all its fields. Raises ConfigError."""
-    from megapipe.config.bert import BertPretrainConfig
+    """Return the configuration, of the given kind or of the kind that has its fields. Raises ConfigError."""
+    from megapipe.config.kinds import KINDS, kind_of
     from megapipe.config.load import parse_as
-    from megapipe.config.run import PretrainConfig
 
-    if kind is not None:
-        return parse_as(BertPretrainConfig if kind == "bert" else PretrainConfig, fields)
-    try:
-        return parse_as(PretrainConfig, fields)
-    except ConfigError as as_gpt:
-        try:
-            return parse_as(BertPretrainConfig, fields)
-        except ConfigError as as_bert:
-            if str(as_gpt) == str(as_bert):
-                raise
-            kinds = (("GPT", as_gpt), ("BERT", as_bert))
-            raise ConfigError([f"as a {kind}: {'; '.join(error.problems)}" for kind, error in kinds]) from None
+    return parse_as(kind_of(fields) if kind is None else KINDS[kind], fields)
 
 
 def _config_flag(path: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What tools/data.py stalls prints, and the same as JSON."""
+"""What megapipe data stalls prints, and the same as JSON."""
 
 import math
 from collections.abc import Iterator

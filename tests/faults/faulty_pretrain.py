@@ -6,6 +6,7 @@ MEGAPIPE_FAULT holds the JSON of a `Fault`; without it this is pretrain_gpt.py.
 import importlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -157,4 +158,4 @@ if __name__ == "__main__":
         told = Fault(**json.loads(os.environ[VARIABLE]))
         if told.rank is None or told.rank == int(os.environ.get("RANK", "0")):
             PLACES[told.place](told)
-    raise SystemExit(run_program(PretrainConfig, "Pretrain a GPT, with a fault.", ""))
+    raise SystemExit(run_program(PretrainConfig, sys.argv[1:]))

@@ -63,7 +63,7 @@ def programs(rank: int, folder: Path, launches: list[Launch]) -> list[tuple[int,
         sys.argv = ["pretrain_gpt.py", *COMMON, f"--parallel.timeout_seconds={each.timeout}"]
         sys.argv += [*each.common, *(each.on_rank_1 if rank == 1 else [])]
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = run_program(PretrainConfig, "", "")
+            status = run_program(PretrainConfig, sys.argv[1:])
         ended.append((int(status), errors.getvalue().splitlines()))
     return ended
 
@@ -202,7 +202,7 @@ if os.environ["RANK"] == "1":
         sys.argv += ["--training.seed=7"]
     else:
         Engine.feed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-raise SystemExit(run_program(PretrainConfig, "Pretrain a GPT.", ""))
+raise SystemExit(run_program(PretrainConfig, sys.argv[1:]))
 """
 """Rank 1 differs at one start, and is killed in its first step at the starts before it."""
 

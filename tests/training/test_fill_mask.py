@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tm
     status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
     assert (status, output) == (2, "")
     assert "the checkpoint is a GPT, which" in messages
-    assert "tools/generate.py" in messages
+    assert "megapipe generate" in messages
 
 
 def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsy
     output, messages = capsys.readouterr()
     assert output == ""
     assert "the checkpoint is a BERT, which" in messages
-    assert "tools/fill_mask.py" in messages
+    assert "megapipe fill-mask" in messages
 
 
 def test_more_than_one_rank_is_refused(fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:

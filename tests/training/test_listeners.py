@@ -170,7 +170,7 @@ def stuck(config, environment, start):
     return 143
 
 pretrain.pretrain = stuck
-raise SystemExit(command.run_program(PretrainConfig, "", ""))
+raise SystemExit(command.run_program(PretrainConfig, sys.argv[1:]))
 """
 
 

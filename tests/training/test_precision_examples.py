@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "parallel"
 @pytest.mark.parametrize("name", ["fp16", "bf16_no_master", "fp8", "muon"])
 def test_the_launch_line_passes_the_checks_of_a_run(name: str) -> None:
     path = FOLDER / f"{name}.yaml"
-    launch = re.search(r"^#   torchrun --nproc_per_node (\d+) pretrain_gpt.py --config (\S+)$", path.read_text(), re.M)
+    launch = re.search(r"^#   megapipe train -n (\d+) --config (\S+)$", path.read_text(), re.M)
     assert launch is not None
-    assert launch[2] == f"examples/parallel/{path.name}"
+    assert launch[2] == name
     validate(parse(["--config", str(path)]), int(launch[1]))

@@ -128,7 +128,7 @@ def test_the_program_helps_without_torch_and_names_a_misspelt_field() -> None:
     assert "did you mean 'data.mask_probability'" in wrong.stderr
     without = program()
     assert without.returncode == 2
-    assert "examples/bert_quickstart.yaml" in without.stderr
+    assert "--config bert_quickstart" in without.stderr
 
 
 @pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])

@@ -66,7 +66,7 @@ def test_the_window_holds_the_steps_that_were_asked_for(tmp_path: Path, corpus: 
     results = traced(tmp_path, corpus, {"pipeline": 2}, name, profile={"first_step": first, "steps": 3})
     traces = [read_rank(tmp_path / f"rank-{rank}.json") for rank in range(2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-1.json", "schedule.txt"]
-    assert results[0][0] == [f"traced steps {first} to {first + 2}: python tools/schedule.py overlay {tmp_path}"]
+    assert results[0][0] == [f"traced steps {first} to {first + 2}: megapipe schedule overlay {tmp_path}"]
     for trace in traces:
         assert {event.step + 1 for event in trace.events} == set(range(first, first + 3))
         assert trace.layout["pipeline"] == 2
@@ -150,7 +150,7 @@ def test_a_launched_run_is_traced_and_laid_over(
     arguments = ["--parallel.pipeline=2", "--schedule.name=2bw", "--training.steps=6", "--profile.trace=trace"]
     done = launch(2, f"--data.prefix={corpus}", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "traced steps 3 to 5: python tools/schedule.py overlay trace" in done.stdout
+    assert "traced steps 3 to 5: megapipe schedule overlay trace" in done.stdout
     assert main(["overlay", str(tmp_path / "trace"), "-o", str(tmp_path / "overlay.html")]) == 0
     assert "steps 3 to 5: measured over predicted" in capsys.readouterr().out
     assert (tmp_path / "overlay.html").stat().st_size > 10_000

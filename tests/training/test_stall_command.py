@@ -165,7 +165,7 @@ def test_the_kind_follows_from_the_fields(tmp_path: Path) -> None:
     assert type(read_config(None, ["--data.prefix", "x"])).__name__ == "PretrainConfig"
     assert type(read_config(None, ["--data.prefix", "x", "--data.pairs", "next"])).__name__ == "BertPretrainConfig"
     assert type(read_config("bert", ["--data.prefix", "x"])).__name__ == "BertPretrainConfig"
-    with pytest.raises(ConfigError, match=r"(?s)^as a GPT: .*\nas a BERT: "):
+    with pytest.raises(ConfigError, match=r"^unknown configuration key 'data.isolate'"):
         read_config(None, ["--data.pairs", "next", "--data.isolate", "true"])
 
 

@@ -42,7 +42,7 @@ def test_a_good_configuration_passes() -> None:
         ({"model": {"norm_epsilon": 0.0}}, 1, ["norm_epsilon is 0.0", "above 0"]),
         ({"model": {"num_layers": 0}}, 1, ["num_layers is 0", "at least 1"]),
         ({"model": {"rope_scaling": RopeScaling(kind="linear")}}, 1, ["'linear'", "'learned'", "'rotary'"]),
-        ({"data": {"prefix": ""}}, 1, ["data.prefix is empty", "tools/preprocess.py"]),
+        ({"data": {"prefix": ""}}, 1, ["data.prefix is empty", "megapipe preprocess"]),
         ({"data": {"blend": {"other": 1.0}}}, 1, ["data.prefix is 'shard'", "data.blend has 1", "leave one"]),
         ({"data": {"prefix": "", "blend": {"a": 0.0, "b": 1.0}}}, 1, ["gives a the weight 0.0", "above 0"]),
         ({"data": {"order": "megatron", "pack": "best_fit"}}, 1, ["data.pack is best_fit", "megatron", "concat"]),

@@ -1,4 +1,4 @@
-"""The arguments of tools/preprocess.py."""
+"""The arguments of megapipe preprocess."""
 
 import argparse
 import os
@@ -17,16 +17,16 @@ file or of a dataset is a document, and so is any other file. JSON lines and tex
 The output is <prefix>_<key>_document.bin, .idx and .manifest.json, with the same bytes for any number of workers.
 After an interruption, the same command continues where it stopped.
 
-`preprocess.py train-tokenizer --help` explains how to learn a vocabulary first.
+`megapipe preprocess train-tokenizer --help` explains how to learn a vocabulary first.
 """
 EXAMPLES = """\
 examples:
-  tools/preprocess.py --input python-stdlib --output-prefix data/python --tokenizer bytes --append-eod
-  tools/preprocess.py --input corpus/*.jsonl --json-keys text --output-prefix data/corpus \\
+  megapipe preprocess --input python-stdlib --output-prefix data/python --tokenizer bytes --append-eod
+  megapipe preprocess --input corpus/*.jsonl --json-keys text --output-prefix data/corpus \\
       --tokenizer tokenizer.json --append-eod --workers 8
-  tools/preprocess.py --input src docs --include '*.py' '*.md' --exclude tests --output-prefix data/code \\
+  megapipe preprocess --input src docs --include '*.py' '*.md' --exclude tests --output-prefix data/code \\
       --tokenizer bytes --append-eod
-  tools/preprocess.py --input dataset:wikitext:wikitext-103-raw-v1@train --output-prefix data/wiki \\
+  megapipe preprocess --input dataset:wikitext:wikitext-103-raw-v1@train --output-prefix data/wiki \\
       --tokenizer bert-uncased:vocab.txt --split-sentences
 """
 
@@ -38,13 +38,13 @@ wordpiece-cased (BERT's) write a tokenizer.json of Hugging Face.
 """
 TRAINING_EXAMPLES = """\
 example:
-  tools/preprocess.py train-tokenizer --input python-stdlib --type sentencepiece-bpe --vocabulary-size 8192 \\
+  megapipe preprocess train-tokenizer --input python-stdlib --type sentencepiece-bpe --vocabulary-size 8192 \\
       --output data/python.model
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = tool_parser("preprocess.py", DESCRIPTION, EXAMPLES)
+    parser = tool_parser("megapipe preprocess", DESCRIPTION, EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument(
         "--tokenizer",
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_training_parser() -> argparse.ArgumentParser:
-    parser = tool_parser(f"preprocess.py {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
+    parser = tool_parser(f"megapipe preprocess {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")
     parser.add_argument("--vocabulary-size", type=positive, required=True, metavar="N", help="exact number of tokens")

@@ -1,4 +1,4 @@
-"""The command line of tools/preprocess.py: shards from text, and tokenizers from text."""
+"""The command line of megapipe preprocess: shards from text, and tokenizers from text."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The flags of ``tools/plan.py``: those of a training configuration, and each command's own."""
+"""The flags of ``megapipe plan``: those of a training configuration, and each command's own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -305,11 +305,9 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     """documented: with every field's help, which takes a while to find."""
     about = COMMANDS[command]
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
-    parser.prog = f"plan.py {command}"
-    parser.usage = f"plan.py {command} {about.usage}"
-    parser.add_argument(
-        "--bert", action="store_true", help="plan a BERT run, as pretrain_bert.py reads it, instead of a GPT run"
-    )
+    parser.prog = f"megapipe plan {command}"
+    parser.usage = f"megapipe plan {command} {about.usage}"
+    parser.add_argument("--bert", action="store_true", help="plan a BERT run instead of a GPT run")
     for add in about.flags:
         add(parser)
     return parser

@@ -17,7 +17,7 @@ def run_fit(request: Request) -> int:
     check_folders(flags["output"])
     result, title, unit = _fit(request)
     if flags["output"] is not None:
-        write_text(flags["output"], written(result.hardware, f"Efficiency fitted by plan.py fit: {title}."))
+        write_text(flags["output"], written(result.hardware, f"Efficiency fitted by megapipe plan fit: {title}."))
     if flags["json"]:
         print(json.dumps(result.as_json(), indent=2))
         return 0

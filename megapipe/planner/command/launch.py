@@ -1,4 +1,4 @@
-"""From a plan to its start: the configuration file and the torchrun command."""
+"""From a plan to its start: the configuration file and the command."""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -66,18 +66,16 @@ def write_text(path: Path, text: str) -> None:
 def launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
     """The command to start on every node; of several, HEAD_NODE names one, as in examples/launch/several_nodes.sh."""
     nodes = hardware.nodes(devices)
-    program = "pretrain_bert.py" if isinstance(config, BertPretrainConfig) else "pretrain_gpt.py"
-    per_node = min(devices, nodes[0].devices_per_node)
-    where = f"--nproc_per_node {per_node}"
+    where = f"-n {min(devices, nodes[0].devices_per_node)}"
     if len(nodes) > 1:
-        meet = "--rdzv_backend c10d --rdzv_endpoint $HEAD_NODE:29500 --rdzv_id plan"
-        where = f"--nnodes {len(nodes)} {where} {meet}"
+        where += f" --nodes {len(nodes)} --rendezvous $HEAD_NODE:29500"
+    kind = " --kind bert" if isinstance(config, BertPretrainConfig) else ""
     data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
-    return f"torchrun {where} {program} --config {file}{data}"
+    return f"megapipe train {where}{kind} --config {file}{data}"
 
 
 def uneven_nodes(hardware: Hardware, devices: int) -> str | None:
-    """A warning where nodes do not run the same number of ranks, which one torchrun command cannot say."""
+    """A warning where nodes do not run the same number of ranks, which one command cannot say."""
     sizes = [node.devices_per_node for node in hardware.nodes(devices)]
     if sum(sizes) == devices and len(set(sizes)) == 1:
         return None
@@ -85,4 +83,4 @@ def uneven_nodes(hardware: Hardware, devices: int) -> str | None:
         return None
     last = devices - sum(sizes[:-1])
     listed = ", ".join(str(size) for size in [*sizes[:-1], last])
-    return f"nodes run {listed} ranks: set --nproc_per_node on each node accordingly"
+    return f"nodes run {listed} ranks: set -n on each node accordingly"

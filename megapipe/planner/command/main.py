@@ -1,4 +1,4 @@
-"""What ``tools/plan.py`` does: reads a command, runs it, tells of a wrong input in one line a problem."""
+"""What ``megapipe plan`` does: reads a command, runs it, tells of a wrong input in one line a problem."""
 
 import signal
 import sys
@@ -66,13 +66,13 @@ def overview() -> str:
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: plan.py COMMAND [--group.field VALUE ...]",
+            "usage: megapipe plan COMMAND [--group.field VALUE ...]",
             "",
             "Find which layout of a model fits a machine, how fast it is, and why.",
             "",
             *lines,
             "",
-            "`plan.py COMMAND --help` lists the flags of a command, which include every field of a training "
+            "`megapipe plan COMMAND --help` lists the flags of a command, which include every field of a training "
             "configuration.",
         ]
     )

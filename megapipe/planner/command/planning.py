@@ -35,8 +35,8 @@ def provenance(hardware: Hardware) -> str:
     for device, efficiency in devices.items():
         if efficiency == Efficiency():
             parts.append(
-                f"the efficiency of {device} is unknown, so its speeds are upper bounds (plan.py profile measures it, "
-                "plan.py fit derives it from runs)"
+                f"the efficiency of {device} is unknown, so its speeds are upper bounds (megapipe plan profile "
+                "measures it, megapipe plan fit derives it from runs)"
             )
         elif efficiency in fitted:
             parts.append(f"{device} is fitted to Megatron-LM's published runs on {fitted[efficiency]}")

@@ -221,7 +221,7 @@ def _print_start(request: Request, hardware: Hardware, best: Found, command: str
         print(f"\nwrote {request.flags['write_config']}; to train with it, run on every node")
     print(f"  {command}")
     if not best.config.data.prefixes[0]:
-        print(f"  ({NO_DATA}: path of the shard that tools/preprocess.py printed)")
+        print(f"  ({NO_DATA}: path of the shard that megapipe preprocess printed)")
     warning = uneven_nodes(hardware, best.estimate.world_size)
     if warning is not None:
         print(f"  {warning}")

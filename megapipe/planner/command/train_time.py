@@ -163,7 +163,7 @@ def _answer(request: Request, parameters: float, tokens: float) -> Answer:
     ).best.estimate
     remarks.insert(
         0,
-        f"the best layout of plan.py search on {devices:,} x {hardware.groups[0].device.name}: "
+        f"the best layout of megapipe plan search on {devices:,} x {hardware.groups[0].device.name}: "
         f"{layout_told(best.config)}, {seconds_told(best.step_seconds)} a step, without saves, failures or evaluation",
     )
     return Answer(tokens / best.tokens_per_second, remarks)

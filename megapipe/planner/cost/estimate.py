@@ -104,7 +104,7 @@ class Estimate:
         return sum(term.seconds for term in self.terms if term.name == name)
 
     def as_json(self) -> dict[str, Any]:
-        """The keys that `tools/plan.py --json` promises."""
+        """The keys that `megapipe plan --json` promises."""
         parallel = self.config.parallel
         layout = {name: getattr(parallel, name) for name in ("data", "tensor", "pipeline", "context", "sequence")}
         layout |= {"micro_size": self.config.batch.micro_size, "schedule": self.config.schedule.name}

@@ -104,7 +104,7 @@ class Findings:
         return self.ranked[0]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as `tools/plan.py search --json` prints it."""
+        """All of it, as `megapipe plan search --json` prints it."""
         return {
             "objective": self.objective,
             "devices": self.devices,

@@ -108,7 +108,7 @@ def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], sp
     if moves_to_host(base):
         problems.append(
             "offload is set, but a search does not model copies to host memory; leave it out here, and use it with "
-            "plan.py predict on the best layout"
+            "megapipe plan predict on the best layout"
         )
     if base.recompute.method == "auto":
         problems.append(

@@ -1,4 +1,4 @@
-"""The flags of ``tools/schedule.py``, and the schedules and costs that they select."""
+"""The flags of ``megapipe schedule``, and the schedules and costs that they select."""
 
 import argparse
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ LOWERING_FLAGS = {
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
 EXAMPLES = """\
 examples:
-  tools/schedule.py show --schedule 1f1b --ranks 4 --microbatches 8
-  tools/schedule.py compare --ranks 4 --microbatches 16
-  tools/schedule.py draw --schedule zb_h1 --ranks 4 --microbatches 8 --output zb_h1.svg
-  tools/schedule.py overlay runs/2bw/trace --output timeline.html
+  megapipe schedule show --schedule 1f1b --ranks 4 --microbatches 8
+  megapipe schedule compare --ranks 4 --microbatches 16
+  megapipe schedule draw --schedule zb_h1 --ranks 4 --microbatches 8 --output zb_h1.svg
+  megapipe schedule overlay runs/2bw/trace --output timeline.html
 
 docs/schedules.md explains what each schedule is for.
 """
@@ -35,7 +35,7 @@ docs/schedules.md explains what each schedule is for.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = tool_parser("schedule.py", DESCRIPTION, EXAMPLES)
+    top = tool_parser("megapipe schedule", DESCRIPTION, EXAMPLES)
     commands = top.add_subparsers(dest="command", required=True)
     _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
     check = commands.add_parser("validate", help="check a schedule file")

@@ -1,4 +1,4 @@
-"""What ``tools/schedule.py`` does for each of its commands."""
+"""What ``megapipe schedule`` does for each of its commands."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``tools/schedule.py overlay``: a measured trace over its prediction."""
+"""``megapipe schedule overlay``: a measured trace over its prediction."""
 
 import argparse
 import json

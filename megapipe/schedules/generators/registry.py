@@ -126,7 +126,7 @@ def find_generator(name: str) -> Generator:
         return GENERATORS[name]
     if is_file_name(name):
         raise ScheduleError(
-            f"unknown schedule {name!r}; to use a schedule file, pass --file to tools/schedule.py, or set "
+            f"unknown schedule {name!r}; to use a schedule file, pass --file to megapipe schedule, or set "
             "schedule.file in a run"
         )
     nearest = difflib.get_close_matches(name, GENERATORS, n=1, cutoff=0.4)

@@ -72,12 +72,9 @@ def _folder() -> Iterator[None]:
 
 
 LAUNCHES = {
-    "one_node.sh": "--model examples/models/llama3_8b.yaml --data.sequence_length 8192 --devices 8 "
-    "--batch.global_size 128",
-    "several_nodes.sh": "--model examples/models/llama2_13b.yaml --data.sequence_length 4096 --devices 32 "
-    "--batch.global_size 1024",
-    "slurm.sbatch": "--model examples/models/llama2_70b.yaml --data.sequence_length 4096 --devices 128 "
-    "--batch.global_size 1024",
+    "one_node.sh": "--model llama3_8b --data.sequence_length 8192 --devices 8 --batch.global_size 128",
+    "several_nodes.sh": "--model llama2_13b --data.sequence_length 4096 --devices 32 --batch.global_size 1024",
+    "slurm.sbatch": "--model llama2_70b --data.sequence_length 4096 --devices 128 --batch.global_size 1024",
 }
 """Scripts of examples/launch, each with the search whose best layout it starts."""
 MARK = "Layout, written by python -m tests.planner.command.redraw:"
@@ -88,7 +85,7 @@ FLAGS = re.compile(r"    --(?:layout|parallel)(?:[^\n]*\n)+?(?=    --optimizer)"
 def launched(name: str) -> str:
     """Return a script of examples/launch with the planner's layout."""
     flags = f"{LAUNCHES[name]} --hardware a100-80 --training.precision bf16"
-    request = parse_request("search", shlex.split(flags.replace("examples/", f"{ROOT}/examples/")))
+    request = parse_request("search", shlex.split(flags))
     hardware = request.hardware()
     best = search_speed(request.config, hardware, request.devices(), request.given, effort=BEST_ALONE).best
     written = yaml.safe_load(config_yaml(best.config))
@@ -104,7 +101,7 @@ def launched(name: str) -> str:
     ]
     comment = [
         MARK,
-        *textwrap.wrap(f"The layout is the answer of tools/plan.py search {flags}:", 115, break_on_hyphens=False),
+        *textwrap.wrap(f"The layout is the answer of megapipe plan search {flags}:", 115, break_on_hyphens=False),
         *textwrap.wrap(
             f"{layout_told(best.config)}. Predicted: {seconds_told(best.estimate.step_seconds)} a step and "
             f"{bytes_told(best.estimate.peak_bytes)} on the fullest GPU; {provenance(hardware)}.",

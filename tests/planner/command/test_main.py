@@ -31,7 +31,7 @@ def test_help_of_every_command_lists_its_flags_and_a_configuration_s(capsys):
             main([name, "--help"], {})
         assert stopped.value.code == 0
         text = capsys.readouterr().out
-        assert f"plan.py {name}" in text
+        assert f"megapipe plan {name}" in text
         assert "--parallel.tensor" in text
 
 

@@ -38,7 +38,7 @@ def test_search_gives_the_promised_keys(found):
     assert found["model_tflops_per_device"] > 0
     assert found["search"]["examined"] <= found["search"]["layouts"]
     assert found["search"]["alternatives"]
-    assert found["launch"].startswith("torchrun --nnodes 2 --nproc_per_node 8 ")
+    assert found["launch"].startswith("megapipe train -n 8 --nodes 2 --rendezvous ")
 
 
 def test_the_best_is_the_fastest_of_what_is_ranked_and_of_the_front(found):

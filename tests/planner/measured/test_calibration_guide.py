@@ -33,7 +33,7 @@ def test_the_guides_predictions_and_budget_run(tmp_path: Path) -> None:
     (text,) = blocks("yaml")
     (tmp_path / "machine.yaml").write_text(written(read_hardware(text)))
     config = parse_as(
-        PretrainConfig, ["--config", str(ROOT / "examples/gpt_quickstart.yaml"), "--training.precision", "fp32"]
+        PretrainConfig, ["--config", str(ROOT / "examples/quickstart.yaml"), "--training.precision", "fp32"]
     )
     names = {"config": replace(config, parallel=replace(config.parallel, data=1))}
     _, predictions, budget = blocks("python")

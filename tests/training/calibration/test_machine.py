@@ -145,7 +145,7 @@ def test_the_benchmark_compares_predictions_with_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_profile_and_leaves_neither_file_nor_process(tmp_path: Path, number: signal.Signals) -> None:
     flags = [f"--{name}={value}" for name, value in {"output": tmp_path / "machine.yaml", "ranks": 2}.items()]
-    model = ["--config", str(ROOT / "examples" / "gpt_quickstart.yaml"), "--training.precision=fp32"]
+    model = ["--config", str(ROOT / "examples" / "quickstart.yaml"), "--training.precision=fp32"]
     environment = dict(os.environ, TMPDIR=str(tmp_path))
     program = subprocess.Popen(
         [sys.executable, str(ROOT / "tools" / "plan.py"), "profile", *model, *flags],

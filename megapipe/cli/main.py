@@ -1,0 +1,90 @@
+"""The table of subcommands, and the start of one."""
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import NoReturn
+
+from megapipe import __version__
+from megapipe.config.errors import nearest
+
+SUBCOMMANDS = {
+    "train": ("megapipe.cli.train", "pretrain a GPT or a BERT on one or many devices"),
+    "preprocess": ("megapipe.data.preprocess.command", "turn text into data shards; learn a tokenizer from text"),
+    "plan": ("megapipe.cli.plan", "find the fastest layout for a machine; predict time and memory"),
+    "schedule": ("megapipe.schedules.command.main", "show, validate, simulate, compare and draw pipeline schedules"),
+    "data": ("megapipe.cli.data", "inspect, check, merge and split data shards; measure waits for data"),
+    "convert": ("megapipe.conversion.command", "convert, inspect, verify, compare and average checkpoints"),
+    "generate": ("megapipe.training.generate_command", "continue prompts with a trained GPT"),
+    "fill-mask": ("megapipe.training.fill_mask_command", "fill in the gaps of a text with a trained BERT"),
+}
+"""Subcommands by name: the module whose `main(arguments)` returns the exit status, and a summary."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit status; 2 if there is no such subcommand."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"megapipe {__version__}")
+        return 0
+    name = arguments[0].replace("_", "-")
+    if name not in SUBCOMMANDS:
+        print(
+            f"error: unknown command {arguments[0]!r}{nearest(name, SUBCOMMANDS)} (megapipe --help lists them)",
+            file=sys.stderr,
+        )
+        return 2
+    with _importing():
+        run: Callable[[Sequence[str]], int] = import_module(SUBCOMMANDS[name][0]).main
+    return run(arguments[1:])
+
+
+def start() -> NoReturn:
+    """Run the command line of this process and exit: the console script."""
+    sys.argv[0] = "megapipe"
+    sys.exit(main(sys.argv[1:]))
+
+
+def overview() -> str:
+    """Return the help without a subcommand."""
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: megapipe COMMAND ...",
+            "",
+            "Pretrain GPT and BERT language models across many devices, and plan such runs without them.",
+            "",
+            *lines,
+            "",
+            "`megapipe COMMAND --help` lists the options of a command, `megapipe --version` prints the version.",
+        ]
+    )
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Imports a subcommand faster, and without the traceback of an import that Ctrl-C interrupts."""
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+    gc.disable()  # nearly all objects that imports create are permanent
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        if previous is signal.default_int_handler:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _interrupted(number: int, frame: object) -> None:
+    """Exit at once: an exception would end in the module that is being imported, which may catch it."""
+    os.write(2, b"interrupted\n")
+    os._exit(128 + signal.SIGINT)
