@@ -4,10 +4,13 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 TEST_WORKERS ?= 2
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 BIN := .venv/bin
 
-.PHONY: help setup quickstart quickstart-bert test test-slow test-exhaustive gpu-check lint docs format clean
+RUN_TIME := .venv/.run-time
+READY := .venv/.ready
+CONSTRAINTS := .venv/constraints.txt
+
+.PHONY: help setup constraints quickstart quickstart-bert test test-slow test-exhaustive gpu-check lint docs format clean
 
 help:
 	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample, export"
@@ -16,22 +19,35 @@ help:
 	@echo "make test-slow        what takes longer, under 25 minutes"
 	@echo "make test-exhaustive  more layouts, schedules and random examples of what those two show"
 	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one or more; continues where it ended"
-	@echo "make lint             ruff, mypy, import-linter"
+	@echo "make lint             ruff, mypy for Python 3.11 to 3.13, import-linter"
 	@echo "make docs             API reference in build/docs"
 	@echo "make setup            only the environment, in .venv"
+	@echo "make constraints      write the versions in .venv to constraints.txt"
 
-.venv/.ready: setup.py constraints-cpu.txt
+$(CONSTRAINTS): constraints.txt
 	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) has no venv module (Debian: apt-get install python3-venv)"; exit 1; }
-	@echo "installing into .venv (about a minute after downloads)"
-	@$(BIN)/pip install -q $(CONSTRAINTS) $(PIP_FLAGS) -e '.[test,hf]'
+	@grep -vE $(if $(filter-out 0,$(GPU)),'^torch==','^$$') constraints.txt >$@
+
+$(RUN_TIME): setup.py $(CONSTRAINTS)
+	@echo "installing what runs need into .venv (about a minute after downloads)"
+	@$(BIN)/pip install -c $(CONSTRAINTS) $(PIP_FLAGS) -e '.[hf]'
 	@touch $@
 
-setup: .venv/.ready
+$(READY): setup.py $(CONSTRAINTS)
+	@echo "installing what runs and tests need into .venv (about a minute after downloads)"
+	@$(BIN)/pip install -q -c $(CONSTRAINTS) $(PIP_FLAGS) -e '.[test,hf]'
+	@touch $(RUN_TIME) $@
 
-quickstart: setup
+setup: $(READY)
+
+constraints: setup
+	$(BIN)/python -m tests.packaging.environment >$(CONSTRAINTS).new
+	mv $(CONSTRAINTS).new constraints.txt
+
+quickstart: $(RUN_TIME)
 	@BIN=$(BIN) bash examples/quickstart.sh
 
-quickstart-bert: setup
+quickstart-bert: $(RUN_TIME)
 	@BIN=$(BIN) bash examples/bert_quickstart.sh
 
 test: setup
@@ -49,11 +65,11 @@ gpu-check: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p megapipe
+	for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version -p megapipe || exit 1; done
 	$(BIN)/lint-imports
 
 docs: setup
-	@$(BIN)/pip install -q $(CONSTRAINTS) $(PIP_FLAGS) -e '.[docs]'
+	@$(BIN)/pip install -q -c $(CONSTRAINTS) $(PIP_FLAGS) -e '.[docs]'
 	$(BIN)/pdoc -o build/docs megapipe '!megapipe.kernels'
 
 format: setup
