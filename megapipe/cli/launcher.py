@@ -105,8 +105,7 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
         try:
             elastic_launch(config, sys.executable)("-u", "-P", "-c", _RANK, root, *arguments)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            return _status_of(rank, failure)
+            return _status_of(error.failures)
         except SignalException as stop:
             return 128 + int(stop.sigval)
         except RendezvousError as error:
@@ -119,8 +118,15 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
     return ExitCode.FINISHED
 
 
-def _status_of(rank: int, failure: "ProcessFailure") -> int:
-    """Return the exit status of the first rank that failed, and print its reason if the rank could not."""
+def _status_of(failures: "Mapping[int, ProcessFailure]") -> int:
+    """Return the exit status of the first rank that failed, and print its reason if the rank could not.
+
+    A rank that only lost another one counts if no other rank failed: its time may be the earlier one, because the
+    agent notes the end of a killed rank when it sees it.
+    """
+    rank, failure = min(
+        failures.items(), key=lambda each: (each[1].exitcode == ExitCode.PEER_LOST, each[1].timestamp, each[0])
+    )
     if failure.exitcode >= 0:
         return failure.exitcode
     name = signal.Signals(-failure.exitcode).name

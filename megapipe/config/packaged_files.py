@@ -48,4 +48,13 @@ def _path_of(flag: str, value: str, files: Mapping[str, Path]) -> str:
         return value
     near = difflib.get_close_matches(value, files, n=3, cutoff=0.5)
     names = f"did you mean {' or '.join(near)}?" if near else f"the packaged ones are {', '.join(files)}"
-    raise ConfigError(f"{flag} {value}: the file does not exist, and no packaged file has this name; {names}")
+    raise ConfigError(
+        f"{flag} {value}: the file does not exist, and no packaged file for {flag} has this name; "
+        f"{other_flag(value) or names}"
+    )
+
+
+def other_flag(name: str) -> str | None:
+    """Return the advice to use the flag whose packaged file has a name, or None."""
+    flag = next((flag for flag in _FOLDERS if name in packaged_files(flag)), None)
+    return flag and f"pass the packaged file of this name as --{flag} {name}"

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from megapipe.config.packaged_files import other_flag
+
 _WRONG_TYPE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+Expected an? (?P<type>.+?)\. Got value: (?P<value>.*)', re.S)
 _WRONG_UNION = re.compile(
     r'Parser key "(?P<key>[^"]+)":\s+Does not validate against any of the Union subtypes\s+'
@@ -84,5 +86,5 @@ def _why_unreadable(file: Path) -> str:
     if file.is_dir():
         return "is a folder; choose a YAML file"
     if not file.exists():
-        return "the file does not exist; choose an existing YAML file"
+        return f"the file does not exist; {other_flag(str(file)) or 'choose an existing YAML file'}"
     return "is not a mapping or is not readable: write `key: value` lines"

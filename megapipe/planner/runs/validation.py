@@ -98,13 +98,13 @@ def _layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
     if data is not None and data * model_ranks != world_size:
         return [
             f"parallel.data {data} x parallel.pipeline {parallel.pipeline}{shared} x parallel.tensor "
-            f"{parallel.tensor} = {data * model_ranks} ranks, but the world size is {world_size}; start torchrun with "
-            f"--nproc_per_node {data * model_ranks} on one host, or change a parallel size"
+            f"{parallel.tensor} = {data * model_ranks} ranks, but the world size is {world_size}; start "
+            f"that many, as with megapipe train -n {data * model_ranks} on one host, or change a parallel size"
         ]
     if world_size % model_ranks:
         return [
             f"world size {world_size} is not a multiple of parallel.pipeline {parallel.pipeline}{shared} x "
-            f"parallel.tensor {parallel.tensor} = {model_ranks}; start torchrun with --nproc_per_node "
-            f"{model_ranks} (or a multiple), or change a parallel size"
+            f"parallel.tensor {parallel.tensor} = {model_ranks}; start that many, as with "
+            f"megapipe train -n {model_ranks} on one host, or a multiple, or change a parallel size"
         ]
     return []

@@ -1,0 +1,178 @@
+"""`megapipe train -n 2`: ranks that train, the reason as the last line, and the rank's own exit status."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli.launcher import first_slurm_node, slurm_variables
+from megapipe.parallel.launch import LaunchEnvironment
+from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc, saved_steps, wait_for_the_end
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import TINY, environment
+from tests.support.patience import wait_until
+
+MEGAPIPE = [sys.executable, "-P", "-m", "megapipe", "train"]
+STEP = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "rack[07-08]-gpu",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node3", "node3"),
+        ("a1,b[2-4]", "a1"),
+        ("rack[07-08]-gpu", "rack07-gpu"),
+        ("n[12,14-15]", "n12"),
+        ("r[1-2]n[3,5]x,z", "r1n3x"),
+    ],
+)
+def test_the_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_slurm_node(STEP | {"SLURM_STEP_NODELIST": nodes}) == (first, 23456)
+
+
+def test_a_task_of_a_slurm_step_is_a_rank() -> None:
+    read = LaunchEnvironment.read(slurm_variables(STEP))
+    assert read == LaunchEnvironment(11, 16, 3, "rack07-gpu", 23456)
+    assert slurm_variables(STEP)["LOCAL_WORLD_SIZE"] == "8"
+    assert slurm_variables(STEP | {"RANK": "0"}) == {}
+    assert slurm_variables(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
+    assert slurm_variables({}) == {}
+
+
+def train(folder: Path, *arguments: str, ranks: str = "2", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a job to its end with stderr in stdout, as a screen shows them."""
+    return subprocess.run(
+        [*MEGAPIPE, "-n", ranks, *TINY, "--data.prefix=corpus", *arguments],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shard(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_two_ranks_train_without_a_word_of_the_launcher(folder: Path) -> None:
+    """Files of the current folder do not hide modules, and no file is left in the folder for temporary ones."""
+    (folder / "torch.py").write_text("raise SystemExit('the wrong torch')")
+    (folder / "tmp").mkdir()
+    done = train(folder, "--parallel.pipeline=2", "--training.steps=4", TMPDIR=str(folder / "tmp"))
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout
+    assert lines[0].startswith("kernels: ")
+    assert lines[-1].startswith("finished after step 4/4")
+    assert not [line for line in lines if re.match(r"[IWE]\d{4} |.*elastic|.*OMP_NUM_THREADS", line)]
+    assert saved_steps(folder / "runs/default") == [4]
+    assert not list((folder / "tmp").iterdir())
+
+
+WRONG = {
+    "--data.prefix=nowhere": "error: nowhere.idx does not exist",
+    "--parallel.data=3": "error: parallel.data 3 x parallel.pipeline 1 x parallel.tensor 1 = 3 ranks, but ",
+    "--training.steps=0": "error: training.steps is 0; it must be at least 1",
+    "--model.num_heads=7": "error: model.hidden_size 32 is not divisible by model.num_heads 7",
+    "--schedule.name=1f2b": "error: schedule.name: unknown schedule '1f2b'; did you mean '1f1b'?",
+    "--plan=nowhere.yaml": "error: hardware file 'nowhere.yaml' cannot be read",
+}
+"""Input that only the ranks can find to be wrong, and the last line."""
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("argument", WRONG)
+def test_wrong_input_of_ranks_is_the_last_line(folder: Path, argument: str) -> None:
+    done = train(folder, argument)
+    assert done.returncode == 2, done.stdout
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(WRONG[argument])
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("argument", WRONG)
+def test_wrong_input_is_in_torchrun_s_box(folder: Path, argument: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "megapipe", "train", *TINY, "--data.prefix=corpus", argument],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == 1, "torchrun's own"
+    reason = WRONG[argument].removeprefix("error: ")
+    assert f"traceback : {reason}" in done.stderr.partition("Root Cause")[2], done.stderr
+
+
+class Endless:
+    """A job of two ranks that has taken some steps. screen: its file for stdout and stderr."""
+
+    def __init__(self, folder: Path) -> None:
+        self.screen = folder / "screen"
+        words = ["--data.prefix=corpus", "--training.steps=1000000", "--parallel.data=2"]
+        with self.screen.open("w") as screen:
+            self.process = subprocess.Popen(
+                [*MEGAPIPE, "-n", "2", *TINY, *words],
+                cwd=folder,
+                env=environment(),
+                stdout=screen,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+@pytest.fixture
+def endless(folder: Path) -> Iterator[Endless]:
+    job = Endless(folder)
+    try:
+        wait_until(lambda: job.screen.read_text().count("step ") >= 2)
+        yield job
+    finally:
+        if job.process.poll() is None:
+            os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_killed_rank_is_named_in_the_last_line(endless: Endless) -> None:
+    ranks = children(endless.process.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert endless.process.wait(timeout=LIMIT_SECONDS) == 128 + signal.SIGKILL
+    assert endless.screen.read_text().splitlines()[-1].startswith("error: rank 1 was killed by SIGKILL")
+    wait_for_the_end([*ranks.values()])
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_job_saves_and_is_its_status(endless: Endless, folder: Path, number: signal.Signals) -> None:
+    """Ctrl-C reaches all processes, SIGTERM the launcher."""
+    ranks = children(endless.process.pid)
+    (os.killpg if number == signal.SIGINT else os.kill)(endless.process.pid, number)
+    assert endless.process.wait(timeout=LIMIT_SECONDS) == 128 + number
+    last = endless.screen.read_text().splitlines()[-1]
+    assert last.startswith(f"stopped by {number.name} after step "), endless.screen.read_text()
+    assert len(saved_steps(folder / "runs/default")) == 1
+    wait_for_the_end([*ranks.values()])

@@ -1,0 +1,94 @@
+"""The table of subcommands: help without torch, one table for `megapipe`, `python -m megapipe` and the programs."""
+
+import re
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megapipe import __version__
+from megapipe.cli.main import SUBCOMMANDS, main, overview
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import parse
+from megapipe.config.packaged_files import packaged_files
+
+ROOT = Path(__file__).resolve().parents[2]
+HELP_SECONDS = 0.3
+ALONE = {"train": ["pretrain_gpt.py", "pretrain_bert.py"], "convert": ["tools/convert_checkpoint.py"]}
+"""Programs that are not called like their subcommand."""
+
+
+def test_help_is_fast_and_imports_no_subcommand() -> None:
+    program = (
+        "import sys\nfrom megapipe.cli.main import main\nmain(['--help'])\n"
+        "loaded = {'torch', 'numpy', 'jsonargparse', 'yaml', 'argparse'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+        seconds.append(time.perf_counter() - begin)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == f"{overview()}\n"
+    assert min(seconds) < HELP_SECONDS
+
+
+def test_every_module_of_the_table_has_a_main() -> None:
+    for name, (module, summary) in SUBCOMMANDS.items():
+        assert callable(import_module(module).main), name
+        assert f"  {name} " in overview()
+        assert summary in overview()
+
+
+def test_no_command_is_wrong_and_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", f"{overview()}\n")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr() == (f"megapipe {__version__}\n", "")
+
+
+def test_programs_are_wrappers_of_the_table() -> None:
+    for program in [*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/*.py")]:
+        name = str(program.relative_to(ROOT))
+        command = next((command for command, programs in ALONE.items() if name in programs), program.stem)
+        called = re.findall(r"sys\.exit\(main\(\[(.*), \*sys\.argv\[1:\]\]\)\)", program.read_text())
+        assert called, name
+        words = re.findall(r'"([^"]+)"', called[0])
+        kind = ["--kind", program.stem.removeprefix("pretrain_")] if command == "train" else []
+        assert words == [command.replace("_", "-"), *kind]
+        assert words[0] in SUBCOMMANDS
+
+
+def test_ctrl_c_during_an_import_ends_with_one_word() -> None:
+    program = (
+        "import os, signal\nfrom megapipe.cli import main\n"
+        "main.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nmain.main(['plan'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_packaged_files_are_found_by_name_and_files_of_the_user_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    llama = packaged_files("model")["llama3_8b"]
+    assert parse(["--model", "llama3_8b"]) == parse([f"--model={llama}"]) == parse(["--model=llama3_8b"])
+    assert parse(["--config", "pipeline"]).schedule.name == "zb_v"
+    (tmp_path / "quickstart").mkdir()
+    assert parse(["--config", "quickstart"]).model.num_layers == 4
+    (tmp_path / "llama3_8b").write_text("num_layers: 7\n")
+    assert parse(["--model", "llama3_8b"]).model.num_layers == 7
+    with pytest.raises(ConfigError, match=r"did you mean gpt_tiny\?"):
+        parse(["--config", "gpt_tini"])
+
+
+def test_names_of_packaged_files_differ() -> None:
+    folder = ROOT / "examples"
+    assert len(packaged_files("config")) == len([*folder.glob("*.yaml"), *folder.glob("parallel/*.yaml")])
+    assert not set(packaged_files("config")) & set(packaged_files("model"))

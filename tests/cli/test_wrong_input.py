@@ -1,0 +1,114 @@
+"""Wrong command lines: the last line on the screen is the reason, and the exit status is 2."""
+
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli.main import main
+from tests.support.gpt_runs import write_shard
+
+WRONG = """
+trian | did you mean 'train'?
+evaluation | unknown command 'evaluation'
+--config quickstart | unknown command '--config'
+train --kind t5 --config quickstart | invalid choice: 't5'
+train --config quikstart | did you mean quickstart or bert_quickstart?
+train --config nothing_like_it | the packaged ones are bert_quickstart,
+train --config missing.yaml | missing.yaml: the file does not exist
+train --config . | is a folder; choose a YAML file
+train --config list.yaml | is not a mapping
+train --config broken.yaml | is not valid YAML
+train --config bytes.yaml | is not UTF-8 text
+train --model llama_8b | did you mean llama3_8b
+train --model quickstart | pass the packaged file of this name as --config quickstart
+train --parallel pipeline | pass the packaged file of this name as --config pipeline
+train --model.num_layer 2 | did you mean 'model.num_layers'?
+train --n_embd 64 | nanoGPT's n_embd is --model.hidden_size here
+train --tensor-model-parallel-size 2 | is --parallel.tensor here
+train --model.num_layers two | model.num_layers is two, but must be a whole number
+train --model.num_layers | --model.num_layers needs a value
+train --training.precision fp12 | but must be one of 'auto', 'fp32', 'bf16', 'fp16'
+train --optimizer.learning_rate nan | but must be a finite number
+train quickstart | unexpected argument 'quickstart'
+train --data.pairs order --data.isolate true | unknown configuration key 'data.isolate'
+train -n 0 --config quickstart | is 0, but must be at least 1
+train -n two --config quickstart | is 'two', but must be a whole number
+train -n 2 --nodes 2 --config quickstart | needs --rendezvous HOST:PORT
+train -n 2 --nodes 2 --rendezvous node0 --config quickstart | must be HOST:PORT
+train -n 2 --nodes 2 --rendezvous localhost:0 --config quickstart | must be HOST:PORT
+train -n 2 --nodes 2 --rendezvous no-such-host.invalid:29500 --config quickstart | is not known here
+train -n 2 --restarts -1 --config quickstart | must be at least 0
+train -n 2 --config quikstart | did you mean quickstart or bert_quickstart?
+train -n 2 --model.num_layer 2 | did you mean 'model.num_layers'?
+train --config gpt_tiny --data.prefix nowhere | nowhere.idx does not exist
+train --config gpt_tiny --data.prefix corpus --parallel.data 2 | start that many, as with megapipe train -n 2
+train --config gpt_tiny --data.prefix corpus --training.steps 0 | training.steps is 0; it must be at least 1
+train --config gpt_tiny --data.prefix corpus --model.num_heads 7 | hidden_size 192 is not divisible by model.num_head
+train --config gpt_tiny --data.prefix corpus --schedule.name 1f2b | unknown schedule '1f2b'
+train --config gpt_tiny --data.prefix corpus --plan nowhere.yaml | nowhere.yaml
+train --config gpt_tiny --data.prefix corpus --init_from nowhere | nowhere
+preprocess | required: --input, --tokenizer, --output-prefix
+preprocess --input nowhere --output-prefix out --tokenizer bytes | nowhere
+preprocess --input text.txt --output-prefix out --tokenizer nowhere | nowhere
+preprocess --input text.txt --output-prefix out --tokenizer bytes --workers x | whole number
+preprocess train-tokenizer --input text.txt --type word --vocabulary-size 99 --output t.json | invalid choice: 'word'
+plan serch | did you mean 'search'?
+plan search | --hardware is missing
+plan search --hardware h1000 --devices 8 | h1000
+plan search --hardware h100 --devices 0 --model llama3_8b --batch.global_size 8 | --devices is 0; it must be at least 1
+plan search --hardware h100 --devices 8 --model llama3_9b | did you mean llama3_8b
+plan predict --config missing.yaml --hardware h100 --devices 8 | missing.yaml: the file does not exist
+plan dry-run nowhere.yaml --devices 8 | nowhere.yaml
+schedule | required: command
+schedule shwo | invalid choice: 'shwo'
+schedule show --schedule 1f2b | unknown schedule '1f2b'
+schedule show --ranks 0 | the number of pipeline ranks of 1f1b is 0
+schedule validate nowhere.txt | nowhere.txt
+schedule overlay nowhere | nowhere
+data inspect nowhere | nowhere
+data split corpus --shares x --output-prefix out | --shares 'x' is not a list of numbers
+data stalls --config missing.yaml | missing.yaml
+convert | required: command
+convert convert nowhere --to hf out | nowhere
+convert inspect text.txt | text.txt
+generate --prompt x | required: --checkpoint
+generate --checkpoint nowhere --prompt x | nowhere
+generate --checkpoint . --prompt x --temperature -1 | -1
+fill-mask --text x | required: --checkpoint
+fill-mask --checkpoint nowhere --text x | nowhere
+"""
+"""Arguments, and a part of the last line."""
+CASES = [tuple(part.strip() for part in line.split("|")) for line in WRONG.strip().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    write_shard(tmp_path)
+    (tmp_path / "text.txt").write_text("some text\n")
+    (tmp_path / "list.yaml").write_text("[1, 2]\n")
+    (tmp_path / "broken.yaml").write_text("model: {\n")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield tmp_path
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@pytest.mark.slow
+def test_the_last_line_is_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = []
+    for arguments, reason in CASES:
+        try:
+            status: object = main(shlex.split(arguments))
+        except SystemExit as end:
+            status = end.code
+        output, errors = capsys.readouterr()
+        last = (errors.splitlines() or [""])[-1]
+        if status != 2 or reason not in last or output or len(errors.splitlines()) > 1:
+            wrong.append((arguments, reason, status, output, errors))
+    assert not wrong
