@@ -16,7 +16,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines() if line.strip()
 ]
-TRAINING = [command for command in COMMANDS if "pretrain_gpt.py" in command]
+TRAINING = [command for command in COMMANDS if command.startswith("megapipe train ")]
 QUICK = [command for command in COMMANDS if command not in TRAINING and not command.startswith("make test")]
 STATED_LOSS = {"bf16": 5.1, "fp32": 5.5}
 BERT_MARGIN = 1.0
@@ -87,7 +87,7 @@ def test_training_commands_run_as_written_and_learn(command: str, tmp_path: Path
     losses = [float(loss) for loss in re.findall(r"\| loss (\d+\.\d+)", output)]
     assert losses[-1] < unigram - margin
     if "runs/quickstart" not in command and str(tmp_path / "2bw") not in command:
-        sample = run(f"python tools/generate.py --checkpoint {tmp_path}/run --prompt 'def ' --max-new-tokens 32", 120)
+        sample = run(f"megapipe generate --checkpoint {tmp_path}/run --prompt 'def ' --max-new-tokens 32", 120)
         assert "def " in sample
 
 
@@ -113,7 +113,7 @@ def test_the_quickstart_ends_below_the_stated_loss_and_writes_python(tmp_path: P
     assert sum(map(is_tokenized, lines)) >= len(lines) / 2
     last_text = re.split(r"left out: .*\n", output)[1].partition("\033")[0]
     assert len(set(re.findall(r"[A-Za-z]{2,}", last_text))) >= 5
-    likeliest = f"python tools/generate.py --checkpoint {tmp_path} --prompt 'def ' --max-new-tokens 48 --temperature 0"
+    likeliest = f"megapipe generate --checkpoint {tmp_path} --prompt 'def ' --max-new-tokens 48 --temperature 0"
     exported = f"python examples/generate_with_transformers.py {tmp_path / 'exported'} 'def ' 0"
     assert run(likeliest, 120) == run(exported, 120)
 

@@ -105,7 +105,7 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
         try:
             elastic_launch(config, sys.executable)("-u", "-P", "-c", _RANK, root, *arguments)
         except ChildFailedError as error:
-            return _status_of(error.failures)
+            return status_of(error.failures)
         except SignalException as stop:
             return 128 + int(stop.sigval)
         except RendezvousError as error:
@@ -118,7 +118,7 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
     return ExitCode.FINISHED
 
 
-def _status_of(failures: "Mapping[int, ProcessFailure]") -> int:
+def status_of(failures: "Mapping[int, ProcessFailure]") -> int:
     """Return the exit status of the first rank that failed, and print its reason if the rank could not.
 
     A rank that only lost another one counts if no other rank failed: its time may be the earlier one, because the

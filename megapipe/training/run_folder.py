@@ -78,7 +78,7 @@ class RunFolder(Listener):
             "command": command_line(),
             "config": name,
             "git": _git_commit(),
-            "versions": _versions(),
+            "versions": package_versions(),
             **hosts_and_devices,
             "first_step": step + 1,
             "end": None,
@@ -140,7 +140,8 @@ def _replace(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python, megapipe, torch, and the installed packages of PACKAGES."""
     versions = {"python": platform.python_version(), "megapipe": megapipe.__version__, "torch": torch.__version__}
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megapipe.cli.launcher import first_slurm_node, slurm_variables
+from megapipe.cli.launcher import first_slurm_node, slurm_variables, status_of
 from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.exit_codes import ExitCode
 from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc, saved_steps, wait_for_the_end
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import TINY, environment
@@ -176,3 +178,14 @@ def test_a_signal_to_the_job_saves_and_is_its_status(endless: Endless, folder: P
     assert last.startswith(f"stopped by {number.name} after step "), endless.screen.read_text()
     assert len(saved_steps(folder / "runs/default")) == 1
     wait_for_the_end([*ranks.values()])
+
+
+def test_a_rank_that_lost_a_killed_one_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent notes the end of the killed rank later than the other one writes its reason."""
+    lost = tmp_path / "error.json"
+    lost.write_text('{"message": {"message": "lost rank 1", "extraInfo": {"timestamp": "1000"}}}')
+    failures = {0: ProcessFailure(0, 101, ExitCode.PEER_LOST, str(lost)), 1: ProcessFailure(1, 102, -9, "none")}
+    assert status_of(failures) == 137
+    assert capsys.readouterr().err.startswith("error: rank 1 was killed by SIGKILL; ")
+    assert status_of({0: failures[0]}) == ExitCode.PEER_LOST
+    assert status_of({1: ProcessFailure(1, 102, -15, "none"), 3: ProcessFailure(3, 104, 2, "none")}) == 143

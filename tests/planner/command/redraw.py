@@ -30,7 +30,8 @@ LAUNCH = ROOT / "examples" / "launch"
 GUIDE = ROOT / "docs" / "planning.md"
 README = ROOT / "README.md"
 PICTURES = ROOT / "docs" / "pictures" / "planning"
-BLOCK = re.compile(r"```sh\n(?P<command>python tools/plan\.py [^\n]+)\n```\n\n```text\n(?P<output>.*?)```", re.DOTALL)
+PROGRAM = r"(?:python tools/plan\.py|megapipe plan)"
+BLOCK = re.compile(rf"```sh\n(?P<command>{PROGRAM} [^\n]+)\n```\n\n```text\n(?P<output>.*?)```", re.DOTALL)
 README_LINES = 14
 TIMELINE = "predict"
 """Command whose timeline is drawn; the other pictures are the search's."""
