@@ -26,8 +26,8 @@ example:
 DISK_BYTES = 1e9
 """Least free space in the current folder; one checkpoint of a model of 100 million parameters has 1.2 GB."""
 SHARED_BYTES = 256e6
-"""Least free space in /dev/shm with several GPUs, through which NCCL connects ranks without peer access. Docker gives a
-container 64 MB by default, and NCCL's guide advises 1 GB."""
+"""Least free space in /dev/shm with several GPUs, through which NCCL connects ranks without peer access. Docker gives
+a container 64 MB by default, and NCCL's guide advises 1 GB."""
 WIDTH = 1024
 """Length of the last axis for which the kernels are chosen."""
 
@@ -103,7 +103,7 @@ def devices(findings: Findings) -> None:
         findings.add("devices", "no NVIDIA GPU")
     elif torch.version.cuda is None:
         findings.problems.append(
-            f"this host has an NVIDIA driver, but torch {torch.__version__} is built for CPUs: install a build for CUDA"
+            f"this host has an NVIDIA driver, but torch {torch.__version__} is built for CPUs: install one for CUDA"
         )
     else:
         findings.problems.append(
