@@ -52,8 +52,8 @@ def test_a_good_configuration_passes() -> None:
         ({"data": {"fim_tokens": [1, 2, 3]}}, 1, ["fim_tokens is [1, 2, 3]", "fim_rate is 0"]),
         ({"data": {"sequence_length": 129}}, 1, ["129", "max_positions 128"]),
         ({"parallel": {"tensor": 3}}, 3, ["num_heads 4", "parallel.tensor 3", "1, 2, 4"]),
-        ({"parallel": {"pipeline": 2}}, 3, ["world size 3", "--nproc_per_node 2"]),
-        ({"parallel": {"data": 2}}, 1, ["parallel.data 2", "world size is 1", "--nproc_per_node 2"]),
+        ({"parallel": {"pipeline": 2}}, 3, ["world size 3", "megapipe train -n 2"]),
+        ({"parallel": {"data": 2}}, 1, ["parallel.data 2", "world size is 1", "megapipe train -n 2"]),
         ({"parallel": {"pipeline": 5}}, 5, ["parallel.pipeline 5", "4 layers", "at most 4"]),
         (
             {"parallel": {"pipeline": 3}, "schedule": {"name": "interleaved_1f1b"}},
