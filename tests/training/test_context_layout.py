@@ -1,5 +1,6 @@
 """Which tokens reach a context rank, and what cannot be shared out."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_the_world_is_data_x_pipeline_x_context_x_tensor() -> None:
     ("groups", "world_size", "parts"),
     [
         ({"parallel": {"context": 0}}, 1, ["parallel.context is 0", "at least 1"]),
-        ({"parallel": {"context": 2}}, 3, ["world size 3", "parallel.context 2", "--nproc_per_node 2"]),
+        ({"parallel": {"context": 2}}, 3, ["world size 3", "parallel.context 2", "megapipe train -n 2"]),
         ({"parallel": {"context": 2, "data": 2}}, 2, ["parallel.data 2", "parallel.context 2", "= 4 ranks"]),
         (
             {"parallel": {"context": 2}, "data": {"sequence_length": 126}},
@@ -172,11 +173,10 @@ def test_texts_are_generated_on_whole_samples() -> None:
 
 
 def test_the_examples_launch_line_can_start() -> None:
-    line = next(line for line in EXAMPLE.read_text().splitlines() if "torchrun" in line)
-    words = line.removeprefix("#").split()
-    ranks = int(words[words.index("--nproc_per_node") + 1])
-    arguments = words[words.index("pretrain_gpt.py") + 1 :]
-    assert arguments[:2] == ["--config", "examples/parallel/context.yaml"]
+    line = re.search(r"^#   megapipe train -n (\d+) (.*)$", EXAMPLE.read_text(), re.MULTILINE)
+    assert line is not None
+    ranks, arguments = int(line[1]), line[2].split()
+    assert arguments[:2] == ["--config", "context"]
     config = parse(["--config", str(EXAMPLE), *arguments[2:]])
     assert config.parallel.context > 1
     validate(config, ranks)
