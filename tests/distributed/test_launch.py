@@ -84,8 +84,8 @@ def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
 @pytest.mark.parametrize(
     ("num_processes", "arguments", "parts"),
     [
-        (2, ["--parallel.pipeline", "3"], ["world size 2", "parallel.pipeline 3", "--nproc_per_node 3"]),
-        (1, ["--parallel.tensor", "2"], ["world size 1", "--nproc_per_node 2"]),
+        (2, ["--parallel.pipeline", "3"], ["world size 2", "parallel.pipeline 3", "megapipe train -n 3"]),
+        (1, ["--parallel.tensor", "2"], ["world size 1", "megapipe train -n 2"]),
         (1, ["--data.prefix", "nowhere"], ["nowhere"]),
         (1, ["--model.vocabulary_size", "7"], ["vocabulary"]),
         (1, ["--schedule.name", "zigzag"], ["zigzag"]),

@@ -87,6 +87,11 @@ def test_the_wheel_has_all_modules_and_examples_and_complete_metadata(wheel: Pat
     assert "Programming Language :: Python :: 3.13" in metadata.get_all("Classifier")
 
 
+def without_python() -> dict[str, str]:
+    """Return the environment variables without those that lead Python to the sources."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment that has the wheel and the packages that it names, in the pinned versions.
@@ -105,6 +110,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--isolated", "--python", str(folder / "bin" / "python")]
     install = subprocess.run(
         [*pip, "install", "--no-index", "-c", str(CONSTRAINTS), str(wheel)],
+        env=without_python(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -118,13 +124,12 @@ def test_an_installed_wheel_trains_generates_plans_and_converts(programs: Path, 
     """In an empty folder, with one process: `train -n 2` is what the tests of the launcher start."""
     line = json.dumps({"text": "To be, or not to be, that is the question. " * 10})
     (tmp_path / "text.jsonl").write_text(f"{line}\n" * 40)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
     def run(command: str) -> str:
         done = subprocess.run(
             [str(programs / "megapipe"), *command.split()],
             cwd=tmp_path,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            env={**without_python(), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=120,
