@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "convert": ("megapipe.conversion.command", "convert, inspect, verify, compare and average checkpoints"),
     "generate": ("megapipe.training.generate_command", "continue prompts with a trained GPT"),
     "fill-mask": ("megapipe.training.fill_mask_command", "fill in the gaps of a text with a trained BERT"),
+    "evaluate": ("megapipe.training.evaluate_command", "print loss and perplexity of a trained model on a data shard"),
     "doctor": ("megapipe.cli.doctor", "print what this host and installation have, and what is wrong"),
 }
 """Subcommands by name: the module whose `main(arguments)` returns the exit status, and a summary."""

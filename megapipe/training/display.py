@@ -185,11 +185,11 @@ def rates(window: Window) -> str:
     return f"{window.tokens_per_second:,.0f} tokens/s | MFU {window.mfu:.1%}"
 
 
-def evaluation_line(record: EvaluationRecord) -> str:
-    """Return the results of an evaluation."""
+def evaluation_line(record: EvaluationRecord, name: str = "validation loss") -> str:
+    """Return the results of an evaluation. name: of the loss."""
     shares = "".join(f", {name} accuracy {share:.1%}" for name, share in record.accuracies.items())
     return (
-        f"after step {record.step}: validation loss {record.loss:.4f}{_terms(record.terms)}, perplexity "
+        f"after step {record.step}: {name} {record.loss:.4f}{_terms(record.terms)}, perplexity "
         f"{record.perplexity:.2f}{shares} ({record.loss_tokens:,} tokens in {record.seconds:.1f} s)"
     )
 

@@ -47,8 +47,13 @@ def find_checkpoint(directory: Path) -> Path:
     return checkpoint
 
 
-def trained_config(run: RunState) -> PretrainConfig:
+def any_trained_config(run: RunState) -> PretrainConfig:
     """Return the configuration of the run that saved a checkpoint, with the precision it used. Raises ConfigError."""
+    return _config_as(BertPretrainConfig if _is_bert(run) else PretrainConfig, run)
+
+
+def trained_config(run: RunState) -> PretrainConfig:
+    """Return the same for a GPT checkpoint."""
     if _is_bert(run):
         raise ConfigError(
             "the checkpoint is a BERT, which cannot continue text: use megapipe fill-mask, or name a GPT checkpoint"

@@ -77,6 +77,9 @@ convert inspect text.txt | text.txt
 generate --prompt x | required: --checkpoint
 generate --checkpoint nowhere --prompt x | nowhere
 generate --checkpoint . --prompt x --temperature -1 | -1
+evaluate | required: --checkpoint
+evaluate --checkpoint nowhere | nowhere is not a folder
+evaluate --checkpoint . --split all | invalid choice: 'all'
 fill-mask --text x | required: --checkpoint
 fill-mask --checkpoint nowhere --text x | nowhere
 """
