@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,13 +12,15 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megapipe.cli.launcher import first_slurm_node, slurm_variables, status_of
+from megapipe.cli import train as train_command
+from megapipe.cli.launcher import Job, first_slurm_node, slurm_variables, status_of
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.exit_codes import ExitCode
 from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc, saved_steps, wait_for_the_end
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import TINY, environment
 from tests.support.patience import wait_until
+from tests.support.ranks import free_port
 
 MEGAPIPE = [sys.executable, "-P", "-m", "megapipe", "train"]
 STEP = {
@@ -189,3 +192,64 @@ def test_a_rank_that_lost_a_killed_one_is_not_the_cause(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.startswith("error: rank 1 was killed by SIGKILL; ")
     assert status_of({0: failures[0]}) == ExitCode.PEER_LOST
     assert status_of({1: ProcessFailure(1, 102, -15, "none"), 3: ProcessFailure(3, 104, 2, "none")}) == 143
+
+
+def test_srun_with_one_task_per_node_names_the_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(train_command, "launch", lambda job, _: jobs.append(job) or 0)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    for name, value in (STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}).items():
+        monkeypatch.setenv(name, value)
+    assert train_command.main(["-n", "8", "--config", "gpt_tiny"]) == 0
+    assert jobs == [Job(8, 2, "rack07-gpu:23456", 0, "123456")]
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        (STEP, "srun started 16 tasks on 2 nodes: use one task per node, or one per rank without -n"),
+        ({"RANK": "1"}, "this process is rank 1 already"),
+    ],
+)
+def test_ranks_are_not_started_inside_of_ranks(
+    variables: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert train_command.main(["-n", "8", "--config", "gpt_tiny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("argument", "status"), [("--training.steps=3", 0), ("--parallel.data=3", 2)])
+def test_two_nodes_meet(folder: Path, argument: str, status: int) -> None:
+    """Two launchers of this host, with a rank each."""
+    nodes = [
+        subprocess.Popen(
+            [
+                *MEGAPIPE,
+                "-n=1",
+                "--nodes=2",
+                f"--rendezvous=localhost:{port}",
+                *TINY,
+                "--data.prefix=corpus",
+                argument,
+            ],
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for port in [free_port()] * 2
+    ]
+    outputs = [node.communicate(timeout=LIMIT_SECONDS)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [status] * 2, outputs
+    lines = [line for output in outputs for line in output.splitlines()]
+    if status == 0:
+        assert sum(line.startswith("finished after step 3/3") for line in lines) == 1
+        assert saved_steps(folder / "runs/default") == [3]
+    else:
+        assert len(lines) == 1, "the rank that reports first says it for all"
+        assert lines[0].startswith(WRONG[argument])
