@@ -22,6 +22,7 @@ SUBCOMMANDS = {
     "generate": ("megapipe.training.generate_command", "continue prompts with a trained GPT"),
     "fill-mask": ("megapipe.training.fill_mask_command", "fill in the gaps of a text with a trained BERT"),
     "evaluate": ("megapipe.training.evaluate_command", "print loss and perplexity of a trained model on a data shard"),
+    "runs": ("megapipe.cli.runs", "list, show, compare and plot runs from their folders"),
     "doctor": ("megapipe.cli.doctor", "print what this host and installation have, and what is wrong"),
 }
 """Subcommands by name: the module whose `main(arguments)` returns the exit status, and a summary."""

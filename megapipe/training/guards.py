@@ -1,11 +1,10 @@
 """The checks of a run between its steps."""
 
-from collections.abc import Callable
-
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepResult
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.consistency import check_replicas
+from megapipe.training.listeners import Listeners
 from megapipe.training.replica import Replica
 from megapipe.training.spikes import Rewinds
 from megapipe.training.stragglers import StragglerWatch
@@ -48,11 +47,11 @@ class NonFiniteCount:
 class Guards:
     """The guards of a run on one rank. Every rank makes the same calls."""
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, heartbeat: Heartbeat, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PretrainConfig, mesh: Mesh, heartbeat: Heartbeat, listeners: Listeners) -> None:
         self.heartbeat = heartbeat
         self.non_finite = NonFiniteCount(config)
         self.rewinds = Rewinds(config.spikes.patience)
-        self.stragglers = StragglerWatch(config.reliability, mesh, say)
+        self.stragglers = StragglerWatch(config.reliability, mesh, listeners.say, listeners.event)
         self._compare_every = config.reliability.compare_every if mesh.world_size > 1 else None
         self._world = mesh.world
 

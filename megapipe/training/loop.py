@@ -23,7 +23,7 @@ from megapipe.training.listeners import Listeners
 from megapipe.training.loader import Loader, StepBatch
 from megapipe.training.memory_report import out_of_memory_told
 from megapipe.training.profile import Profiler
-from megapipe.training.records import StepRecord
+from megapipe.training.records import SAVE_WAIT, StepRecord
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from megapipe.training.signals import SignalRequests
@@ -64,6 +64,7 @@ class _FedStep:
     consumed: int
     learning_rate: float
     loss_scale: float | None
+    data_seconds: float
 
 
 class TrainingLoop:
@@ -215,6 +216,7 @@ class TrainingLoop:
         to end with a checkpoint and no attempt has succeeded in time.
         """
         self._save_requested = False
+        start = time.monotonic()
         required = last and (stopped or self._config.checkpoint.at_end)
         state = position.step, position.consumed, tuple(position.losses), position.skipped
         deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
@@ -239,6 +241,7 @@ class TrainingLoop:
                     break
                 time.sleep(RETRY_PAUSE_SECONDS)
                 remaining = None if deadline is None else max(0.0, give_up - time.monotonic())
+        self._listeners.event(SAVE_WAIT, step=position.step, seconds=time.monotonic() - start)
         self._report_saves()
 
     def _report_saves(self) -> None:
@@ -264,14 +267,16 @@ class TrainingLoop:
             self._clock = time.perf_counter()
         step = position.step + len(self._fed)
         self._guards.heartbeat.step(step, "loading its samples")
+        requested = time.perf_counter()
         batch = next(batches)
+        data_seconds = time.perf_counter() - requested
         rate = learning_rate(self._config.optimizer, step + 1, self._config.training.steps)
         self._use_engine_for(batch.num_samples)
         self._profiler.before(step, self._engine)
         self._guards.stragglers.before(step, self._engine, busy=self._profiler.recording)
         scaler = self._replica.loss_scaler
         scale = None if scaler is None else scaler.scale(step)
-        self._fed.append(_FedStep(batch.num_samples, self._next_consumed(position, step), rate, scale))
+        self._fed.append(_FedStep(batch.num_samples, self._next_consumed(position, step), rate, scale, data_seconds))
         given = StepInput(
             step=step,
             contexts=batch.contexts,
@@ -340,6 +345,7 @@ class TrainingLoop:
             tokens=tokens,
             loss_tokens=int(result.token_count),
             seconds=seconds,
+            data_seconds=fed.data_seconds,
             mfu=self._meter.mfu(tokens, seconds),
             terms=self._replica.family.named(result.loss_terms),
             loss_scale=fed.loss_scale,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megapipe.training import metrics
-from megapipe.training.metrics import LossHistory
+from megapipe.training.metrics import LossHistory, smoothed
 from megapipe.training.records import Listener
 from megapipe.training.references import References
 
@@ -32,15 +32,6 @@ class LossCurve(Listener):
         if name == "end":
             history = metrics.read_losses(self._directory / metrics.FILE_NAME)
             draw_loss_curve(self._directory / FILE_NAME, history, self._references, title=self._directory.name)
-
-
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the running mean, float64 [n], over a centred window of a fiftieth of the run, narrower at the ends."""
-    reach = max(1, len(values) // 100)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    starts, stops = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(values))
-    return (sums[stops] - sums[starts]) / (stops - starts)
 
 
 def draw_loss_curve(path: Path, history: LossHistory, references: References, title: str) -> None:

@@ -1,7 +1,7 @@
 """Pretraining from a configuration: check it, build this rank's part of the model, run the loop, print a summary."""
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -10,6 +10,7 @@ from megapipe.checkpoint.lock import DirectoryLock
 from megapipe.config.run import PretrainConfig
 from megapipe.costs.experts import active_parameters
 from megapipe.costs.memory import Precision
+from megapipe.costs.parameters import LayerSpec
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.parallel.launch import LaunchEnvironment, choose_device, initialize, set_gpu_variables, shutdown
 from megapipe.parallel.mesh import Mesh
@@ -38,7 +39,8 @@ from megapipe.training.recompute_choice import with_recompute
 from megapipe.training.references import reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
-from megapipe.training.run_folder import RUN, RunFolder, command_line, new_run_id, places
+from megapipe.training.run_files import RUN
+from megapipe.training.run_folder import RunFolder, command_line, new_run_id, places
 from megapipe.training.run_identity import agree_on_run, run_identity
 from megapipe.training.skipping import SkippedSamplesFile
 from megapipe.training.sources import Samples, open_loader, open_samples
@@ -183,12 +185,13 @@ def _run(
         config=asdict(config),
         layout=layout,
         schedule=schedule_name(config),
+        parameters=num_parameters(family_of(config).layers),
     )
     loader = open_loader(config, mesh, replica, samples)
     if (change := checkpointer.data_change) is not None:
         listeners.event("other_data", step=change.step, differences=list(change.differences))
     with Profiler(config, mesh, say, position.step) as profiler:
-        guards = Guards(config, mesh, heartbeat, say)
+        guards = Guards(config, mesh, heartbeat, listeners)
         loop = TrainingLoop(
             config, mesh, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards
         )
@@ -199,13 +202,17 @@ def _run(
     return status
 
 
+def num_parameters(layers: Sequence[LayerSpec]) -> int:
+    """Return the number of parameters of a model. Tied weights count once."""
+    return sum({spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}.values())
+
+
 def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     layers = family_of(config).layers
-    unique = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
     active = active_parameters(config.model, layers)
     used = f" ({active:,} used by a token)" if config.model.num_experts is not None else ""
     say(
-        f"{sum(unique.values()):,} parameters{used} on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
+        f"{num_parameters(layers):,} parameters{used} on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
         f"{schedule_name(config)}, {config.training.precision} on {mesh.device.type}"
     )
     peak = device_peak(mesh.device, cast(Precision, config.training.precision))

@@ -3,6 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+RANKS = "ranks"
+"""Event with the measurement of one step on every rank: `step`, a list of seconds per part of TIME_PARTS, and a list
+`peak_bytes`, all in the order of ranks."""
+
+TIME_PARTS = ("forward", "backward", "optimizer", "communication", "waiting")
+"""Parts of a rank's time in a step. backward: with recomputation. communication: starting transfers and collectives of
+the schedule; those of tensor and context parallelism belong to the layers and count as forward and backward. waiting:
+for other ranks and for transfers."""
+
+SAVE_WAIT = "save_wait"
+"""Event with the `seconds` for which training paused for the save after `step`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -26,6 +38,8 @@ class StepRecord:
     """Tokens whose prediction counts in the loss; fewer than `tokens` where some are masked."""
     seconds: float
     """From the request for the batch to the updated weights."""
+    data_seconds: float
+    """Part of `seconds` in which rank 0 waited for the samples of the batch that it fed to the engine."""
     mfu: float
     """Model FLOPs of the step divided by the peak FLOPs of the devices in that time (Chowdhery et al., 2022, arXiv
     2204.02311, appendix B)."""

@@ -27,14 +27,10 @@ import megapipe
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.records import Listener
-
-CONFIG = "config.yaml"
-RUN = "run.json"
+from megapipe.training.run_files import CONFIG, RUN, RUNNING, read_starts
 
 PACKAGES = ("numpy", "triton", "apex", "flash-attn", "transformer-engine", "nvidia-nccl-cu12", "nvidia-cudnn-cu12")
 """Packages whose version can change results."""
-
-RUNNING = "running, or killed"
 
 
 def new_run_id() -> str:
@@ -104,12 +100,10 @@ class RunFolder(Listener):
     def _starts(self) -> list[dict[str, Any]]:
         """Return the starts in run.json, an empty list if it is missing. A file with other content is renamed."""
         try:
-            starts = json.loads(self._path.read_bytes())["starts"]
-            if all(isinstance(each["id"], str) for each in starts):
-                return list(starts)
+            return read_starts(self._path)
         except FileNotFoundError:
             return []
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except ValueError:
             pass
         self._path.rename(self._path.with_name(f"{RUN}.unreadable-{self._run}"))
         return []

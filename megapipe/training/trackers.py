@@ -1,11 +1,13 @@
 """Metrics for TensorBoard and Weights & Biases, each imported only when the configuration asks for it.
 
-Both start in the background, so a server that cannot be reached does not delay training.
+Every tracker is a `Tracker`, which turns records into named values; a tracker says only how it stores them. Both start
+in the background, so a server that cannot be reached does not delay training.
 """
 
 import netrc
 import os
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 
 from megapipe.config.run import PretrainConfig
 from megapipe.training.listeners import Listeners
-from megapipe.training.records import EvaluationRecord, Listener, StepRecord
+from megapipe.training.records import RANKS, TIME_PARTS, EvaluationRecord, Listener, StepRecord
 
 WANDB_HOST = "https://api.wandb.ai"
 
@@ -39,6 +41,8 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "train/batch_size": record.samples,
         "speed/tokens_per_second": record.tokens / record.seconds,
         "speed/mfu": record.mfu,
+        "speed/step_seconds": record.seconds,
+        "speed/data_seconds": record.data_seconds,
         **{f"train/{name}_loss": loss for name, loss in record.terms.items()},
         **({} if record.loss_scale is None else {"train/loss_scale": record.loss_scale}),
         **_expert_scalars(record.expert_load_variations),
@@ -62,7 +66,33 @@ def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
     }
 
 
-class TensorBoard(Listener):
+def rank_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of event `ranks`, by curve: the mean of each part of the step time, and each rank's memory."""
+    return {
+        **{f"step_time/{part}": sum(fields[part]) / len(fields[part]) for part in TIME_PARTS},
+        **{f"memory/rank_{rank}_peak_bytes": float(peak) for rank, peak in enumerate(fields["peak_bytes"])},
+    }
+
+
+class Tracker(Listener):
+    """Sends the values of all records to `log`."""
+
+    @abstractmethod
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Store values, by the name of their curve, for a step."""
+
+    def step(self, record: StepRecord) -> None:
+        self.log(step_scalars(record), record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.log(evaluation_scalars(record), record.step)
+
+    def event(self, name: str, **fields: Any) -> None:
+        if name == RANKS:
+            self.log(rank_scalars(fields), fields["step"])
+
+
+class TensorBoard(Tracker):
     """Writes event files in `directory`; a resumed run adds one that continues the curves."""
 
     def __init__(self, directory: Path) -> None:
@@ -70,22 +100,19 @@ class TensorBoard(Listener):
 
         self._writer: Any = SummaryWriter(str(directory))
 
-    def step(self, record: StepRecord) -> None:
-        self._write(step_scalars(record), record.step)
-
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._write(evaluation_scalars(record), record.step)
+        super().evaluation(record)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, scalars: dict[str, float], step: int) -> None:
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
 
-class WeightsAndBiases(Listener):
+class WeightsAndBiases(Tracker):
     """Logs to a wandb run in the run's folder.
 
     WANDB_MODE is used if it is set. Otherwise the run is online if an API key is configured, else offline, because
@@ -116,11 +143,8 @@ class WeightsAndBiases(Listener):
             raise
         say(f"Weights & Biases: {mode} run {self._run.id} in {directory / 'wandb'}")
 
-    def step(self, record: StepRecord) -> None:
-        self._run.log(step_scalars(record), step=record.step)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._run.log(evaluation_scalars(record), step=record.step)
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
 from tests.support.launch import ROOT, rest_of, start
+from tests.training.records import TIMES
 
 LIMIT_SECONDS = 180
 """For what takes a few seconds on a machine with nothing else to do."""
@@ -69,7 +70,7 @@ def told_steps(run: Path) -> dict[int, dict[str, Any]]:
     """What metrics.jsonl in a run's folder tells last of every step, without times."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     steps = {line["step"]: line for line in lines if "event" not in line}
-    return {n: {k: v for k, v in line.items() if k not in ("seconds", "mfu")} for n, line in steps.items()}
+    return {n: {k: v for k, v in line.items() if k not in TIMES} for n, line in steps.items()}
 
 
 def saved_steps(run: Path) -> list[int]:

@@ -23,6 +23,7 @@ from megapipe.training.guards import NonFiniteCount, NonFiniteError
 from megapipe.training.loader import StepBatch
 from megapipe.training.metrics import FILE_NAME
 from megapipe.training.pretrain import pretrain
+from megapipe.training.records import RANKS, TIME_PARTS
 from megapipe.training.replica import Replica
 from megapipe.training.skipping import FILE_NAME as SKIPPED
 from megapipe.training.sources import open_loader, open_samples
@@ -195,7 +196,10 @@ def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int) -> list[
     replica = Replica(config, mesh, family_of(config).layers)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     said: list[str] = []
-    watch = StragglerWatch(config.reliability, mesh, said.append)
+    measured: list[dict[str, Any]] = []
+    watch = StragglerWatch(
+        config.reliability, mesh, said.append, lambda name, **fields: measured.append({"event": name, **fields})
+    )
     if mesh.rank == slow:
         module = replica.stages[0].units[-1][0]
         assert isinstance(module, torch.nn.Module)
@@ -204,6 +208,14 @@ def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int) -> list[
         batch = loader.load(step * config.batch.global_size)
         watch.before(step, replica.engine, busy=False)
         replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
+    assert [each["step"] for each in measured] == [1, 3, 5, 7, 9, 11, 13]
+    for each in measured:
+        assert each["event"] == RANKS
+        assert each["forward"][slow] == max(each["forward"]) > 0.4, "ten micro-batches of 0.05 s"
+        assert all(len(each[part]) == mesh.world_size for part in (*TIME_PARTS, "peak_bytes"))
+        assert min(each["backward"]) > 0
+        assert min(each["optimizer"]) > 0
+        assert min(each["peak_bytes"]) > 1e7, "the interpreter and torch alone have more"
     return said
 
 

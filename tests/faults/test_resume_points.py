@@ -26,6 +26,7 @@ from megapipe.training.pretrain import pretrain
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.disks import no_larger_files
 from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config
+from tests.training.records import TIMES
 
 EPOCHS = (8, 4)
 """Samples of an epoch of each corpus."""
@@ -68,7 +69,7 @@ def told(directory: Path) -> list[dict[str, Any]]:
     """What is told of the steps, times aside."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "event" not in record]
-    return [{name: value for name, value in step.items() if name not in ("time", "seconds", "mfu")} for step in steps]
+    return [{name: value for name, value in step.items() if name not in TIMES} for step in steps]
 
 
 def saved(directory: Path) -> dict[str, bytes]:

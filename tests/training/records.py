@@ -4,6 +4,9 @@ from typing import Any
 
 from megapipe.training.records import EvaluationRecord, StepRecord
 
+TIMES = ("time", "seconds", "data_seconds", "mfu")
+"""Fields of records that differ between two equal runs."""
+
 
 def step_record(step: int, **fields: Any) -> StepRecord:
     """A step of 4 samples of 8 tokens that took half a second; `fields` override."""
@@ -18,6 +21,7 @@ def step_record(step: int, **fields: Any) -> StepRecord:
         "tokens": 32,
         "loss_tokens": 30,
         "seconds": 0.5,
+        "data_seconds": 0.1,
         "mfu": 0.25,
     }
     return StepRecord(**{**values, **fields})

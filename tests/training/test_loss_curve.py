@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.training.loss_curve import draw_loss_curve, draw_loss_curves, smoothed
-from megapipe.training.metrics import LossHistory
+from megapipe.training.loss_curve import draw_loss_curve, draw_loss_curves
+from megapipe.training.metrics import LossHistory, smoothed
 from megapipe.training.references import References
 
 

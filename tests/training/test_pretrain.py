@@ -17,6 +17,7 @@ from megapipe.training.pretrain import pretrain
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.training.records import TIMES
 
 RAMP = {"global_size": 8, "ramp_start": 2, "ramp_samples": 16}
 SIZES = [2, 2, 2, 4, 4, 6, 8, 8]
@@ -61,7 +62,7 @@ def evaluations(directory: Path) -> list[dict[str, Any]]:
 
 
 def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in ("time", "seconds", "mfu")} for record in found]
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in found]
 
 
 def test_a_whole_run_tells_all_it_did(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megapipe.config.run import PretrainConfig
 from megapipe.training.listeners import Listeners
+from megapipe.training.records import RANKS, TIME_PARTS
 from megapipe.training.trackers import TensorBoard, WeightsAndBiases, add_trackers, step_scalars, wandb_mode
 from tests.training.records import evaluation_record, step_record
 
@@ -29,6 +30,8 @@ def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
         tracker = TensorBoard(tmp_path)
         for step in steps:
             tracker.step(step_record(step, **LOADS))
+        tracker.event(RANKS, step=steps[-1], **dict.fromkeys(TIME_PARTS, [0.25, 0.75]), peak_bytes=[1000, 3000])
+        tracker.event("checkpoint", step=steps[-1], path="somewhere")
         tracker.evaluation(evaluation_record(steps[-1]))
         tracker.close()
     events = EventAccumulator(str(tmp_path))
@@ -37,6 +40,10 @@ def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
         assert [event.step for event in events.Scalars(name)] == [1, 2, 3]
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
     assert [event.step for event in events.Scalars("validation/loss")] == [2, 3]
+    assert [event.step for event in events.Scalars("step_time/waiting")] == [2, 3]
+    assert events.Scalars("step_time/backward")[0].value == 0.5, "mean over ranks"
+    assert [events.Scalars(f"memory/rank_{rank}_peak_bytes")[0].value for rank in (0, 1)] == [1000, 3000]
+    assert "speed/data_seconds" in step_scalars(step_record(1))
     assert events.Scalars("experts/mean_load_variation")[0].value == 0.5
     assert events.Scalars("experts/worst_load_variation")[0].value == 0.75
 
