@@ -30,7 +30,7 @@ def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
         tracker = TensorBoard(tmp_path)
         for step in steps:
             tracker.step(step_record(step, **LOADS))
-        tracker.event(RANKS, step=steps[-1], **dict.fromkeys(TIME_PARTS, [0.25, 0.75]), peak_bytes=[1000, 3000])
+        tracker.event(RANKS, step=steps[-1], **{part: [0.25, 0.75] for part in TIME_PARTS}, peak_bytes=[1000, 3000])
         tracker.event("checkpoint", step=steps[-1], path="somewhere")
         tracker.evaluation(evaluation_record(steps[-1]))
         tracker.close()

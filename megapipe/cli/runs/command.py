@@ -137,7 +137,7 @@ def _show(options: argparse.Namespace) -> int:
     _print_section("starts (UTC)", starts)
     _print_section("time", _time_lines(run))
     _print_section("memory", _memory_lines(run))
-    skipped = f", {run.num_skipped} skipped updates" if run.num_skipped else ""
+    skipped = f"; skipped updates: {run.num_skipped}" if run.num_skipped else ""
     saves = (
         f"{run.num_saves} save{'s' * (run.num_saves > 1)}, the last after step {_number(run.last_save)}"
         if run.num_saves
@@ -274,7 +274,7 @@ def _time_lines(run: Run) -> list[str]:
             rows.append(f"wait for samples {seconds_told(fmean(waits))}, {fmean(waits) / mean:.1%} of a step")
     if run.ranks:
         rows.append(
-            f"parts of step {_number(run.ranks_step)}: mean, minimum, maximum over {len(run.ranks['forward'])} ranks"
+            f"parts of step {_number(run.ranks_step)}: mean, minimum, maximum over {len(run.ranks['forward'])} rank(s)"
         )
         for part in TIME_PARTS:
             values = run.ranks[part]
