@@ -249,10 +249,11 @@ def test_any_content_is_read(tmp_path_factory: pytest.TempPathFactory, records: 
 def test_each_problem_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "mine")
     with (folder / metrics.FILE_NAME).open("ab") as file:
-        file.write(b"\x1b[2J garbage\n[]\n")
+        file.write(b'\x1b[2J garbage\n[]\n{"event": "failed", "error": "\\u001b[2J"}\n')
     (folder / RUN).write_text("{")
     assert main(["list", str(folder)]) == 0
     shown, problems = capsys.readouterr()
+    assert "failed: ?[2J" in shown
     assert "\x1b" not in shown + problems
     assert len(problems.splitlines()) == 2
     assert f"{metrics.FILE_NAME} has 2 lines that are not a JSON object; the other lines were read" in problems
