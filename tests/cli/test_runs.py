@@ -270,6 +270,20 @@ def test_each_problem_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert reason in last
 
 
+@pytest.mark.parametrize("losses", [[1e-320, 0.0], [1e15, 1e15 + 0.125], [2.0], [1e99, -1e99], []], ids=str)
+def test_any_losses_are_drawn(tmp_path: Path, losses: list[float]) -> None:
+    (tmp_path / "config.yaml").write_text("training: {steps: .nan, 2020-01-01: [{2020-01-01: .inf}]}")
+    file = MetricsFile(tmp_path)
+    for step, loss in enumerate(losses, 1):
+        file.step(step_record(step, loss=loss, seconds=1e-320))
+    file.event("end", status=0, step=len(losses))
+    file.close()
+    for over in ("steps", "tokens", "time"):
+        for words in ([], ["--svg", str(tmp_path / "p.svg")]):
+            assert main(["plot", str(tmp_path), "--over", over, *words]) == 0
+    all_commands_work(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_run_of_100_000_steps_is_listed_in_seconds_without_torch(tmp_path: Path) -> None:
     folder = tmp_path / "mine"

@@ -15,6 +15,7 @@ from megapipe.cli.runs import curves
 from megapipe.cli.runs.reader import RATE_STEPS, Run, find_runs, is_run, read_run
 from megapipe.config.command_line import OneLineParser, tool_parser, with_hyphens
 from megapipe.planner.report.words import bytes_told, count_told, duration_told, seconds_told
+from megapipe.training.metrics import finite
 from megapipe.training.output import print_error, print_line
 from megapipe.training.records import TIME_PARTS
 from megapipe.training.run_files import RUNNING
@@ -358,7 +359,7 @@ def _warn(line: str) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print_line(json.dumps(value, default=str, allow_nan=False))
+    print_line(json.dumps(finite(value), default=str, allow_nan=False, skipkeys=True))
 
 
 def _print_section(name: str, lines: Sequence[str]) -> None:
@@ -380,7 +381,13 @@ def _printable(text: str) -> str:
 
 
 def _value(value: Any) -> str:
-    return NONE if value is None else json.dumps(value, default=str) if not isinstance(value, str) else value
+    return (
+        NONE
+        if value is None
+        else json.dumps(value, default=str, skipkeys=True)
+        if not isinstance(value, str)
+        else value
+    )
 
 
 def _number(value: int | None) -> str:

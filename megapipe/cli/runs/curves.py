@@ -77,9 +77,17 @@ class Box:
         y = np.concatenate([each for curve in curves for each in (curve.loss, curve.held_out)])
         if not len(y):
             return None
-        left, right, low, high = float(x.min()), float(x.max()), float(y.min()), float(y.max())
-        pad = 0.04 * (high - low) or max(abs(high), 1.0) * 0.05
-        return cls(left, right if right > left else left + 1, low - pad, high + pad)
+        left, right = _apart(float(x.min()), float(x.max()), 0.0)
+        return cls(left, right, *_apart(float(y.min()), float(y.max()), 0.04))
+
+
+def _apart(low: float, high: float, margin: float) -> tuple[float, float]:
+    """Return a range with a margin, relative to it, or a wider range around numbers that are almost equal."""
+    size = max(abs(low), abs(high))
+    if high - low > 1e-6 * size and size > 1e-100:
+        return low - margin * (high - low), high + margin * (high - low)
+    pad = 0.05 * max(size, 1.0)
+    return low - pad, high + pad
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
