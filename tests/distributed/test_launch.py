@@ -34,8 +34,8 @@ def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: i
     finished = launch_with_torchrun(num_processes, *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "step 4/4 | loss" in finished.stdout
-    start, *steps, saved, end = records(tmp_path)
-    assert (saved["event"], saved["step"]) == ("checkpoint", 4)
+    start, *steps, waited, saved, end = records(tmp_path)
+    assert [(each["event"], each["step"]) for each in (waited, saved)] == [("save_wait", 4), ("checkpoint", 4)]
     assert start["event"] == "start"
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert [record["consumed_samples"] for record in steps] == [4, 8, 12, 16]
