@@ -89,7 +89,7 @@ class ReliabilityConfig:
     compare_every: int | None = 1000
     """Steps between bitwise comparisons of weights and moments that several ranks hold; null means no comparison."""
     stragglers_every: int | None = 50
-    """Steps between measurements of each rank's own working time in a step; null means no measurement."""
+    """Steps between measurements of each rank's time by part of a step, and peak memory; null means no measurement."""
     straggler_factor: float = 1.3
     """A rank is slow if its time exceeds the median of ranks with the same work by this factor."""
     straggler_reports: int = 3
