@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.save import Content, save
 from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import StorageWriter
@@ -190,6 +191,17 @@ def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
             time.sleep(0.5)  # the steps after it end meanwhile
             raise OSError(5, "Input/output error")
 
+    begin = Saves.begin
+
+    def begin_and_await_earlier_saves(
+        self: Saves, states: Any, applied: Any, run: RunState, *rest: Any, **given: Any
+    ) -> Path:
+        path = begin(self, states, applied, run, *rest, **given)
+        if run.step < failing:  # a save that still runs would put off the one that fails
+            wait_until(lambda: not self.under_way)
+        return path
+
+    monkeypatch.setattr(Saves, "begin", begin_and_await_earlier_saves)
     on(monkeypatch, refuse)
     monkeypatch.setattr(resume, "save", lambda *args: save(*args, storage=Disk(refuse)))
     config = configuration(
