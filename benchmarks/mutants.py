@@ -1,7 +1,7 @@
 """Change the product's code in small random ways and report which tier of tests catches each change.
 
     python benchmarks/mutants.py --packages training checkpoint data conversion --count 16 --jobs 2
-    python benchmarks/mutants.py --gpu --count 40 --seconds 90
+    python benchmarks/mutants.py --gpu --count 40 --seconds 90 --page docs/gpu_mutants.md
 
 The hash of the parent commit seeds the choice, so that nobody picks the mutants by hand. Each mutant is one change in
 one file of a copy of the last commit. Only the tests of its package run on it: the fast ones, then the slow ones, then
@@ -41,8 +41,11 @@ TIERS = {
 PACKAGES = ("training", "checkpoint", "data", "conversion")
 SHARE_UNCHANGED = 0.75
 """Largest share of the time limit that tests may take on the unchanged copy, so that a timeout means a hang."""
+TIMEOUT = "timeout"
 NO_TESTS = 5
 """pytest's exit status when no test was chosen."""
+BEGIN, END = "<!-- table: benchmarks/mutants.py -->", "<!-- end of table -->"
+HEADER = ("| package | line | change | from and to | caught by | seconds |", "|---|---|---|---|---|---|")
 _COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -253,19 +256,28 @@ def chosen(areas: dict[str, Area], count: int, seed: str) -> list[tuple[str, Mut
     return picked
 
 
-def catching_tier(root: Path, tests: Sequence[str], tiers: list[str], seconds: float) -> str | None:
+@dataclass(frozen=True)
+class Catch:
+    """What noticed a mutant. test: the first one that failed; "timeout" where the tests did not end."""
+
+    tier: str
+    test: str
+
+
+def catching(root: Path, tests: Sequence[str], tiers: list[str], seconds: float) -> Catch | None:
     """Return the first tier with a failing test; one that exceeds its time fails, as in CI."""
     environment = os.environ | {"PYTHONPATH": str(root)}  # programs that tests start import the changed copy too
     for tier in tiers:
         command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-n", "0", *TIERS[tier]]
         try:
             done = subprocess.run(
-                command, cwd=root, env=environment, capture_output=True, timeout=seconds, check=False
+                command, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds, check=False
             )
         except subprocess.TimeoutExpired:
-            return f"{tier} (timeout)"
+            return Catch(tier, TIMEOUT)
         if done.returncode not in (0, NO_TESTS):
-            return tier
+            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+            return Catch(tier, failed.group(1) if failed else f"pytest's status {done.returncode}")
     return None
 
 
@@ -280,7 +292,7 @@ def copy_of_last_commit() -> Iterator[Path]:
 def fails_unchanged(area: Area, tiers: list[str], seconds: float) -> bool:
     """Return whether an area's tests fail on the unchanged copy, so that they would seem to catch every mutant."""
     with copy_of_last_commit() as folder:
-        return catching_tier(folder, area.tests, tiers[:1], seconds) is not None
+        return catching(folder, area.tests, tiers[:1], seconds) is not None
 
 
 def tested(name: str, area: Area, mutant: Mutant, tiers: list[str], seconds: float) -> dict[str, object]:
@@ -288,10 +300,30 @@ def tested(name: str, area: Area, mutant: Mutant, tiers: list[str], seconds: flo
     with copy_of_last_commit() as folder:
         mutant.apply(folder)
         start = time.monotonic()
-        tier = catching_tier(folder, area.tests, tiers, seconds)
-    change = f"{mutant.path}:{mutant.line} {mutant.operator}: `{mutant.before[:60]}` -> `{mutant.after[:60]}`"
-    print(f"| {name} | {' '.join(change.split())} | {tier or 'no test'} |", flush=True)
-    return {"package": name, **asdict(mutant), "tier": tier, "seconds": time.monotonic() - start}
+        catch = catching(folder, area.tests, tiers, seconds)
+    duration = time.monotonic() - start
+    change = f"{_code(mutant.before)} -> {_code(mutant.after)}"
+    by = "**no test**" if catch is None else f"{catch.test} ({catch.tier})"
+    line = f"| {name} | {mutant.path}:{mutant.line} | {mutant.operator} | {change} | {by} | {duration:.0f} |"
+    print(line, flush=True)
+    return {"package": name, **asdict(mutant), **asdict(catch or Catch("", "")), "seconds": duration, "line": line}
+
+
+def _code(text: str) -> str:
+    """Return the beginning of a piece of code as a cell of a table shows it."""
+    return f"`{' '.join(text.split())[:60]}`".replace("|", "\\|")
+
+
+def summary(rows: Sequence[dict[str, object]], tiers: Sequence[str]) -> str:
+    caught = ", ".join(f"{tier} {sum(row['tier'] == tier for row in rows)}" for tier in tiers)
+    late = sum(row["test"] == TIMEOUT for row in rows)
+    return f"Of {len(rows)} mutants, tests catch: {caught}; {late} of them because the tests did not end."
+
+
+def write_page(page: Path, lines: Sequence[str]) -> None:
+    """Replace the table of a page, between its two marks."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text("\n".join([before + BEGIN, "", *lines, "", END + rest.split(END)[1]]))
 
 
 def main() -> None:
@@ -304,6 +336,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=900.0, help="time limit of one tier for one mutant")
     parser.add_argument("--seed", help="seed of the choice; default: the hash of the parent commit")
     parser.add_argument("--output", type=Path, help="JSON file to write the rows to")
+    parser.add_argument("--page", type=Path, help="page whose table to replace")
     options = parser.parse_args()
     parent = subprocess.run(["git", "rev-parse", "HEAD~1"], cwd=ROOT, capture_output=True, text=True, check=True)
     seed = options.seed or parent.stdout.strip()
@@ -311,7 +344,7 @@ def main() -> None:
     areas = {name: area for name, area in every.items() if name in (options.packages or every)}
     tiers = options.tiers or (["any"] if options.gpu else ["fast", "slow", "exhaustive"])
     mutants = chosen(areas, options.count, seed)
-    print(f"seed {seed}\n\n| package | change | caught by |\n|---|---|---|", flush=True)
+    print(f"seed {seed}\n", *HEADER, sep="\n", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         red = list(
             pool.map(lambda area: fails_unchanged(area, tiers, SHARE_UNCHANGED * options.seconds), areas.values())
@@ -328,10 +361,12 @@ def main() -> None:
                 mutants,
             )
         )
-    caught = {tier: sum(str(row["tier"]).startswith(tier) for row in rows) for tier in tiers}
-    print(f"\nof {len(rows)} mutants, tests catch: {', '.join(f'{tier} {count}' for tier, count in caught.items())}")
+    found = summary(rows, tiers)
+    print(f"\n{found}")
     if options.output:
         options.output.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1) + "\n")
+    if options.page:
+        write_page(options.page, [f"Seed {seed}. {found}", "", *HEADER, *(str(row["line"]) for row in rows)])
 
 
 if __name__ == "__main__":
