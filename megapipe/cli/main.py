@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import NoReturn
 
 from megapipe import __version__
@@ -24,8 +26,11 @@ SUBCOMMANDS = {
     "evaluate": ("megapipe.training.evaluate_command", "print loss and perplexity of a trained model on a data shard"),
     "runs": ("megapipe.cli.runs", "list, show, compare and plot runs from their folders"),
     "doctor": ("megapipe.cli.doctor", "print what this host and installation have, and what is wrong"),
+    "help": ("megapipe.cli.help", "explain a command, or a field such as parallel.tensor"),
 }
 """Subcommands by name: the module whose `main(arguments)` returns the exit status, and a summary."""
+ABOUT = "Pretrain GPT and BERT language models across many devices, and plan such runs without them."
+MORE = "`megapipe COMMAND --help` lists the options of a command, `megapipe --version` prints the version."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,24 +56,24 @@ def main(arguments: Sequence[str]) -> int:
 def start() -> NoReturn:
     """Run the command line of this process and exit: the console script."""
     sys.argv[0] = "megapipe"
-    sys.exit(main(sys.argv[1:]))
+    try:
+        try:
+            status = main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the program that read the output, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
 
 
 def overview() -> str:
-    """Return the help without a subcommand."""
-    width = max(map(len, SUBCOMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in SUBCOMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: megapipe COMMAND ...",
-            "",
-            "Pretrain GPT and BERT language models across many devices, and plan such runs without them.",
-            "",
-            *lines,
-            "",
-            "`megapipe COMMAND --help` lists the options of a command, `megapipe --version` prints the version.",
-        ]
-    )
+    """Return the help without a subcommand, in lines that fit the terminal."""
+    width, margin = get_terminal_size().columns, max(map(len, SUBCOMMANDS)) + 4
+    lines = ["usage: megapipe COMMAND ...", "", *wrap(ABOUT, width), ""]
+    for name, (_, summary) in SUBCOMMANDS.items():
+        lines += wrap(summary, width, initial_indent=f"  {name}".ljust(margin), subsequent_indent=" " * margin)
+    return "\n".join([*lines, "", *wrap(MORE, width)])
 
 
 @contextmanager

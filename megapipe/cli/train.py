@@ -14,11 +14,11 @@ from megapipe.config.command_line import OneLineParser, natural, positive
 from megapipe.config.errors import ConfigError
 from megapipe.config.kinds import KINDS, kind_of
 from megapipe.config.load import parse_given
+from megapipe.config.run import PretrainConfig
 from megapipe.training.command import run_parser, run_program
 from megapipe.training.exit_codes import ExitCode
 
-HINT = """usage: megapipe train [-n RANKS] --config FILE [--group.field VALUE ...]
-
+EXAMPLES = """\
 three commands to try:
   megapipe preprocess --input python-stdlib --output-prefix data/stdlib --tokenizer bytes --append-eod
   megapipe train --config gpt_tiny
@@ -26,6 +26,7 @@ three commands to try:
 
 A BERT reads a shard that is split into sentences (megapipe preprocess --split-sentences):
   megapipe train -n 2 --config bert_quickstart --parallel.pipeline 2"""
+HINT = f"usage: megapipe train [-n RANKS] --config FILE [--group.field VALUE ...]\n\n{EXAMPLES}"
 
 FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (
@@ -69,10 +70,10 @@ def main(arguments: Sequence[str]) -> int:
     kind = kind_of(rest) if own.kind is None else KINDS[own.kind]
     if own.ranks is None and own.nodes is None and own.rendezvous is None and own.restarts is None:
         os.environ.update(slurm_variables(os.environ))
-        return run_program(kind, rest, _with_flags(run_parser(kind)))
+        return run_program(kind, rest, parser_of(kind))
     try:
         job = _job(own)
-        parse_given(_with_flags(run_parser(kind)), kind, rest)  # wrong input ends here, before any rank starts
+        parse_given(parser_of(kind), kind, rest)  # wrong input ends here, before any rank starts
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -101,8 +102,10 @@ def _job(own: argparse.Namespace) -> Job:
     return job
 
 
-def _with_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags that `main` takes out of the command line, for `--help`."""
+def parser_of(kind: type[PretrainConfig]) -> ArgumentParser:
+    """Return the parser of `megapipe train`, with examples and with the flags that `main` takes out, for `--help`."""
+    parser = run_parser(kind)
+    parser.epilog = EXAMPLES
     for names, options in FLAGS:
         parser.add_argument(*names, **options)
     return parser

@@ -4,7 +4,9 @@ import argparse
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NoReturn
 
 _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
@@ -21,7 +23,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         problem = re.sub(r"^argument (\S+): is ", r"\1 is ", _WRONG_NUMBER.sub(_wrong_number, message))
-        self.exit(2, f"error: {problem} ({self.prog} --help lists all options)\n")
+        self.exit(2, f"error: {problem} ({self.prog} --help lists the options)\n")
 
 
 def _wrong_number(match: re.Match[str]) -> str:
@@ -29,13 +31,41 @@ def _wrong_number(match: re.Match[str]) -> str:
     return f"is {match['value']}, but must be a {'whole' if whole else 'finite'} number"
 
 
+class ProseFormatter(argparse.HelpFormatter):
+    """Wraps usage lines, headings and paragraphs to the width of the terminal. Indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return f"{wrapped(text, width)}\n"
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(heading and wrapped(heading, self._width - 1))
+
+    def _format_usage(self, usage: str | None, *others: Any) -> str:
+        if usage is None:
+            return super()._format_usage(usage, *others)
+        line = f"usage: {usage % {'prog': self._prog}}"
+        options = {"subsequent_indent": " " * len("usage: "), "break_on_hyphens": False, "break_long_words": False}
+        return f"{textwrap.fill(line, self._width, **options)}\n\n"  # type: ignore[arg-type]
+
+
+def wrapped(text: str, width: int) -> str:
+    """Wrap every paragraph of a text to a width in characters. Empty and indented lines stay as they are."""
+    lines = []
+    for is_prose, group in groupby(text.splitlines(), lambda line: bool(line) and not line.startswith(" ")):
+        if is_prose:
+            lines += textwrap.wrap(" ".join(group), width, break_on_hyphens=False, break_long_words=False)
+        else:
+            lines += group
+    return "\n".join(lines)
+
+
 def tool_parser(program: str, description: str, examples: str) -> OneLineParser:
-    """Return a parser that prints description and examples (last) as they are, and accepts no abbreviated flags."""
+    """Return a parser that prints a description first and examples last, and accepts no abbreviated flags."""
     return OneLineParser(
         prog=program,
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseFormatter,
     )
 
 

@@ -17,7 +17,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.help_format import FieldHelpFormatter, describe_library_options
+from megapipe.config.help_format import FieldHelpFormatter, HelpAll, common_groups, describe_library_options
 from megapipe.config.other_names import hint
 from megapipe.config.packaged_files import with_packaged_files
 from megapipe.config.parser_errors import UNNAMED_FILE, in_words
@@ -40,10 +40,27 @@ _UNKNOWN_KEY = re.compile(
 class _Parser(ArgumentParser):
     """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one.
 
+    Its help has only the common options; `format_all` returns the help with all of them.
+
     config_groups: names of the configuration's groups; `--print_config` prints these without a program's own flags.
     """
 
     config_groups: frozenset[str] = frozenset()
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Return the help with the common options; see ArgumentParser.format_help."""
+        groups, epilog = self._action_groups, self.epilog
+        more = f"--help-all lists all {len(self._actions)} options. `megapipe help parallel.tensor` explains one."
+        self._action_groups = common_groups(self, self.config_groups)
+        self.epilog = f"{epilog}\n\n{more}" if epilog else more
+        try:
+            return str(super().format_help(*args, **kwargs))
+        finally:
+            self._action_groups, self.epilog = groups, epilog
+
+    def format_all(self) -> str:
+        """Return the help with all options."""
+        return str(super().format_help())
 
     def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
         """Dump only the configuration; see ArgumentParser.dump."""
@@ -86,7 +103,7 @@ class _Parser(ArgumentParser):
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
-    return f"unknown configuration key {name!r}{hint(name, known)} (--help lists every key)"
+    return f"unknown configuration key {name!r}{hint(name, known)} (--help-all lists every key)"
 
 
 def _misplaced(key: str, known: Sequence[str]) -> str | None:
@@ -109,6 +126,8 @@ def build_parser(
     set_loader("yaml", decode_yaml, exceptions=(yaml.YAMLError,))
     parser = _Parser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
     parser.config_groups = frozenset(each.name for each in fields(kind))
+    everything = parser.add_argument("--help_all", action=HelpAll, help="show all options and exit")
+    everything.option_strings = ["--help-all"]  # as help prints it; `underscored` lets users write both
     parser.add_argument("--config", action="config", metavar="FILE")
     for group in fields(kind):
         if group.name == "init_from":

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from megapipe.config.command_line import OneLineParser, exit_status, natural
+from megapipe.config.command_line import OneLineParser, ProseFormatter, exit_status, natural
 from megapipe.data.errors import DataError
 
 EXAMPLES = """\
@@ -43,7 +43,7 @@ def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.Argum
         prog="megapipe data",
         description="Inspects, checks, merges and splits .bin/.idx shards, and measures how runs read them.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.config.command_line import OneLineParser
+from megapipe.config.command_line import OneLineParser, ProseFormatter
 from megapipe.config.errors import ConfigError
 from megapipe.data.errors import DataError
 
@@ -77,7 +77,7 @@ def build_parser() -> OneLineParser:
         usage="megapipe data stalls --config FILE [options] [--group.field VALUE ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file, as for megapipe train")
     parser.add_argument(

@@ -14,6 +14,11 @@ WRONG = """
 trian | did you mean 'train'?
 evaluation | unknown command 'evaluation'
 --config quickstart | unknown command '--config'
+help trian | did you mean 'training'?
+help parallel.tensr | did you mean 'parallel.tensor'?
+help n_embd | nanoGPT's n_embd is --model.hidden_size here
+help every | a field of several groups: write one of recompute.every,
+help parallel.tensor 2 | unexpected argument '2'
 train --kind t5 --config quickstart | invalid choice: 't5'
 train --config quikstart | did you mean quickstart or bert_quickstart?
 train --config nothing_like_it | the packaged ones are bert_quickstart,

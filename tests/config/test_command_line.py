@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     [
         ("", "the following arguments are required: command (tool.py --help"),
         ("weigh", "invalid choice: 'weigh' (choose from"),
-        ("count --times 0", "--times is 0, but must be at least 1 (tool.py count --help lists all options)"),
+        ("count --times 0", "--times is 0, but must be at least 1 (tool.py count --help lists the options)"),
         ("count --times many", "--times is 'many', but must be a whole number"),
         ("count --skip=-1", "--skip is -1, but must be at least 0"),
         ("count --within=-1", "--within is -1, but must be a finite number of at least 0"),

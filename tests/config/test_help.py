@@ -1,5 +1,7 @@
-"""`--help` has complete headings, plain types and defaults; options of other programs are answered with the field."""
+"""`--help` in two tiers: common options, and all with complete headings, plain types and defaults; options of other
+programs are answered with the field."""
 
+import functools
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -7,18 +9,41 @@ from typing import Any
 
 import pytest
 
+from megapipe.cli.train import EXAMPLES, parser_of
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.load import build_parser, parse
-from megapipe.config.other_names import OTHER_NAMES
+from megapipe.config.help_format import COMMON
+from megapipe.config.kinds import kind_of
+from megapipe.config.load import build_parser, parse, parse_as
+from megapipe.config.other_names import OTHER_NAMES, hint
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.main import main as plan
 from megapipe.schedules import GENERATORS
 
 ROOT = Path(__file__).resolve().parents[2]
+MEGATRON_SCRIPTS = """
+adam_beta1 adam_beta2 attention_backend attention_dropout bf16 clip_grad context_parallel_size data_path
+disable_bias_linear distributed_timeout_minutes eval_interval eval_iters expert_model_parallel_size ffn_hidden_size
+fp16 fp8_format global_batch_size grad_reduce_in_bf16 group_query_attention hidden_dropout hidden_size init_method_std
+kv_channels load log_interval lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters
+lr_warmup_samples max_position_embeddings micro_batch_size min_lr moe_router_topk no_position_embedding normalization
+num_attention_heads num_experts num_layers num_query_groups pipeline_model_parallel_size position_embedding_type
+profile_step_end profile_step_start rampup_batch_size rotary_base save save_interval seq_length sequence_parallel
+split swiglu tensor_model_parallel_size tensorboard_dir train_iters train_samples untie_embeddings_and_output_weights
+use_distributed_optimizer vocab_size wandb_project weight_decay
+"""
+"""The options of Megatron-LM's example scripts (examples/gpt3, llama, mixtral, bert) that are fields here. The others
+choose tokenizers, which `megapipe preprocess` does, or features that are always on, or that megapipe does not have."""
+NANOGPT = """
+backend batch_size beta1 beta2 bias block_size compile dataset decay_lr device dropout dtype eval_interval eval_iters
+grad_clip gradient_accumulation_steps init_from learning_rate log_interval lr_decay_iters max_iters min_lr n_embd
+n_head n_layer out_dir wandb_log wandb_project warmup_iters weight_decay
+"""
+"""The variables of nanoGPT's train.py, except eval_only, always_save_checkpoint and wandb_run_name."""
 TABLE = [(name, target) for targets in OTHER_NAMES.values() for name, target in targets.items()]
 
 
+@functools.cache
 def options(kind: type[PretrainConfig]) -> dict[str, Any]:
     """Return every option of a run's parser, by name."""
     return {action.dest: action for action in build_parser("", kind)._actions}
@@ -26,14 +51,14 @@ def options(kind: type[PretrainConfig]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [PretrainConfig, BertPretrainConfig])
 def test_help_has_whole_headings_and_plain_types(kind: type[PretrainConfig]) -> None:
-    text = build_parser("", kind).format_help()
+    text = build_parser("", kind).format_all()
     for leak in ("<class", "type: ", "Literal[", "Union[", "Optional[", "``", "None", "configuration file."):
         assert leak not in text
     for group in fields(kind):
         if is_dataclass(group.default_factory):
             first = (group.default_factory.__doc__ or "").partition("\n")[0]
             assert first.endswith("."), f"{group.name}: the heading in --help is the docstring's first line"
-            assert f"\n{first[:-1]}:\n" in text
+            assert f" {first[:-1]}: " in " ".join(text.split())
 
 
 @pytest.mark.parametrize("kind", [PretrainConfig, BertPretrainConfig])
@@ -52,14 +77,56 @@ def test_tools_print_no_markup_and_no_classes(capsys: pytest.CaptureFixture[str]
     assert not any("``" in generator.summary for generator in GENERATORS.values())
 
 
+@pytest.mark.parametrize("kind", [PretrainConfig, BertPretrainConfig])
+def test_short_help_has_thirty_options_and_the_long_one_all(kind: type[PretrainConfig]) -> None:
+    parser = parser_of(kind)
+    short, everything = (set(re.findall(r"^  (?:-\w.*)?(--[\w.-]+)", text, re.MULTILINE)) for text in helps(kind))
+    assert everything == {action.option_strings[-1].removesuffix("+") for action in parser._actions}
+    common = {f"--{name.replace('_all', '-all')}" for names in COMMON.values() for name in names}
+    assert common <= short < everything
+    assert len(short - {"--help", "--help-all"}) == 30
+    assert helps(kind)[0].partition("layout:")[2].partition("\n\n")[2].startswith(EXAMPLES.partition("\n")[0])
+
+
+def helps(kind: type[PretrainConfig]) -> tuple[str, str]:
+    """Return both tiers of help."""
+    parser = parser_of(kind)
+    return parser.format_help(), parser.format_all()
+
+
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    for text in helps(PretrainConfig):
+        for line in text.splitlines():
+            assert len(line) <= 72 or line.startswith(("  megapipe ", "  --")), line
+
+
+def test_examples_in_help_can_be_parsed() -> None:
+    lines = [line.split()[2:] for line in EXAMPLES.splitlines() if line.startswith("  megapipe train")]
+    assert len(lines) == 3
+    for words in lines:
+        fields = words[2:] if words[0] == "-n" else words
+        parse_as(kind_of(fields), fields)
+
+
+def test_options_of_other_programs_name_a_field() -> None:
+    known = list(options(PretrainConfig))
+    for name in [*MEGATRON_SCRIPTS.split(), *NANOGPT.split()]:
+        answer = re.search(r"did you mean '([\w.]+)'|is --([\w.]+)(?: \w+)? here$", hint(name, known))
+        assert answer, name
+        field = answer[1] or answer[2]
+        assert field in known
+        assert answer[2] or field.rpartition(".")[2] == name
+
+
 def test_other_programs_options_name_a_field_that_takes_the_value() -> None:
-    known, values = options(PretrainConfig), []
+    known, values = options(BertPretrainConfig), []
     for name, target in TABLE:
         field, _, value = target.partition(" ")
         assert field in known, f"{name}: {field} is not an option"
         assert name not in {each.rpartition(".")[2] for each in known}, f"{name} is a field here, too"
         values += [f"--{field}={value}"] if value else []
-    parse(values)
+    parse_as(BertPretrainConfig, values)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +137,7 @@ def test_other_programs_options_name_a_field_that_takes_the_value() -> None:
             ["Megatron-LM's tensor_model_parallel_size is --parallel.tensor here"],
         ),
         (["--model.n_embd=64"], ["nanoGPT's n_embd is --model.hidden_size here"]),
+        (["--log-interval", "2"], ["Megatron-LM's and nanoGPT's log_interval is --training.log_every here"]),
         (["--n_embd=64", "--bf16"], ["--model.hidden_size here", "--training.precision bf16 here"]),
         (["--num-layers", "2"], ["did you mean 'model.num_layers'?"]),
         (["--training.learning_rate", "2"], ["did you mean 'optimizer.learning_rate'?"]),
@@ -83,5 +151,5 @@ def test_a_wrong_option_gets_the_right_one(
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as caught:
         parse(arguments)
-    for problem, hint in zip(caught.value.problems, expected, strict=True):
-        assert hint in problem
+    for problem, part in zip(caught.value.problems, expected, strict=True):
+        assert part in problem

@@ -159,7 +159,7 @@ def test_help_needs_no_torch() -> None:
     finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert "--parallel.pipeline" in finished.stdout
-    assert finished.stdout.startswith("usage: megapipe train [-n RANKS] --config FILE [--plan auto|FILE|PRESET] [")
+    assert finished.stdout.startswith("usage: megapipe train [-n RANKS] --config FILE [--plan auto|FILE|PRESET]")
 
 
 def test_no_arguments_prints_what_to_try() -> None:

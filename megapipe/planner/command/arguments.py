@@ -24,7 +24,7 @@ NO_DATA = "DATA"
 """Placeholder for the data.prefix of a configuration that is written without one."""
 
 
-DOCUMENTED = frozenset({"-h", "--help"})
+DOCUMENTED = frozenset({"-h", "--help", "--help-all", "--help_all"})
 """Arguments whose output includes the help of fields."""
 
 

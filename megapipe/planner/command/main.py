@@ -72,8 +72,8 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "`megapipe plan COMMAND --help` lists the flags of a command, which include every field of a training "
-            "configuration.",
+            "`megapipe plan COMMAND --help` lists the flags of a command and the common fields of a training "
+            "configuration, `--help-all` every field.",
         ]
     )
 
