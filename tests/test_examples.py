@@ -28,6 +28,7 @@ MODELS = sorted((ROOT / "examples/models").glob("*.yaml"))
 LAUNCHES = sorted((ROOT / "examples/launch").iterdir())
 RUNS = sorted((ROOT / "examples").glob("*.yaml"))
 PARALLEL = sorted((ROOT / "examples/parallel").glob("*.yaml"))
+RECIPES = sorted((ROOT / "examples/recipes").glob("*.yaml"))
 
 UNITS = {"M": 10**6, "B": 10**9}
 GPU_BYTES = 80 * 10**9
@@ -54,9 +55,9 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def test_the_kind_of_every_example_follows_from_its_fields() -> None:
-    for flag, paths in (("--model", MODELS), ("--config", [*RUNS, *PARALLEL])):
+    for flag, paths in (("--model", MODELS), ("--config", [*RUNS, *PARALLEL, *RECIPES])):
         for path in paths:
-            assert (kind_of([flag, path.stem]) is BertPretrainConfig) == ("bert" in path.name), path
+            assert (kind_of([flag, str(path)]) is BertPretrainConfig) == ("bert" in path.name), path
 
 
 def test_there_are_models_from_ten_million_to_a_trillion_parameters() -> None:

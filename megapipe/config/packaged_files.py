@@ -9,15 +9,19 @@ from pathlib import Path
 from megapipe.config.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
-_FOLDERS = {"config": ("", "parallel"), "model": ("models",)}
+_FOLDERS = {"config": ("", "parallel", "recipes"), "model": ("models",)}
 """Flags -> the folders of their files."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_NAMED_WITH_FOLDER = "recipes"
+"""The folder that is part of the names of its files, because some are called like the model that they train."""
+_NAME = re.compile(rf"({_NAMED_WITH_FOLDER}/)?[A-Za-z0-9][\w.-]*")
 
 
 def packaged_files(flag: str) -> dict[str, Path]:
     """Return the packaged files for a flag such as `model`, by name; empty if the flag has none."""
     files = [file for folder in _FOLDERS.get(flag, ()) for file in (FOLDER / folder).glob("*.yaml")]
-    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
+    names = {file: file.stem for file in files}
+    names |= {file: f"{_NAMED_WITH_FOLDER}/{file.stem}" for file in files if file.parent.name == _NAMED_WITH_FOLDER}
+    return {names[file]: file for file in sorted(files, key=names.__getitem__)}
 
 
 def with_packaged_files(words: Sequence[str]) -> list[str]:

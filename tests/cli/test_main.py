@@ -90,5 +90,5 @@ def test_packaged_files_are_found_by_name_and_files_of_the_user_come_first(
 
 def test_names_of_packaged_files_differ() -> None:
     folder = ROOT / "examples"
-    assert len(packaged_files("config")) == len([*folder.glob("*.yaml"), *folder.glob("parallel/*.yaml")])
+    assert len(packaged_files("config")) == len([*folder.glob("*.yaml"), *folder.glob("[pr]*/*.yaml")])
     assert not set(packaged_files("config")) & set(packaged_files("model"))
