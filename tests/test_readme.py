@@ -13,8 +13,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+OWN_TEXT = TEXT.partition("### Your own text\n")[2].partition("\n### ")[0]
+"""What a newcomer does; a test of the installed wheel does it too."""
 COMMANDS = [
-    line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines() if line.strip()
+    line
+    for block in re.findall(r"```sh\n(.*?)```", TEXT.replace(OWN_TEXT, ""), re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
 ]
 TRAINING = [command for command in COMMANDS if command.startswith("megapipe train ")]
 QUICK = [command for command in COMMANDS if command not in TRAINING and not command.startswith("make test")]

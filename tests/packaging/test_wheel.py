@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import venv
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ import torch
 from megapipe import __version__
 from tests.packaging.environment import CONSTRAINTS, ROOT, closure, constraints, setup_arguments
 
+NEWCOMERS_COMMANDS = 15
+"""Commands, the installation among them, after which a newcomer sees generated text."""
 NO_SOURCES = {".venv", ".git", "build", "runs", "data", "tests", "docs", "benchmarks", "shared"}
 
 
@@ -149,3 +153,27 @@ def test_an_installed_wheel_trains_generates_plans_and_converts(programs: Path, 
         "plan search --model llama3_8b --data.sequence_length 8192 --hardware h100 --devices 8 --batch.global_size 64"
     )
     assert "rank 0" in run("schedule show --schedule 1f1b --ranks 2 --microbatches 4")
+
+
+@pytest.mark.slow
+def test_a_newcomer_gets_from_the_readme_to_text_of_their_own_data(programs: Path, tmp_path: Path) -> None:
+    """With the commands of one section, which names no other page; shorter, and after `pip install`."""
+    section = (ROOT / "README.md").read_text().partition("### Your own text\n")[2].partition("\n### ")[0]
+    commands = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[0].splitlines()
+    assert 1 + len(commands) <= NEWCOMERS_COMMANDS
+    assert "](" not in section
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(topics.values()):
+        (tmp_path / f"texts/{number}.txt").write_text(text)
+    (tmp_path / "texts/more.jsonl").write_text(json.dumps({"text": "One more document."}) + "\n")
+    environment = {**without_python(), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for command in commands:
+        short = " --training.steps 6" if command.startswith("megapipe train ") else ""
+        done = subprocess.run(
+            command + short, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    prompt = re.search(r'--prompt "(.*?)"', commands[-1])
+    assert prompt is not None
+    assert done.stdout.startswith(prompt[1])
+    assert len(done.stdout.split()) > 10
