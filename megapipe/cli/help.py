@@ -54,21 +54,21 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if len(arguments) > 1:
             raise ConfigError(f"unexpected argument {arguments[1]!r}: name one field")
-        print("\n".join(explained(arguments[0])))
+        print("\n".join(explained(arguments[0], SUBCOMMANDS)))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def explained(word: str) -> list[str]:
+def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
     """Return the lines that explain an option of `megapipe train`, which may be given without its group.
 
-    Raises ConfigError, with the nearest option, if there is no such option, or if several groups have it.
+    Raises ConfigError if several groups have the option, or if there is none; then with the nearest option or command.
     """
     options = {kind: {each.dest: each for each in parser_of(kind)._actions} for kind in KINDS.values()}
     gpt, bert = (options[kind] for kind in KINDS.values())
-    name = _name_of(word, bert)
+    name = _name_of(word, bert, commands)
     action = gpt.get(name, bert[name])
     fields = [each for each in bert if "." in each and bert[each].metavar != "FILE"]
     if action.metavar == "FILE":
@@ -105,8 +105,8 @@ def explained(word: str) -> list[str]:
     ]
 
 
-def _name_of(word: str, options: dict[str, Action]) -> str:
-    """Return the option that a user names. Raises ConfigError."""
+def _name_of(word: str, options: dict[str, Action], commands: Iterable[str]) -> str:
+    """Return the option that a user names. Raises ConfigError, with the nearest option or command."""
     name = word.lstrip("-").replace("-", "_")
     by_flag = [dest for dest, action in options.items() if word in action.option_strings]
     if by_flag or name in options:
@@ -116,7 +116,8 @@ def _name_of(word: str, options: dict[str, Action]) -> str:
         raise ConfigError(f"{word!r} is a field of several groups: write one of {', '.join(same)}")
     if same:
         return same[0]
-    raise ConfigError(f"unknown field {word!r}{hint(name, options)} (`megapipe train --help-all` lists all fields)")
+    near = hint(name, [*options, *commands])
+    raise ConfigError(f"unknown field or command {word!r}{near} (`megapipe train --help-all` lists all fields)")
 
 
 def _packaged(name: str) -> Iterator[str]:

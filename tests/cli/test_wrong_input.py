@@ -14,7 +14,7 @@ WRONG = """
 trian | did you mean 'train'?
 evaluation | unknown command 'evaluation'
 --config quickstart | unknown command '--config'
-help trian | did you mean 'training'?
+help trian | unknown field or command 'trian'; did you mean 'train'?
 help parallel.tensr | did you mean 'parallel.tensor'?
 help n_embd | nanoGPT's n_embd is --model.hidden_size here
 help every | a field of several groups: write one of recompute.every,
