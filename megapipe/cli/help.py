@@ -22,8 +22,8 @@ usage: megapipe help [COMMAND | FIELD]
 
 Explain a command, or a field of the configuration such as parallel.tensor. A name with -- is always a field.
 """
-PAGES = Path(__file__).resolve().parents[2]
-"""Folder of README.md and docs/; an installed wheel has no pages there."""
+SOURCES = Path(__file__).resolve().parents[2]
+"""Folder of README.md and docs/, unless this is an installed wheel, which has no pages."""
 VARIABLES = {
     "kernels.backends": "MEGAPIPE_KERNEL_PREFERENCES: a file of measured preferences, or none",
     "ranks": "RANK, WORLD_SIZE (of torchrun), SLURM_PROCID (of srun): this process is a rank already",
@@ -144,9 +144,11 @@ def _other_names(name: str) -> Iterator[str]:
 def _pages(name: str) -> list[str]:
     """Return the pages that mention an option, most mentions first."""
     mention = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)")
-    files = [PAGES / "README.md", *sorted((PAGES / "docs").rglob("*.md"))]
-    counts = {file: len(mention.findall(file.read_text(encoding="utf-8"))) for file in files if file.is_file()}
-    return [str(file.relative_to(PAGES)) for file in sorted(counts, key=lambda file: -counts[file]) if counts[file]]
+    if not (SOURCES / "pyproject.toml").is_file():
+        return []
+    files = [SOURCES / "README.md", *sorted((SOURCES / "docs").rglob("*.md"))]
+    counts = {file: len(mention.findall(file.read_text(encoding="utf-8"))) for file in files}
+    return [str(file.relative_to(SOURCES)) for file in sorted(counts, key=lambda file: -counts[file]) if counts[file]]
 
 
 def _related(name: str, action: Action, options: dict[str, Action], known: Sequence[str]) -> list[str]:

@@ -142,6 +142,7 @@ def test_an_installed_wheel_trains_generates_plans_and_converts(programs: Path, 
         return done.stdout
 
     assert run("--version") == f"megapipe {__version__}\n"
+    assert "--config three_d (2)" in run("help parallel.tensor")
     run("preprocess --input text.jsonl --output-prefix corpus --tokenizer bytes --append-eod")
     data = "--data.prefix corpus_text_document"
     size = "--model.num_layers 1 --model.hidden_size 32 --batch.global_size 4 --training.steps 3"

@@ -1,5 +1,6 @@
 """The flags of ``megapipe plan``: those of a training configuration, and each command's own."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,9 @@ from jsonargparse import ArgumentParser
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
+from megapipe.config.kinds import kind_of
 from megapipe.config.load import Given, build_parser, parse_given
+from megapipe.config.packaged_files import packaged_files
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.hardware.reader import PRESETS, load_hardware
@@ -278,27 +281,20 @@ COMMANDS: dict[str, Command] = {
 
 
 def parse_request(command: str, arguments: Sequence[str]) -> Request:
-    """Read a command line. Raises ConfigError; --help prints and exits."""
-    kind = BertPretrainConfig if "--bert" in arguments else PretrainConfig
-    try:
-        parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
-        given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
-    except ConfigError as error:
-        if kind is BertPretrainConfig or not _of_a_bert(command, arguments):
-            raise
-        raise ConfigError(
-            [f"{problem}; BERT runs have this option: add --bert" for problem in error.problems]
-        ) from None
+    """Read a command line. Raises ConfigError; --help prints and exits.
+
+    It is of a BERT with --bert, or if a flag or a file sets a field that only BERT runs have, as in `megapipe train`.
+    """
+    kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *_positional_files(arguments)])
+    parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
+    given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
     return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)
 
 
-def _of_a_bert(command: str, arguments: Sequence[str]) -> bool:
-    """Whether a command line that is no GPT's can be read as a BERT's."""
-    try:
-        parse_given(_parser(command, BertPretrainConfig), BertPretrainConfig, arguments)
-    except ConfigError:
-        return False
-    return True
+def _positional_files(arguments: Sequence[str]) -> list[str]:
+    """Return flags that read the files among the words of a command line, such as those of `dry-run` and `compare`."""
+    packaged = packaged_files("config")
+    return [f"--config={word}" for word in arguments if word in packaged or os.path.isfile(word)]
 
 
 def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
@@ -307,7 +303,9 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
     parser.prog = f"megapipe plan {command}"
     parser.usage = f"megapipe plan {command} {about.usage}"
-    parser.add_argument("--bert", action="store_true", help="plan a BERT run instead of a GPT run")
+    parser.add_argument(
+        "--bert", action="store_true", help="plan a BERT run; this is the default if a BERT field is set"
+    )
     for add in about.flags:
         add(parser)
     return parser

@@ -134,9 +134,11 @@ def test_a_wrong_file_of_several_is_named(capsys, tmp_path):
 
 
 def test_a_bert_is_planned_too(capsys):
-    shape = ["--bert", "--model", MODEL.replace("gpt2_1.5b", "bert_large"), "--hardware=v100-16", "--devices=4"]
-    text = output(capsys, "predict", *shape, "--batch.global_size=16", "--data.sequence_length=512")
-    assert text.startswith("BERT of 336M parameters on 4 x ")
+    shape = ["--model", MODEL.replace("gpt2_1.5b", "bert_large"), "--hardware=v100-16", "--devices=4"]
+    for flag in ([], ["--bert"]):
+        text = output(capsys, "predict", *flag, *shape, "--batch.global_size=16", "--data.sequence_length=512")
+        assert text.startswith("BERT of 336M parameters on 4 x ")
+    assert "bert_base" in output(capsys, "compare", "recipes/bert_base", "--hardware=a100-40", "--devices=8")
 
 
 def test_a_reserve_is_kept_free(capsys):
