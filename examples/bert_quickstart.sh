@@ -45,5 +45,5 @@ what to try next
   sentence order     ${bin}megapipe train -n 2 --config bert_quickstart \\
                          --data.prefix $folder/corpus_text_sentence --data.tokenizer $folder/tokenizer.json \\
                          --data.pairs order --training.directory runs/bert_order --parallel.pipeline 2
-  every option       ${bin}megapipe train --kind bert --help
+  every option       ${bin}megapipe train --kind bert --help-all
 TEXT

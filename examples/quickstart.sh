@@ -71,5 +71,5 @@ what to try next
                          --optimizer.learning_rate 3e-4 --parallel.pipeline 2 --schedule.name 2bw --profile.trace runs/2bw/trace
                      the schedules: $schedules
   its timeline       ${bin}megapipe schedule overlay runs/2bw/trace -o runs/2bw/timeline.html
-  every option       ${bin}megapipe train --help
+  every option       ${bin}megapipe train --help-all
 TEXT

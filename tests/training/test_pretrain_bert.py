@@ -114,7 +114,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_program_helps_without_torch_and_names_a_misspelt_field() -> None:
     code = (
-        "import sys, runpy; sys.argv = ['pretrain_bert.py', '--help']\n"
+        "import sys, runpy; sys.argv = ['pretrain_bert.py', '--help-all']\n"
         "try: runpy.run_path('pretrain_bert.py', run_name='__main__')\n"
         "except SystemExit: sys.exit(3 if 'torch' in sys.modules else 0)\n"
     )
