@@ -7,8 +7,11 @@ does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays full from step
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
+
 from megapipe.engine.compute import WHOLE
 from megapipe.engine.errors import EngineError, UnitError
+from megapipe.engine.groups import unit_states
 from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
@@ -17,6 +20,9 @@ from megapipe.engine.swaps import Swaps
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
+
+SPARE = (64 * 2**20, *[2**19] * 32)
+"""Bytes of blocks of both pools of torch's allocator: for large tensors, and for those of at most 1 MiB."""
 
 
 class Engine:
@@ -96,6 +102,36 @@ class Engine:
             )
         (result,) = (*self.feed(step_input), *self.drain())
         return result
+
+    def rehearse(self, step_input: StepInput) -> StepResult:
+        """Do what a step does, but send and receive nothing between stages, and update no weights.
+
+        Every kernel of the step has run then, and the allocator has its memory. On a GPU, loading a kernel or
+        allocating memory can wait for all that runs on the device, and so for ever if that is a receive whose sender
+        waits for this rank (docs/nccl.md). Collectives run, so all ranks must call this. Weights, optimizer state,
+        and the gradients of the steps after it are what they would be without.
+
+        step_input: of the next step. Returns what a step would, of numbers that mean nothing. Raises EngineError where
+        a step is under way.
+        """
+        self._check(step_input)
+        if self._under_way is not None:
+            raise EngineError("a rehearsal needs an empty pipeline; drain the engine first")
+        self._reductions.rehearse(unit_states(self._stages))
+        state, compiled = StepState(step_input, self._header.updates_per_step), self._sections
+        transfers = self._transfers.without_peers()
+        program = Program(self.schedule, self._rank, self._stages, transfers, self._reductions, self._swaps, False)
+        sections: tuple[SectionName, ...] = ("body",) if self._flushes else ("prologue", "epilogue")
+        # What later steps have beside: the samples of the step before, and those that are loaded ahead.
+        spare = [torch.empty(size, dtype=torch.uint8, device=self._reductions.device) for size in SPARE]
+        try:
+            self._sections = {name: list(program.compile(name)) for name in sections}
+            for name in sections:
+                self._execute(name, (state,))
+        finally:
+            self._sections = compiled
+            spare.clear()
+        return finished(state)  # the sums of a schedule that never flushes are found on a thread
 
     def feed(self, step_input: StepInput) -> tuple[StepResult, ...]:
         """Give the engine its next step and run as far as the schedule can without the one after it.

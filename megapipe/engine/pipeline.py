@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.generators.registry import Options, find_generator, is_file_name
 from megapipe.schedules.load_file import fit_for_training, read_file
 from megapipe.schedules.schedule import Schedule
+
+Result = TypeVar("Result")
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -135,11 +137,15 @@ class Pipeline:
         self._engine = self._connected(plan, groups, timeout)
         self._next_step = 0
         self._under_way = False
+        self._rehearsed = mesh.device.type != "cuda" or ranks == 1
 
     def step(
         self, inputs: Tensors | None = None, targets: Tensors | None = None, learning_rate: float | None = None
     ) -> tuple[StepResult, ...]:
         """Train on one batch: forward, backward, and the update of all weights.
+
+        On GPUs the first call runs the modules twice: once without messages and update, so that no kernel has to be
+        loaded while a message is awaited (docs/nccl.md).
 
         Returns the steps that ended. A schedule that flushes ends every step; one that never does ends the step
         before, so that the first call returns none and `drain` the last one. Results are the same on all ranks.
@@ -157,6 +163,11 @@ class Pipeline:
         counts = [self._counted(each) if self.is_last else 0.0 for each in batch]
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         step_input = StepInput(self._next_step, batch, counts, rate)
+        if not self._rehearsed:
+            device = self._mesh.device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # modules may draw numbers
+                self._or_close(lambda: self._engine.rehearse(step_input))
+            self._rehearsed = True
         results = self._or_close(lambda: self._engine.feed(step_input))
         self._next_step += 1
         self._under_way = not self.schedule.flushes
@@ -191,8 +202,8 @@ class Pipeline:
         """
         self._links.close()
 
-    def _or_close(self, run: Callable[[], tuple[StepResult, ...]]) -> tuple[StepResult, ...]:
-        """The steps that ended. Where one fails the links are closed, so that no peer waits for what will not come."""
+    def _or_close(self, run: Callable[[], Result]) -> Result:
+        """What `run` returns. Where it fails the links are closed, so that no peer waits for what will not come."""
         try:
             return run()
         except BaseException:

@@ -47,13 +47,16 @@ class Program:
         transfers: Transfers,
         reductions: Reductions,
         swaps: Swaps | None = None,
+        updates: bool = True,
     ) -> None:
+        """updates: whether UPDATE changes weights; otherwise it only clears gradients."""
         self._schedule = schedule
         self._header = schedule.header
         self._rank = rank
         self._stages = stages
         self._transfers = transfers
         self._reductions = reductions
+        self._updates = updates
         moves = self._moves = Moves(schedule, rank, stages, swaps)
         forwards = Forwards(schedule, rank, stages, transfers, moves)
         # Of the reductions of one unit in an update; the micro-batch that the last one in order names.
@@ -222,6 +225,8 @@ class Program:
         states = [self._state(action) for action in actions]
         version, per_step = actions[0].version, self._header.updates_per_step
         number = self._update_number(actions[0])
+        if not self._updates:
+            return self._moves.update(actions, lambda step: self._reductions.clear(step, states, number(step)))
 
         def run(step: StepState) -> None:
             self._reductions.update(step, states, step.input.step * per_step + version, number(step))

@@ -25,6 +25,12 @@ class Optimizer(Protocol):
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         """Advance `states` to absolute `version`, every gradient multiplied by `coefficient` (float32 scalar)."""
 
+    def prepare(self, states: Sequence[UnitState]) -> None:
+        """Allocate what the first update of `states` would allocate."""
+
+    def rehearse(self, states: Sequence[UnitState]) -> None:
+        """Run the kernels of an update of `states`, and leave them as they are."""
+
 
 @dataclass(frozen=True)
 class Communicators:
@@ -111,7 +117,7 @@ class Reductions:
         self._communicators = communicators
         self._clip = clip
         self._optimizer = optimizer
-        self._device = device
+        self.device = device
         self._hidden = hidden
         self._turns = Turns()
         self._squared_norm = squared_norm
@@ -137,7 +143,7 @@ class Reductions:
                 first = step.update_of(microbatch) * self._loss_terms
                 for term, count in enumerate([found] if isinstance(found, float | int) else found):
                     counts[first + term] += count
-        step.counts = tensor_on(np.array(counts), self._device)
+        step.counts = tensor_on(np.array(counts), self.device)
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
 
     def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
@@ -191,7 +197,7 @@ class Reductions:
         def find() -> Tensor:
             return self._local_scalars(step, update) if at_once is None else at_once
 
-        step.scalars = self._turns.run_beside(find, lambda scalars: self._shared(step, scalars), self._device)
+        step.scalars = self._turns.run_beside(find, lambda scalars: self._shared(step, scalars), self.device)
 
     def update(self, step: StepState, states: Sequence[UnitState], version: int, update: int) -> None:
         """Optimizer step of `states`, or a mere copy of their weights when the gradients were not finite.
@@ -200,15 +206,7 @@ class Reductions:
         """
         if self._optimizer is None:
             raise ValueError("this engine was built without an optimizer; give it one to run UPDATE actions")
-        coefficient, finite = self._one, True
-        if step.updates > 1:
-            self.gradient_buffers.finish()
-            self._await_gradients(step)
-        else:
-            if step.scalars is None:
-                raise RuntimeError("the schedule updates before it reduces the step's scalars")
-            scalars = step.scalars.result()
-            coefficient, finite = scalars.coefficient, scalars.finite
+        coefficient, finite = self._awaited(step)
         if finite:
             self._optimizer.update(states, version, step.input.learning_rate, coefficient)
         else:
@@ -219,6 +217,31 @@ class Reductions:
             state.zero_gradients(update)
             if state.sharding.count > 1 and not state.sharding.weights:
                 self.gather_weights(state, version % len(state.weights))
+
+    def rehearse(self, states: Sequence[UnitState]) -> None:
+        """Allocate what the first update of `states` would, and run the kernels of one where later updates may run
+        beside messages."""
+        if self._optimizer is not None:
+            self._optimizer.prepare(states)
+            if self._hidden:
+                self._optimizer.rehearse(states)
+
+    def clear(self, step: StepState, states: Sequence[UnitState], update: int) -> None:
+        """Await what an update of `states` needs, and clear their gradients as it does."""
+        self._awaited(step)
+        for state in states:
+            state.zero_gradients(update)
+
+    def _awaited(self, step: StepState) -> tuple[Tensor, bool]:
+        """What the step's next update multiplies gradients by, and whether it may change weights."""
+        if step.updates > 1:
+            self.gradient_buffers.finish()
+            self._await_gradients(step)
+            return self._one, True
+        if step.scalars is None:
+            raise RuntimeError("the schedule updates before it reduces the step's scalars")
+        scalars = step.scalars.result()
+        return scalars.coefficient, scalars.finite
 
     def _await_gradients(self, step: StepState) -> None:
         for work in step.reductions:
@@ -240,7 +263,7 @@ class Reductions:
         if self._communicators.counts_loss and step.loss_sums:
             found += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
             places += range(len(self._positions), len(self._positions) + self._loss_terms)
-        scalars = torch.zeros(len(self._positions) + self._loss_terms, dtype=torch.float64, device=self._device)
+        scalars = torch.zeros(len(self._positions) + self._loss_terms, dtype=torch.float64, device=self.device)
         if found:  # put in place together: each operation costs more than what it does to a number
             scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(found))
         return scalars
@@ -248,7 +271,7 @@ class Reductions:
     def _on_device(self, places: tuple[int, ...]) -> Tensor:
         """Positions in the vector of scalars, int64 on the device; the same in every step, and copied there once."""
         if places not in self._places:
-            self._places[places] = tensor_on(np.array(places), self._device)
+            self._places[places] = tensor_on(np.array(places), self.device)
         return self._places[places]
 
     def _shared(self, step: StepState, scalars: Tensor) -> Scalars:

@@ -166,6 +166,9 @@ class _WatchedSlots(ReceiveSlots):
     def release(self) -> None:
         self._slots.release()
 
+    def without_peer(self) -> ReceiveSlots:
+        return self._slots.without_peer()
+
 
 class _WatchedWork(Work):
     """Another's collective."""

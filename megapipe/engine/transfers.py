@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +35,14 @@ class ReceiveSlots(ABC):
     def release(self) -> None:
         """Nothing that was taken is needed any more, and nothing is posted: engines take turns on a link's memory."""
 
+    @abstractmethod
+    def without_peer(self) -> "ReceiveSlots":
+        """Slots in the same memory that receive nothing."""
+
 
 def receive_slots(boundary: Boundary, num_slots: int, device: torch.device) -> ReceiveSlots:
     """Slots in the link's own memory where it lends that, else in buffers of this rank's."""
-    return LentSlots(boundary) if boundary.link.lends else BufferSlots(boundary, num_slots, device)
+    return LentSlots(boundary, num_slots) if boundary.link.lends else BufferSlots(boundary, num_slots, device)
 
 
 class BufferSlots(ReceiveSlots):
@@ -59,12 +64,16 @@ class BufferSlots(ReceiveSlots):
     def release(self) -> None:
         """The buffers are this engine's alone."""
 
+    def without_peer(self) -> ReceiveSlots:
+        return NoiseSlots(self._buffers)
+
 
 class LentSlots(ReceiveSlots):
     """Slots that are messages where they lie in the link's memory: nothing is copied."""
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, boundary: Boundary, num_slots: int) -> None:
         self._link = boundary.link
+        self._num_slots = num_slots
         self._specs = [spec.allocate(torch.device("meta")) for spec in boundary.specs]
         self._loans: dict[int, list[Loan]] = {}
 
@@ -81,6 +90,37 @@ class LentSlots(ReceiveSlots):
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
         return tuple([loan.take() for loan in self._loans[slot]])
+
+    def without_peer(self) -> ReceiveSlots:
+        """Slots in memory of their own: the link lends its memory for messages alone."""
+        return NoiseSlots(
+            [tuple(torch.empty_like(spec, device="cpu") for spec in self._specs) for _ in range(self._num_slots)]
+        )
+
+
+class NoiseSlots(ReceiveSlots):
+    """Slots that are filled with random numbers, for which experts are as busy as for activations; integers are 0."""
+
+    def __init__(self, buffers: Sequence[tuple[Tensor, ...]]) -> None:
+        self._buffers = buffers
+
+    def post(self, slot: int) -> None:
+        """Nothing is on its way."""
+
+    def take(self, slot: int) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            for buffer in self._buffers[slot]:
+                if buffer.is_floating_point():
+                    buffer.uniform_(-1.0, 1.0)  # of torch's generator, which decides nothing in a run
+                else:
+                    buffer.zero_()
+        return self._buffers[slot]
+
+    def release(self) -> None:
+        """The buffers belong to others."""
+
+    def without_peer(self) -> ReceiveSlots:
+        return self
 
 
 class Sender:
@@ -122,6 +162,18 @@ class Sender:
         transfer, _ = self._in_flight.popleft()
         transfer.wait()
 
+    def without_peer(self) -> "Sender":
+        """A sender that drops everything."""
+        return _Dropping(Boundary(self._link, self._specs))
+
+
+class _Dropping(Sender):
+    def send(self, tensors: tuple[Tensor, ...]) -> None:
+        """Nobody receives them; they are kept for as long as messages are."""
+        self._in_flight += ((FINISHED, tensor.detach()) for tensor in tensors)
+        while len(self._in_flight) > self._link.edge.slots:
+            self._finish_oldest()
+
 
 class Transfers:
     """All boundaries of one rank.
@@ -147,3 +199,12 @@ class Transfers:
             sender.drain()
         for slots in (*self.receive_activation.values(), *self.receive_gradient.values()):
             slots.release()
+
+    def without_peers(self) -> "Transfers":
+        """The same boundaries, over which nothing is sent and noise is received."""
+        return Transfers(
+            {stage: slots.without_peer() for stage, slots in self.receive_activation.items()},
+            {stage: slots.without_peer() for stage, slots in self.receive_gradient.items()},
+            {stage: sender.without_peer() for stage, sender in self.send_activation.items()},
+            {stage: sender.without_peer() for stage, sender in self.send_gradient.items()},
+        )

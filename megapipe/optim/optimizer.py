@@ -1,5 +1,6 @@
 """Optimizers over UnitStates: what the engine calls for UPDATE actions."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,10 +83,9 @@ class FlatOptimizer(ABC):
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         """Advance `states` to absolute weight `version`; gradients are multiplied by `coefficient`, a 0-dim tensor."""
+        self.prepare(states)
         for state in states:
             state.begin_update(version)
-            if not state.moments:
-                self.allocate(state)
             self.applied[state.name] = self.applied.get(state.name, 0) + 1
             _balance(state)
         rounded = [state for state in states if state.master.dtype not in (torch.float32, torch.float64)]
@@ -98,6 +98,19 @@ class FlatOptimizer(ABC):
         for state in states:
             if self._copied(state) is not None:
                 state.mark_published()
+
+    def prepare(self, states: Sequence[UnitState]) -> None:
+        """Make the moments that their first update would make."""
+        for state in states:
+            if not state.moments:
+                self.allocate(state)
+
+    def rehearse(self, states: Sequence[UnitState]) -> None:
+        """Run the kernels of an update of `states`, which have their moments, on a copy of one unit after another."""
+        for state in states:
+            twin, other = state.twin(), copy.copy(self)
+            other.applied = dict(self.applied)
+            other.update([twin], twin.newest + 1, 0.0, torch.ones((), device=twin.weights[0].device))
 
     def _step_rounded(self, state: UnitState, learning_rate: float, coefficient: Tensor) -> None:
         step, wide = self.applied[state.name], state.master.to(state.accumulate_dtype)
@@ -122,12 +135,12 @@ class FlatOptimizer(ABC):
             [state.reduced_gradient(state.newest)[part] for state, part in filled],
             {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,
-            [copy[part] for state, part in filled if (copy := self._copied(state)) is not None],
+            [found[part] for state, part in filled if (found := self._copied(state)) is not None],
         )
 
     def _copied(self, state: UnitState) -> Tensor | None:
-        copy = state.working_copy
-        return copy if self.writes_copies and copy is not None and copy.dtype == torch.bfloat16 else None
+        found = state.working_copy
+        return found if self.writes_copies and found is not None and found.dtype == torch.bfloat16 else None
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Of this rank's part of a unit's buffers the decayed elements, or the others."""

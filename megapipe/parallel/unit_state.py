@@ -5,6 +5,7 @@ versions, the optimizer and the checkpoint are operations on this object (docs/d
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy as shallow_copy
 
 import torch
 from torch import Tensor, nn
@@ -208,6 +209,20 @@ class UnitState(GradientAccumulators):
     def mark_published(self) -> None:
         """Say that the optimizer has written the working copy of this update along with the master."""
         self._published = True
+
+    def twin(self) -> "UnitState":
+        """A copy whose update leaves this state as it is: weights and what updates work on are in memory of their own,
+        on the device. Gradients are shared, and no gather is awaited."""
+        other = shallow_copy(self)
+        shares = self.weight_shards is self.weights
+        if not self.weights_come_and_go:
+            other.weights = [each.clone() for each in self.weights]
+        other.weight_shards = other.weights if shares else [each.clone() for each in self.weight_shards]
+        device = self.weights[0].device
+        buffers = {name: each.to(device, copy=True) for name, each in self.update_buffers().items()}
+        other.place_update_buffers(buffers, in_host=False)
+        other._gathers = {}
+        return other
 
     def begin_update(self, version: int) -> Tensor:
         """The buffer that the optimizer changes in place to make absolute weight version `version`.

@@ -36,6 +36,13 @@ class Evaluation:
         self._loader = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0), training=False)
         self._counts_loss = replica.is_last and mesh.coordinate("tensor") == 0
 
+    def rehearse(self) -> None:
+        """Run every kernel of an evaluation; see `Engine.rehearse`. A collective call."""
+        batch = self._loader.load(consumed=0)
+        result = self._engine.rehearse(StepInput(0, batch.contexts, batch.token_counts))
+        if self._counts_loss:
+            batch_sums(result, batch.token_counts)
+
     def run(self, step: int, stop: Callable[[], bool] = lambda: False) -> EvaluationRecord | None:
         """Evaluate after `step` steps. A collective call; every rank gets the same losses.
 

@@ -1,6 +1,7 @@
 """Pretraining from a configuration: check it, build this rank's part of the model, run the loop, print a summary."""
 
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from megapipe.costs.experts import active_parameters
 from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import LayerSpec
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
+from megapipe.engine.step import StepInput
 from megapipe.parallel.launch import LaunchEnvironment, choose_device, initialize, set_gpu_variables, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
@@ -190,6 +192,9 @@ def _run(
     loader = open_loader(config, mesh, replica, samples)
     if (change := checkpointer.data_change) is not None:
         listeners.event("other_data", step=change.step, differences=list(change.differences))
+    if mesh.device.type == "cuda" and mesh.size("pipeline") > 1:
+        heartbeat.outside("the rehearsal of a step")
+        rehearse(config, mesh, replica, samples, evaluation, position.step, say)
     with Profiler(config, mesh, say, position.step) as profiler:
         guards = Guards(config, mesh, heartbeat, listeners)
         loop = TrainingLoop(
@@ -200,6 +205,26 @@ def _run(
     listeners.event("end", run=run, status=status, step=position.step)
     _sum_up(config, position, checkpointer.path, status, say)
     return status
+
+
+def rehearse(
+    config: PretrainConfig,
+    mesh: Mesh,
+    replica: Replica,
+    samples: Samples,
+    evaluation: Evaluation | None,
+    step: int,
+    say: Say,
+) -> None:
+    """Run every kernel of a step, and of an evaluation, before the first message between stages is under way, and have
+    the allocator hold their memory. A collective call. step: the next one, from 0.
+    """
+    start, size = time.perf_counter(), config.batch.global_size
+    batch = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0)).load(consumed=0)
+    replica.engine.rehearse(StepInput(step, batch.contexts, batch.token_counts))
+    if evaluation is not None:
+        evaluation.rehearse()
+    say(f"every kernel ran once before the first message, in {time.perf_counter() - start:.1f} s (docs/nccl.md)")
 
 
 def num_parameters(layers: Sequence[LayerSpec]) -> int:

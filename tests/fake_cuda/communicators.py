@@ -264,6 +264,8 @@ class Communicator(dist.ProcessGroup):
             self._check(kind, each)
         watch.timeline.follow(self.stream, watch.timeline.record(watch.device.current))
         self._launch(kind, sends, receives, self.stream)
+        if kind == "recv":
+            watch.timeline.received(self.stream)
         for each in (*sends, *receives):
             watch.memory_of(each).recorded.add(self.stream)
         return Work(self._nccl, kind, watch.timeline.record(self.stream), [])

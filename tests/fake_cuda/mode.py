@@ -199,6 +199,7 @@ class Watch(TorchDispatchMode):
         at: Place | None = None,
     ) -> None:
         self.timeline.launch(self.device.current if stream is None else stream, reads, writes, at)
+        self.timeline.loaded(name)
         self.timeline.launches[name] += 1
         self.timeline.moved[name] += moved
 

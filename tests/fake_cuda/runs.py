@@ -23,6 +23,7 @@ from megapipe.checkpoint.tensor_file import TensorFile
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.engine import engine
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepInput
 from megapipe.optim.learning_rate import learning_rate
@@ -32,7 +33,7 @@ from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
 from megapipe.training.generate import Limits, generate
 from megapipe.training.passes import LoadedModel
-from megapipe.training.pretrain import pretrain
+from megapipe.training.pretrain import pretrain, rehearse
 from megapipe.training.replica import Replica
 from megapipe.training.sampling import SamplingSettings
 from megapipe.training.sources import open_loader, open_samples
@@ -88,6 +89,7 @@ class FakeRank:
         attention.install(self.watch)
         self.nccl.install()
         self.watch.install()
+        engine.SPARE = (2**16,)  # models are small
         unit_state.fill_box = _no_weights  # type: ignore[assignment]
         TensorFile.tensor = _without_modes(TensorFile.tensor)  # type: ignore[method-assign]
         torch.set_num_threads(1)
@@ -153,18 +155,28 @@ def on_fake_device(function: Callable[..., None]) -> Callable[..., Report]:
 
 @on_fake_device
 def train(
-    fake: FakeRank, config: PretrainConfig, steps: int = 2, evaluate: bool = False, dropped: str | None = None
+    fake: FakeRank,
+    config: PretrainConfig,
+    steps: int = 2,
+    evaluate: bool = False,
+    dropped: str | None = None,
+    rehearsed: bool = True,
 ) -> None:
     """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
 
-    dropped: a place, `file:line`, whose waits are left out.
+    dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are.
     """
     fake.timeline.dropped = dropped
     sizes = {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
     mesh = fake.mesh(sizes)
     with fake.phase("build"):
         replica = Replica(config, mesh, family_of(config).layers)
-        loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+        samples = open_samples(config, "train")
+        loader = open_loader(config, mesh, replica, samples)
+        evaluation = Evaluation(config, mesh, replica, open_samples(config, "validation")) if evaluate else None
+    if rehearsed and mesh.size("pipeline") > 1:
+        with fake.phase("rehearsal"):
+            rehearse(config, mesh, replica, samples, evaluation, 0, lambda line: None)
     for step in range(steps):
         with fake.phase("load"):
             batch = loader.load(step * config.batch.global_size)
@@ -180,10 +192,9 @@ def train(
     for state in replica.states():  # gathers after the last update, which the next step would wait for
         for copy in range(len(state.weights)):
             state.await_weights(copy)
-    if evaluate:
+    if evaluation is not None:
         with fake.phase("evaluation"):
-            samples = open_samples(config, "validation")
-            fake.report.results.append(Evaluation(config, mesh, replica, samples).run(steps))
+            fake.report.results.append(evaluation.run(steps))
 
 
 @on_fake_device
@@ -206,6 +217,8 @@ def pretrain_and_resume(fake: FakeRank, config: PretrainConfig, port: int) -> No
 @on_fake_device
 def generate_texts(fake: FakeRank, config: PretrainConfig, prompts: Sequence[Sequence[int]]) -> None:
     """Continue prompts as `megapipe generate` does; decoding is counted as phase `generate`."""
+    # Stages in a line that only run forwards: whoever waits for a receive holds up no rank that it waits for.
+    fake.timeline.loads_wait = False
     mesh = fake.mesh({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
     model = LoadedModel(config, mesh, lambda states: None)
     limits = Limits(max_new_tokens=4, vocabulary_size=config.model.vocabulary_size)

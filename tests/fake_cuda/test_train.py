@@ -142,3 +142,16 @@ def test_the_library_trains_any_modules_without_a_fault(schedule: str) -> None:
     reports = run_fake(runs.library, schedule, 2, ranks=2)
     assert [report.faults for report in reports] == [[], []]
     assert check_logs([report.log for report in reports]) == []
+
+
+def test_a_rehearsal_loads_kernels_and_memory_before_the_first_message(corpora: tuple[str, BertDataConfig]) -> None:
+    """The other tests see no fault because pipelines are rehearsed."""
+    config = shortened(make_config(corpora[0], GPT2_SHAPE, training={"precision": "bf16"}), 2)
+    config.parallel = replace(config.parallel, pipeline=2)
+    for rehearsed, kinds in ((True, set()), (False, {"the first launch of", "needs more memory than ever before"})):
+        reports = run_fake(runs.train, config, 2, False, None, rehearsed, ranks=2)
+        faults = [fault for report in reports for fault in report.faults]
+        assert {
+            kind for kind in ("the first launch of", "needs more memory than ever before") if kind in str(faults)
+        } == kinds
+        assert all("while a receive is under way" in fault for fault in faults)

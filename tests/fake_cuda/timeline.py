@@ -19,6 +19,9 @@ import torch
 ROUNDING = 512
 """The caching allocator's smallest unit, in bytes."""
 
+SEGMENT = 2**14
+"""Bytes that the allocator asks the device for at once. It is 2 MiB really, more than a small model has in all."""
+
 ROOT = Path(__file__).parents[2]
 PRODUCT = (f"{ROOT / 'megapipe'}/", f"{ROOT / 'kernels'}/", f"{ROOT / 'tests/fake_cuda/faulty.py'}")
 """Where the code is whose lines are named."""
@@ -108,6 +111,7 @@ class Timeline:
         waits: times that the program let a stream or the host wait, by place. dropped: a place whose waits are left
             out, as if the line were not there.
         launches, moved: operations and bytes by name.
+        loads_wait: loading a kernel, or allocating memory, while a receive is under way is a fault.
         live, peak: bytes of device memory by stream, now and at most; `peak_total` of all streams at once.
     """
 
@@ -130,6 +134,9 @@ class Timeline:
         self.live_total = 0
         self.peak_total = 0
         self.peak: Counter[int] = Counter()
+        self.loads_wait = True
+        self._received: dict[int, int] = {}
+        self._launched: set[str] = set()
 
     # Streams, events and the host.
 
@@ -236,6 +243,8 @@ class Timeline:
     def _grow(self, stream: int, size: int) -> None:
         self.live[stream] += size
         self.live_total += size
+        if self.live[stream] > -(-self.peak[stream] // SEGMENT) * SEGMENT and self._receives():
+            self.fault("needs more memory than ever before while a receive is under way", place())
         self.peak[stream] = max(self.peak[stream], self.live[stream])
         self.peak_total = max(self.peak_total, self.live_total)
 
@@ -263,6 +272,26 @@ class Timeline:
                 )
 
     # Operations.
+
+    def received(self, stream: int) -> None:
+        """The last operation of a stream is a receive, which spins on the device until its peer sends."""
+        self._received[stream] = self._ticks[stream]
+
+    def _receives(self) -> bool:
+        """Whether a receive is under way, as far as any thread of the host knows."""
+        return self.loads_wait and any(
+            self._all_threads.get(stream, 0) < tick for stream, tick in self._received.items()
+        )
+
+    def loaded(self, name: str) -> None:
+        """A kernel is launched. Its module is loaded at the first launch, which may wait for all the device does.
+
+        NCCL loads its own with a communicator, and copies between host and device need none.
+        """
+        loads = name not in self._launched and not name.startswith(("nccl ", "copy to the "))
+        if loads and self._receives():
+            self.fault(f"the first launch of {name} comes while a receive is under way", place())
+        self._launched.add(name)
 
     def launch(
         self, stream: int, reads: Iterable[Memory], writes: Iterable[Memory], at: Place | None = None

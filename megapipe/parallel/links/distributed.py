@@ -154,6 +154,7 @@ def nccl_links(
         if carrier is not None
     }
     _connected({edge: link for edge, link in links.items() if edge.pair in new}, device)
+    torch.cuda.synchronize(device)  # so that nothing of the start is under way when kernels are loaded
     return links
 
 
