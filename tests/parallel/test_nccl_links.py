@@ -64,6 +64,7 @@ class Recorder:
         nccl = SimpleNamespace(Options=lambda **_: options)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
         monkeypatch.setattr(dist, "split_group", self.split_group)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr("megapipe.parallel.links.distributed.DistributedGroup", self.made)
         for name in ("isend", "irecv"):
             monkeypatch.setattr(dist, name, self.message(name))
