@@ -41,7 +41,6 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.synchronize(device)
         self._origin = self.mark()
         torch.cuda.synchronize(device)
         self._origin_nanoseconds = time.perf_counter_ns()

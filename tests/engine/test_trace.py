@@ -3,15 +3,18 @@
 import itertools
 import statistics
 import time
+from inspect import Parameter, signature
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.engine.clocks import clock_offset
+from megapipe.engine.clocks import HostClock, clock_offset
 from megapipe.engine.step import StepInput
-from megapipe.engine.trace import Recorder
+from megapipe.engine.trace import Recorder, Stopwatch, _WatchedGroup
+from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.measured.trace_file import Event
@@ -132,3 +135,20 @@ def one_host(mesh: Mesh) -> tuple[int, int, bool]:
 
 def test_ranks_of_one_host_share_a_clock() -> None:
     assert run_mesh({"pipeline": 2}, one_host) == [(0, 0, True), (0, 0, False)]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(_WatchedGroup) if not name.startswith("_")])
+def test_a_watched_group_does_what_its_group_does(name: str) -> None:
+    group = MagicMock(spec=Group)
+    group.configure_mock(name="data", ranks=(0, 1), rank=0)
+    watched = _WatchedGroup(group, Stopwatch(HostClock()))
+    operation = getattr(watched, name)
+    required = [each for each in signature(operation).parameters.values() if each.default is Parameter.empty]
+    result = operation(*(object() for _ in required))
+    getattr(group, name).assert_called_once()
+    answer = getattr(group, name).return_value
+    if isinstance(result, Work):
+        result.wait()
+        answer.wait.assert_called()
+    else:
+        assert result in (answer, None)

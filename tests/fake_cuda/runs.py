@@ -24,10 +24,12 @@ from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine import engine
+from megapipe.engine.clocks import DeviceClock
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepInput
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel import launch, unit_state
+from megapipe.parallel.groups.threads import Deposit
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
@@ -247,3 +249,26 @@ def library(fake: FakeRank, schedule: str, pipeline: int) -> None:
         with fake.phase("step"):
             engine.step(torch.randn(16, 16), torch.randn(16, 16), learning_rate=1e-3)
     engine.drain()
+
+
+@on_fake_device
+def clock(fake: FakeRank) -> None:
+    """Whether the host knows that the origin of a device's clock has passed when it reads its own."""
+    x = torch.ones(1000, device="cuda")
+    started = DeviceClock(torch.device("cuda", 0))
+    event = started._origin._clock
+    fake.report.results.append(all(fake.timeline.host.get(stream, 0) >= tick for stream, tick in event.items()))
+    del x
+
+
+@on_fake_device
+def hands_over(fake: FakeRank) -> None:
+    """A tensor of one stream is given to another, as ranks that are threads do, and dropped at once."""
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(ours):
+        deposit = Deposit(torch.ones(1000, device="cuda"))
+    with torch.cuda.stream(theirs):
+        y = deposit.take() + 1
+    del deposit
+    torch.cuda.synchronize()
+    del y

@@ -14,7 +14,9 @@ RUNS = {
     "offloaded activations": (1, {"offload": {"activations": "blocks"}}),
     "offloaded weights": (1, {"offload": {"optimizer": True, "weights": True}}),
     "pipeline": (2, {"parallel": {"pipeline": 2}}),
-    "replicas": (2, {"parallel": {"data": 2}, "zero": {"stage": 3}}),
+    "replicas": (2, {"parallel": {"data": 2}}),
+    "replicas with shards": (2, {"parallel": {"data": 2}, "zero": {"stage": 3}}),
+    "ring": (2, {"parallel": {"context": 2}}),
     "tensor": (2, {"parallel": {"tensor": 2, "sequence": True}}),
     "hidden sums": (1, {"schedule": {"name": "2bw"}}),
 }
@@ -42,6 +44,16 @@ def test_a_wait_that_is_left_out_is_found(tmp_path: Path, name: str) -> None:
         if not any(report.faults for report in reports):
             missed.append(place)
     assert missed == []
+
+
+def test_a_tensor_given_to_another_thread_is_awaited_and_kept() -> None:
+    (report,) = run_fake(runs.hands_over)
+    assert report.faults == []
+
+
+def test_the_origin_of_a_device_s_clock_has_passed() -> None:
+    (report,) = run_fake(runs.clock)
+    assert report.results == [True]
 
 
 def line_of(place: str) -> str:

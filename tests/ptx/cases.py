@@ -644,6 +644,7 @@ def _odd_cases() -> list[Case]:
         _sum_of_parts("odd: sum of parts 3 x 77", 3, 77, FP32),
         _softmax_forward("odd: softmax fp16 5 x 77, window", 25, 77, True, True, FP16, window=9, queries=5, heads=5),
         _softmax_forward("odd: softmax fp32 9001, window", 3, 9001, True, False, FP32, window=999, queries=9, heads=1),
+        _softmax_forward("odd: softmax fp32 9001, masked", 3, 9001, False, True, FP32, queries=3, heads=1),
         _softmax_forward("odd: softmax, causal, fp16 2 x 80 x 80", 160, 80, True, False, FP16, queries=80, heads=2),
         _softmax_backward("odd: softmax, backward, fp32 5 x 77", 5, 77, FP32),
         _softmax_backward("odd: softmax, backward, fp32 3 x 9001", 3, 9001, FP32),
