@@ -306,7 +306,7 @@ def tested(name: str, area: Area, mutant: Mutant, tiers: list[str], seconds: flo
     by = "**no test**" if catch is None else f"{catch.test} ({catch.tier})"
     line = f"| {name} | {mutant.path}:{mutant.line} | {mutant.operator} | {change} | {by} | {duration:.0f} |"
     print(line, flush=True)
-    return {"package": name, **asdict(mutant), **asdict(catch or Catch("", "")), "seconds": duration, "line": line}
+    return {"package": name, **asdict(mutant), **asdict(catch or Catch("", "")), "seconds": duration, "row": line}
 
 
 def _code(text: str) -> str:
@@ -366,7 +366,7 @@ def main() -> None:
     if options.output:
         options.output.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1) + "\n")
     if options.page:
-        write_page(options.page, [f"Seed {seed}. {found}", "", *HEADER, *(str(row["line"]) for row in rows)])
+        write_page(options.page, [f"Seed {seed}. {found}", "", *HEADER, *(str(row["row"]) for row in rows)])
 
 
 if __name__ == "__main__":
