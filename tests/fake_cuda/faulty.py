@@ -51,6 +51,23 @@ def frees_early(fake: FakeRank, way: str) -> None:
 
 
 @on_fake_device
+def uses_released_memory(fake: FakeRank, way: str, restores: bool) -> None:
+    """A view of a storage that has no bytes, as gathered weights have between their uses, keeps its shape."""
+    x = (torch.ones(1000) if way.startswith("host") else torch.ones(1000, device="cuda")).view(10, 100)
+    storage = x.untyped_storage()
+    num_bytes = storage.nbytes()
+    storage.resize_(0)
+    if restores:
+        storage.resize_(num_bytes)
+    if "read" in way:
+        _ = x[1:] + 1
+    elif way.endswith("write"):
+        x.zero_()
+    else:
+        torch.ones(10, 100, pin_memory=True).copy_(x, non_blocking=True)
+
+
+@on_fake_device
 def uses_new_memory_early(fake: FakeRank, waits: bool) -> None:
     """The block may be what an earlier kernel of the allocation stream still reads."""
     x, side = _both()

@@ -213,12 +213,13 @@ class Watch(TorchDispatchMode):
     ) -> None:
         """An operator of torch on the device. A number of the host's is an argument, which the host reads."""
         reads, written = [], {id(memory) for memory in writes}
+        name = func._schema.name.removeprefix("aten::")
+        shape_alone = name.startswith("new_") or name.endswith("_like")  # of what it is given: it reads no values
         for tensor, memory in zip(given, before, strict=True):
             if not on_device(tensor):
                 self.timeline.host_reads(memory)
-            elif id(memory) not in written:
+            elif id(memory) not in written and not shape_alone:
                 reads.append(memory)
-        name = func._schema.name.removeprefix("aten::")
         self._launch(name, reads, writes, sum(map(num_bytes, given)) + sum(map(num_bytes, returned)))
 
     def _on_host(self, reads: Sequence[Memory], writes: Sequence[Memory]) -> None:

@@ -32,6 +32,17 @@ def test_memory_freed_while_another_stream_reads_it_is_found() -> None:
         assert run_fake(faulty.frees_early, way)[0].faults == []
 
 
+@pytest.mark.parametrize("way", ["read", "write", "copy", "host read", "host write"])
+def test_use_of_released_memory_is_found(way: str) -> None:
+    """torch's fake tensors say nothing: they have shapes only."""
+    (wrong,), (right,) = (run_fake(faulty.uses_released_memory, way, restores) for restores in (False, True))
+    assert len(wrong.faults) == 1
+    verb = "the host uses" if way.startswith("host") else "writes" if way == "write" else "reads"
+    assert f"{verb} memory that was released (released at tests/fake_cuda/faulty.py:" in wrong.faults[0]
+    assert wrong.faults[0].startswith("tests/fake_cuda/faulty.py:")
+    assert right.faults == []
+
+
 def test_autograd_waits_where_a_gradient_crosses_streams() -> None:
     (report,) = run_fake(faulty.crosses_autograd_streams)
     assert report.faults == []

@@ -61,7 +61,11 @@ NOWHERE = Place("outside of the product", 0)
 
 @dataclass(eq=False)
 class Memory:
-    """One storage. size: bytes as the allocator rounds them. stream: where it was allocated, None for host memory."""
+    """One storage.
+
+    size: bytes as the allocator rounds them. stream: where it was allocated, None for host memory. released: the line
+    that shrank it to no bytes.
+    """
 
     stream: int | None
     size: int
@@ -71,6 +75,7 @@ class Memory:
     writer: Access | None = None
     readers: dict[int, Access] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
+    released: Place | None = None
 
 
 _files: dict[CodeType, str | None] = {}
@@ -225,6 +230,7 @@ class Timeline:
 
     def resized(self, memory: Memory, num_bytes: int) -> None:
         """A storage's memory came or went."""
+        memory.released = None if num_bytes else place()
         if memory.stream is None:
             return
         size = -(-num_bytes // ROUNDING) * ROUNDING
@@ -305,14 +311,21 @@ class Timeline:
         access = Access(stream, self._ticks[stream], at)
         clock[stream] = access.tick
         for memory in reads:
+            self._check_held(memory, "reads", at)
             writer = memory.writer
             if writer is not None and clock.get(writer.stream, 0) < writer.tick:
                 self.fault("reads what another stream writes, without waiting for it", at, writer.place, "written")
             memory.readers[stream] = access
         for memory in writes:
+            self._check_held(memory, "writes", at)
             self._check_overwrite(memory, clock, at)
             memory.writer, memory.readers = access, {}
         return access
+
+    def _check_held(self, memory: Memory, verb: str, at: Place) -> None:
+        """A tensor that looks into a released storage has its shape, but no memory."""
+        if memory.released is not None:
+            self.fault(f"{verb} memory that was released", at, memory.released, "released")
 
     def _check_overwrite(self, memory: Memory, clock: dict[int, int], at: Place) -> None:
         writer = memory.writer
@@ -324,6 +337,7 @@ class Timeline:
 
     def host_reads(self, memory: Memory) -> None:
         """The host looks into host memory."""
+        self._check_held(memory, "the host uses", place())
         if memory.writer is not None and self.host.get(memory.writer.stream, 0) < memory.writer.tick:
             self.fault("the host reads what a copy still fills", place(), memory.writer.place, "copied")
 
