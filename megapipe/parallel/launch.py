@@ -1,6 +1,7 @@
 """From the launcher's environment to a mesh, and back: one process, or the processes that torchrun started."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,6 +94,11 @@ def set_gpu_variables(
     return dict(_variables_set)
 
 
+def gpu_variables_told(variables: Mapping[str, str]) -> str:
+    """Return the line that says which variables megapipe has set."""
+    return f"set for the GPU (docs/nccl.md): {' '.join(f'{name}={value}' for name, value in variables.items())}"
+
+
 def _set(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
     _variables_set.update(variables)
@@ -156,9 +162,16 @@ class LaunchEnvironment:
 
 
 def initialize(
-    sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout: float = 600.0, start: Start | None = None
+    sizes: Mapping[str, int],
+    device: DeviceChoice = "auto",
+    timeout: float = 600.0,
+    start: Start | None = None,
+    zero_stage: int = 0,
 ) -> Mesh:
     """Join the world that torchrun started, or run alone, and lay the mesh over it.
+
+    On GPUs this sets environment variables of CUDA and NCCL that are not set yet (docs/nccl.md), which only works
+    before the process uses CUDA; rank 0 says which on standard error.
 
     A world of one process needs no torch.distributed and creates none. Larger ones speak gloo on the CPU and NCCL on
     GPUs, one process per GPU.
@@ -168,6 +181,7 @@ def initialize(
         device: "auto" takes GPUs where there are any.
         timeout: seconds that a collective waits for its peers.
         start: the ranks of this start, if they have already met.
+        zero_stage: of the training to come; decides how many hardware queues a GPU gets.
 
     Raises:
         LaunchError: the environment is incomplete or wrong, the layout does not fit the world, there is no such
@@ -180,7 +194,10 @@ def initialize(
             f"the layout {shape} needs {shape.world_size} processes but {environment.world_size} were started: start "
             f"with torchrun and {shape.world_size} processes in all, or change the parallel sizes"
         )
-    set_gpu_variables(device, environment.local_rank, sizes)
+    before = dict(_variables_set)
+    variables = set_gpu_variables(device, environment.local_rank, sizes, zero_stage)
+    if variables != before and environment.rank == 0:
+        sys.stderr.write(f"{gpu_variables_told(variables)}\n")
     place = choose_device(device, environment.local_rank)
     if environment.world_size > 1:
         if start is None:

@@ -196,6 +196,11 @@ class UnitState(GradientAccumulators):
         if work is not None:
             work.wait()
 
+    def await_all_weights(self) -> None:
+        """Return once no copy of the weights is being gathered."""
+        for copy in range(len(self.weights)):
+            self.await_weights(copy)
+
     def release_weights(self, copy: int) -> None:
         """Give the memory of a gathered copy back, where it comes and goes."""
         self.await_weights(copy)

@@ -14,7 +14,14 @@ from megapipe.costs.memory import Precision
 from megapipe.costs.parameters import LayerSpec
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
-from megapipe.parallel.launch import LaunchEnvironment, choose_device, initialize, set_gpu_variables, shutdown
+from megapipe.parallel.launch import (
+    LaunchEnvironment,
+    choose_device,
+    gpu_variables_told,
+    initialize,
+    set_gpu_variables,
+    shutdown,
+)
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
 from megapipe.planner.runs.batch_plan import BatchPlan
@@ -125,7 +132,7 @@ def _train(
     with _listeners(config, mesh, run) as listeners, Checkpointer(config, mesh, listeners.say, lock) as checkpointer:
         say = listeners.say
         if variables:
-            say(f"set for the GPU (docs/nccl.md): {' '.join(f'{name}={value}' for name, value in variables.items())}")
+            say(gpu_variables_told(variables))
         config = with_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)
@@ -201,6 +208,8 @@ def _run(
             config, mesh, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards
         )
         status = loop.run(position)
+    for state in replica.states():
+        state.await_all_weights()  # those gathered behind the last update, for a step that does not come
     heartbeat.outside("the end of the run")
     listeners.event("end", run=run, status=status, step=position.step)
     _sum_up(config, position, checkpointer.path, status, say)

@@ -23,6 +23,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.data.errors import DataError
 from megapipe.data.hashed_file import sampled_checksum
 from megapipe.data.identity import shard_identity
+from megapipe.kernels.preferences import VARIABLE as PREFERENCES
 from megapipe.parallel.rendezvous import Start, StartError, in_words
 from megapipe.planner.hardware.reader import PRESETS
 from megapipe.training.resume import weights_folder
@@ -123,6 +124,8 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
             kind, _, file = path.rpartition(":") if name == "data.tokenizer" else ("", "", path)
             facts[name] = _path_fact(path, " ".join(filter(None, (kind, content(Path(file))))))
     facts["init_from"] = _path_fact(config.init_from, _weights(config.init_from)) if config.init_from else _fact("")
+    file = os.environ.get(PREFERENCES, "")
+    facts[PREFERENCES] = _fact(file) if file in ("", "none") else _path_fact(file, content(Path(file)))
     facts["the kind of device"] = _fact(device.type)
     facts["WORLD_SIZE"] = _fact(world_size)
     facts["the version of torch"] = _fact(torch.__version__)

@@ -52,6 +52,7 @@ class Nccl:
         self._store.set_timeout(timedelta(seconds=100))
         self._groups: dict[str, Communicator] = {}
         self._made = itertools.count()
+        self._worlds = 0
         self._functional: dict[int, tuple[Tensor, Work]] = {}
 
     def install(self) -> None:
@@ -76,7 +77,8 @@ class Nccl:
     def _initialise(self, backend: str, **options: Any) -> None:
         if options.get("device_id") is None:
             raise RuntimeError("an NCCL world without device_id cannot be split")
-        world = self._make(range(self.world_size), options["device_id"])
+        self._worlds += 1  # a process may leave one and join another
+        world = self._make(range(self.world_size), options["device_id"], f"world {self._worlds}")
         c10d._update_default_pg(world)
 
     def _destroy(self, group: Any = None) -> None:
@@ -85,6 +87,7 @@ class Nccl:
         self.open.clear()
         c10d._update_default_pg(None)
         c10d._world.pg_group_ranks.clear()
+        c10d._unregister_all_process_groups()
 
     def _split(
         self,
@@ -113,7 +116,7 @@ class Nccl:
             return dist.GroupMember.NON_GROUP_MEMBER
         return self._make(ranks, c10d._get_default_group().bound_device_id, number)
 
-    def _make(self, ranks: Sequence[int], device: torch.device, number: str = "world") -> "Communicator":
+    def _make(self, ranks: Sequence[int], device: torch.device, number: str) -> "Communicator":
         ranks = sorted(ranks)
         name = f"{number}:{'-'.join(map(str, ranks))}"
         group = Communicator(self, name, ranks, device)

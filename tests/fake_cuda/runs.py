@@ -191,25 +191,25 @@ def train(
             if scaler is not None:
                 scaler.observe(step, result.skipped)
             fake.report.results.append(result)
-    for state in replica.states():  # gathers after the last update, which the next step would wait for
-        for copy in range(len(state.weights)):
-            state.await_weights(copy)
+    for state in replica.states():  # as pretrain does
+        state.await_all_weights()
     if evaluation is not None:
         with fake.phase("evaluation"):
             fake.report.results.append(evaluation.run(steps))
 
 
 @on_fake_device
-def pretrain_and_resume(fake: FakeRank, config: PretrainConfig, port: int) -> None:
+def pretrain_and_resume(fake: FakeRank, config: PretrainConfig, *ports: int) -> None:
     """pretrain_gpt.py twice, as a launcher starts it: to half of the steps, then from the checkpoint to the end."""
     os.environ |= {
         "RANK": str(fake.rank),
         "LOCAL_RANK": str(fake.rank),
         "WORLD_SIZE": str(fake.ranks),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
     }
-    for name, steps in (("first start", config.training.steps // 2), ("second start", config.training.steps)):
+    starts = {"first start": config.training.steps // 2, "second start": config.training.steps}
+    for (name, steps), port in zip(starts.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         until = replace(config, training=replace(config.training, stop_at=steps))
         environment = launch.LaunchEnvironment.read(os.environ)
         with fake.phase(name):

@@ -108,13 +108,19 @@ def test_every_pair_of_features_trains_without_a_fault(corpora: tuple[str, BertD
     check(run_fake(runs.train, config, 2, True, ranks=world_size(case), timeout=300.0))
 
 
-def test_a_run_is_saved_and_resumed_without_a_fault(corpora: tuple[str, BertDataConfig], tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_is_saved_and_resumed_without_a_fault(
+    corpora: tuple[str, BertDataConfig], tmp_path: Path, replicas: int
+) -> None:
     training = {"precision": "bf16", "steps": 4, "directory": str(tmp_path / "run"), "memory_check": "warn"}
-    groups = {"training": training, "checkpoint": {"every": 2}, "evaluation": {"every": 2, "samples": 2}}
+    groups = {"training": training, "checkpoint": {"every": 2}}
+    if replicas == 1:  # an evaluation awaits what the last update has gathered
+        groups["evaluation"] = {"every": 2, "samples": 2}
     config = make_config(corpora[0], replace(WIDE, num_layers=1), batch={"global_size": 2}, **groups)  # type: ignore[arg-type]
-    config.parallel = replace(config.parallel, device="cuda")
-    (report,) = run_fake(runs.pretrain_and_resume, config, free_port())
-    assert report.faults == []
+    config.parallel = replace(config.parallel, device="cuda", data=replicas)
+    config.zero = replace(config.zero, stage=0 if replicas == 1 else 1)
+    report, *others = run_fake(runs.pretrain_and_resume, config, free_port(), free_port(), ranks=replicas)
+    assert [each.faults for each in (report, *others)] == [[]] * replicas
     assert report.results == [0, 0]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
         "step-00000002",

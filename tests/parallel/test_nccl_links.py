@@ -53,7 +53,7 @@ def test_a_rank_has_one_link_to_each_neighbour_and_one_back(
 class Recorder:
     """Stands for torch.distributed with NCCL on one rank: notes splits and messages."""
 
-    def __init__(self, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rank: int, size: int, monkeypatch: pytest.MonkeyPatch, multiprocessors: int = 108) -> None:
         self.splits: list[list[list[int]]] = []
         self.messages: list[tuple[str, int, object]] = []
         self.rank = rank
@@ -65,6 +65,8 @@ class Recorder:
         monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
         monkeypatch.setattr(dist, "split_group", self.split_group)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        properties = SimpleNamespace(multi_processor_count=multiprocessors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr("megapipe.parallel.links.distributed.DistributedGroup", self.made)
         for name in ("isend", "irecv"):
             monkeypatch.setattr(dist, name, self.message(name))
@@ -117,4 +119,12 @@ def test_more_links_than_streams_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     recorder = Recorder(0, 18, monkeypatch)
     nccl_links(recorder.group, edges_of(pairs[:-2]), 60.0, torch.device("cpu"))
     with pytest.raises(LaunchError, match=r"pipeline rank 0 has 34 links, but torch has 32 .* at most 16 neighbours"):
+        nccl_links(recorder.group, edges_of(pairs[-2:]), 60.0, torch.device("cpu"))
+
+
+def test_more_kernels_than_a_gpu_can_run_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [pair for other in range(1, 4) for pair in ((0, other), (other, 0))]
+    recorder = Recorder(0, 4, monkeypatch, multiprocessors=8)
+    nccl_links(recorder.group, edges_of(pairs[:-2]), 60.0, torch.device("cpu"))
+    with pytest.raises(LaunchError, match=r"6 links, .* up to 24 thread blocks, .* only 16 .* at most 2 neighbours"):
         nccl_links(recorder.group, edges_of(pairs[-2:]), 60.0, torch.device("cpu"))

@@ -5,6 +5,7 @@ host in program order, into the queue of its stream. A queue starts its operatio
 after another. A message, or a collective, ends when all of its ends have started.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class Device:
         if self.host_waits is not None and not self.host_waits.ended:
             return moved
         self.host_waits = None
+        if any(len(queue) >= self.world.depth for queue in self.queues.values()):
+            return moved
         if self.program:
             self.launch(self.program.popleft())
             moved = True
@@ -147,8 +150,8 @@ class Device:
 class World:
     """All devices, and the messages and collectives between them."""
 
-    def __init__(self, schedule: Schedule, steps: int, queue_of: QueueOf, serial: bool) -> None:
-        self.schedule, self.queue_of, self.serial = schedule, queue_of, serial
+    def __init__(self, schedule: Schedule, steps: int, queue_of: QueueOf, serial: bool, depth: float) -> None:
+        self.schedule, self.queue_of, self.serial, self.depth = schedule, queue_of, serial, depth
         self.meetings: dict[tuple[Hashable, int], Meeting] = {}
         self.devices = [
             Device(self, rank, deque(Action(Kind(row[0]), *row[1:]) for row in rows.tolist()))
@@ -171,13 +174,14 @@ def run(
     queue_of: QueueOf = lambda rank, stream: stream,
     *,
     serial: bool = False,
+    depth: float = math.inf,
 ) -> None:
     """Simulate some steps. Raises Mismatch or Hang.
 
     queue_of: the hardware queue of a rank's stream; by default each has its own. serial: the communication operations
-    of a device run one after another.
+    of a device run one after another. depth: operations that wait in a queue while the host goes on.
     """
-    world = World(schedule, steps, queue_of, serial)
+    world = World(schedule, steps, queue_of, serial, depth)
     moved = True
     while moved:
         moved = sum(device.step() for device in world.devices) > 0

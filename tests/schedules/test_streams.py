@@ -39,7 +39,13 @@ def test_valid_schedules_run_with_any_number_of_queues(data: st.DataObject, sche
     count = data.draw(st.sampled_from([2, 3, 8]))
     chosen = random.Random(data.draw(st.integers(0, 999)))
     queues: dict[Hashable, int] = {}
-    assert not hangs(schedule, lambda rank, stream: queues.setdefault((rank, stream), chosen.randrange(count)))
+
+    def queue_of(rank: int, stream: Hashable) -> int:
+        return queues.setdefault((rank, stream), chosen.randrange(count))
+
+    assert not hangs(schedule, queue_of)
+    for each in (one_queue, queue_of):
+        assert not hangs(schedule, each, depth=1), "a host that waits whenever a queue holds an operation"
 
 
 @settings(max_examples=60, deadline=None)

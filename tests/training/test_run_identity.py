@@ -191,5 +191,14 @@ def test_code_torch_device_and_world_size_are_compared(tmp_path: Path, monkeypat
     sources |= {"source megapipe/b.py": "3"}
     assert differing(run_identity(config, 2, CPU)) == {"source megapipe/b.py"}
     sources |= {"source megapipe/b.py": "2"}
+    for number in (1, 2):
+        (tmp_path / f"{number}.yaml").write_text(f"version: {number}")
+    preferences = {}
+    for value in ("none", str(tmp_path / "1.yaml"), str(tmp_path / "2.yaml")):
+        monkeypatch.setenv("MEGAPIPE_KERNEL_PREFERENCES", value)
+        preferences[value] = run_identity(config, 2, CPU)
+        assert differing(preferences[value]) == {"MEGAPIPE_KERNEL_PREFERENCES"}
+    assert len({identity["MEGAPIPE_KERNEL_PREFERENCES"].compared for identity in preferences.values()}) == 3
+    monkeypatch.delenv("MEGAPIPE_KERNEL_PREFERENCES")
     monkeypatch.setattr(torch, "__version__", "0.1")
     assert differing(run_identity(config, 2, CPU)) == {"the version of torch"}

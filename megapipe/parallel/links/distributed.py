@@ -17,6 +17,8 @@ from megapipe.parallel.links.link import Edge, Link, Transfer
 from megapipe.schedules.validation import STREAMS_PER_PRIORITY
 
 _NCCL_MAXIMUM_BLOCKS = 4
+_BLOCKS_OF_A_MULTIPROCESSOR = 2
+"""NCCL's thread blocks that fit on one: they have up to 640 threads, and a multiprocessor runs 1536 or more."""
 
 
 class DistributedLink(Link):
@@ -126,10 +128,11 @@ def nccl_links(
     streams and use few thread blocks, because they copy while kernels compute.
 
     Raises:
-        LaunchError: a rank would have more communicators than torch has streams for them.
+        LaunchError: a rank would have more communicators than torch has streams for them, or than its GPU can run
+            kernels of at once.
     """
     new = [edge.pair for edge in edges if edge.pair not in group.pairs]
-    _check_streams([*group.pairs, *new])
+    _check_resources([*group.pairs, *new], torch.cuda.get_device_properties(device).multi_processor_count)
     for pairs in disjoint_rounds(new):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = _NCCL_MAXIMUM_BLOCKS
@@ -178,7 +181,7 @@ def disjoint_rounds(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, in
     return rounds
 
 
-def _check_streams(pairs: Sequence[tuple[int, int]]) -> None:
+def _check_resources(pairs: Sequence[tuple[int, int]], multiprocessors: int) -> None:
     counts = Counter(rank for pair in pairs for rank in pair)
     rank, count = counts.most_common(1)[0] if counts else (0, 0)
     if count > STREAMS_PER_PRIORITY:
@@ -186,6 +189,13 @@ def _check_streams(pairs: Sequence[tuple[int, int]]) -> None:
             f"pipeline rank {rank} has {count} links, but torch has {STREAMS_PER_PRIORITY} high-priority streams on a "
             "GPU, and links that share a stream wait for one another: place the stages so that each rank has at most "
             f"{STREAMS_PER_PRIORITY // 2} neighbours"
+        )
+    blocks, room = count * _NCCL_MAXIMUM_BLOCKS, multiprocessors * _BLOCKS_OF_A_MULTIPROCESSOR
+    if blocks > room:
+        raise LaunchError(
+            f"pipeline rank {rank} has {count} links, whose kernels take up to {blocks} thread blocks, but its GPU "
+            f"runs only {room} of them at once ({multiprocessors} multiprocessors): place the stages so that each "
+            f"rank has at most {room // (2 * _NCCL_MAXIMUM_BLOCKS)} neighbours"
         )
 
 
