@@ -2,6 +2,9 @@
 
 import torch
 
+from megapipe.kernels.apex_backend.signatures import WEIGHT_GRADIENT
+from megapipe.kernels.cuda_backend import library
+from tests.fake_cuda import extensions
 from tests.fake_cuda.runs import FakeRank, on_fake_device
 
 
@@ -136,3 +139,28 @@ def waits_for_the_device(fake: FakeRank) -> None:
     }.items():
         with fake.phase(name):
             run()
+
+
+@on_fake_device
+def calls_extensions(fake: FakeRank, mistake: str) -> None:
+    """A function of csrc/ and one of apex, called as their sources demand but for one mistake."""
+    extensions.install_csrc(fake.watch)
+    extensions.install_apex(fake.watch)
+    dtype = torch.float16 if mistake == "dtype" else torch.bfloat16
+    x, dy = torch.ones(2, 8, 32, device="cuda", dtype=torch.bfloat16), torch.ones(2, 8, 32, device="cuda", dtype=dtype)
+    if mistake == "gaps":
+        dy = dy.transpose(1, 2)
+    arguments = [dy, x, torch.empty_like(x), 16, 32, 1.0, library.DTYPES[x.dtype]]
+    if mistake == "order":
+        arguments[3:6] = [1.0, 16, 32]
+    if mistake == "device":
+        arguments[0] = dy.cpu()
+    if mistake != "apex":
+        library.current().launch("softmax_input_gradient", *arguments[: -1 if mistake == "count" else None])
+    total = torch.zeros(32, 32, device="cuda", dtype=torch.bfloat16 if mistake == "apex" else torch.float32)
+    WEIGHT_GRADIENT(x.view(16, 32), x.view(16, 32), total)
+    with fake.phase("reads"):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            WEIGHT_GRADIENT(x.view(16, 32), x.view(16, 32), total)
+        torch.cuda.synchronize()

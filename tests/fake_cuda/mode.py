@@ -84,6 +84,7 @@ class Watch(TorchDispatchMode):
         self.timeline = timeline
         self.device = device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._unseen = False
         self.handlers: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
             aten.bincount.default: self._bincount,
@@ -95,6 +96,15 @@ class Watch(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") goes through the dispatcher
         with self.fake, self:
             yield
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Give results their shapes alone: the operations in the block are inside of a fused kernel."""
+        self._unseen = True
+        try:
+            yield
+        finally:
+            self._unseen = False
 
     def install(self) -> None:
         """Put stand-ins in place of what looks into a tensor's memory, for the rest of the process."""
@@ -128,6 +138,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a question about a tensor
             return func(*args, **kwargs)
+        if self._unseen:
+            return self._known(args[0]) if func is aten._local_scalar_dense.default else func(*args, **kwargs)
         handler = self.handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
@@ -262,6 +274,13 @@ class Watch(TorchDispatchMode):
         with _disable_current_modes():
             return torch.ones(tensor.shape, dtype=tensor.dtype)
 
+    @staticmethod
+    def _known(tensor: Tensor) -> Any:
+        """A number inside of a kernel, which the host does not wait for."""
+        value = shadow_of(tensor)
+        with _disable_current_modes():
+            return 1 if value is None else value.reshape(-1)[0].item()
+
     def _scalar(self, tensor: Tensor) -> Any:
         value = self._read(tensor, "item")
         with _disable_current_modes():
@@ -316,6 +335,9 @@ class Watch(TorchDispatchMode):
             return
         values: Any = None
         if func not in WITHOUT_KERNEL:
+            if func._schema.name.startswith("aten::new_"):  # of any tensor's dtype, whatever its values
+                with _disable_current_modes():
+                    args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
             inputs = tree_map(lambda each: shadow_of(each) if isinstance(each, Tensor) else each, (args, kwargs))
             known = len(tensors_in(*inputs[0], *inputs[1].values())) == len(tensors_in(*args, *kwargs.values()))
             if known:

@@ -39,7 +39,7 @@ from megapipe.training.pretrain import pretrain, rehearse
 from megapipe.training.replica import Replica
 from megapipe.training.sampling import SamplingSettings
 from megapipe.training.sources import open_loader, open_samples
-from tests.fake_cuda import attention, kernels
+from tests.fake_cuda import attention, extensions, kernels
 from tests.fake_cuda.communicators import Exchanged, Nccl
 from tests.fake_cuda.device import Device
 from tests.fake_cuda.mode import Watch
@@ -169,6 +169,9 @@ def train(
     dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are.
     """
     fake.timeline.dropped = dropped
+    installs = {"cuda": extensions.install_csrc, "apex": extensions.install_apex}
+    for backend in installs.keys() & set(config.kernels.backends.values()):
+        installs[backend](fake.watch)
     sizes = {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
     mesh = fake.mesh(sizes)
     with fake.phase("build"):

@@ -2,8 +2,10 @@
 
 import pytest
 
+from megapipe.kernels.cuda_backend import library
 from tests.fake_cuda import faulty
-from tests.fake_cuda.server import run_fake
+from tests.fake_cuda.extensions import declared
+from tests.fake_cuda.server import FakeCudaError, run_fake
 
 EARLY = {
     "reads_early": "reads what another stream writes",
@@ -53,3 +55,39 @@ def test_every_way_to_wait_for_the_device_is_counted() -> None:
     (report,) = run_fake(faulty.waits_for_the_device)
     waits = {name: phase.waits for name, phase in report.phases.items()}
     assert waits == {**dict.fromkeys(waits, 1), "pinned": 0, "add": 0}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("count", "takes 7 arguments"),
+        ("order", "rows is 1.0, not a int64_t"),
+        ("dtype", "dy is torch.float16, not torch.bfloat16"),
+        ("gaps", "dy has gaps"),
+        ("device", "dy is on cpu, not on cuda"),
+        ("apex", "d_weight.dtype == torch.float32"),
+    ],
+)
+def test_a_call_that_an_extension_would_misread_ends_the_run(mistake: str, words: str) -> None:
+    with pytest.raises(FakeCudaError) as failure:
+        run_fake(faulty.calls_extensions, mistake)
+    assert words in str(failure.value)
+
+
+def test_what_extensions_read_and_write_is_on_the_timeline() -> None:
+    (report,) = run_fake(faulty.calls_extensions, "")
+    assert len(report.faults) == 2
+    assert "reads what another stream writes" in str(report.faults)
+    assert "overwrites what another stream writes" in str(report.faults)
+    assert report.phases["reads"].launches == {"apex wgrad_gemm_accum_fp32": 1}
+
+
+def test_arguments_of_csrc_are_those_of_its_sources() -> None:
+    """A function that takes an argument more, or of another kind, would be called with the wrong registers."""
+    kinds = {"int64_t": "n", "int32_t": "c", "float": "f"}
+    functions = {
+        name: "".join("p" if each.is_pointer else kinds[each.type] for each in parameters[:-1])
+        for name, parameters in declared().items()
+    }
+    del functions["norm_slabs"]
+    assert functions == library._SIGNATURES

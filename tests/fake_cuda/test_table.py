@@ -10,7 +10,13 @@ LARGE = 10**9
 """Bytes of a peak from which on 2% is the limit; a smaller one may be off by a megabyte."""
 
 
-@pytest.mark.parametrize("rows", [table.FAST_ROWS, pytest.param(len(table.ROWS), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(table.FAST_ROWS, marks=pytest.mark.slow),
+        pytest.param(len(table.ROWS), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_guide_has_the_table_of_the_code(tmp_path: Path, rows: int) -> None:
     found = table.all_measured(tmp_path, rows)
     assert table.lines(found) == table.written()[:rows]

@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "no master weights": (WIDE, {"training": {"precision": "bf16", "master_weights": False}}),
     "deterministic": (WIDE, {"training": {"precision": "bf16", "deterministic": True}}),
 }
-FAST_OPTIONS = ("attention dropout", "isolated documents", "experts")
+FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     "megapipe/engine/reductions.py": 1,  # one read of losses, norm and flags at the end of a step
     "megapipe/engine/background.py": 1,  # a thread of its own waits for the sums of a schedule that never flushes
@@ -91,14 +91,64 @@ def test_every_option_of_a_model_trains_without_a_fault(corpora: tuple[str, Bert
     check(run_fake(runs.train, config, 2, True))
 
 
+BACKENDS = {
+    "cuda": {
+        "layer_norm": {
+            "layer_norm_forward",
+            "layer_norm_backward",
+            "softmax_forward",
+            "softmax_input_gradient",
+            "adamw",
+        },
+        "rms_norm": {"rms_norm_forward", "rms_norm_backward", "softmax_forward", "softmax_input_gradient", "adamw"},
+    },
+    "apex": {
+        "layer_norm": {"forward_affine", "backward_affine"},
+        "rms_norm": {"rms_forward_affine", "rms_backward_affine"},
+    },
+}
+"""Backend and norm -> functions of the extension that a step calls."""
+OF_APEX = {
+    "forward",
+    "backward",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_l2norm",
+    "wgrad_gemm_accum_fp32",
+}
+"""Functions of apex that a step calls with either norm."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extensions_train_with_calls_that_they_take(
+    corpora: tuple[str, BertDataConfig], backend: str, norm: str
+) -> None:
+    """Attention that is not fused runs the softmax kernel: with attention dropout, and where it is requested."""
+    model = replace(DROPOUT, max_positions=32) if norm == "layer_norm" else replace(WIDE, attention="unfused")
+    ops = [norm, "softmax", "attention_probabilities", "adamw"]
+    ops += ["gradient_norm", "weight_gradient"] if backend == "apex" else []
+    config = make_config(
+        corpora[0],
+        model,
+        data={"sequence_length": 32},
+        batch={"micro_size": 2},
+        training={"precision": "bf16"},
+        kernels={"backends": dict.fromkeys(ops, backend)},
+    )
+    (report,) = run_fake(runs.train, shortened(config, 2))
+    check([report])
+    prefix = "csrc " if backend == "cuda" else "apex "
+    called = {name.removeprefix(prefix) for name in report.phases["step"].launches if name.startswith(prefix)}
+    assert called == BACKENDS[backend][norm] | (OF_APEX if backend == "apex" else set())
+
+
 SMALL = [case for case in CASES if case["model"] == "llama" and case["context"] == "1" and world_size(case) > 1]
-FAST_CASES = [case for case in SMALL if case["schedule"] == "2bw"][:1]
 SLOW_CASES = [case for case in SMALL if case["tensor"] == "1"][:5]
+SLOW_CASES += [case for case in SMALL if case["schedule"] == "2bw" and case not in SLOW_CASES][:1]
 
 
 def marked(case: Case) -> Any:
-    if case in FAST_CASES:
-        return case
     return pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else pytest.mark.exhaustive)
 
 

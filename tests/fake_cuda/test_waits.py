@@ -20,7 +20,7 @@ RUNS = {
     "tensor": (2, {"parallel": {"tensor": 2, "sequence": True}}),
     "hidden sums": (1, {"schedule": {"name": "2bw"}}),
 }
-FAST = ("offloaded activations",)
+FAST = ("replicas",)
 NOT_NEEDED_HERE = {
     "self._done.synchronize()": "for whoever reads optimizer state on the host between steps: nobody does here",
     "stream.record_event().synchronize()": "the function before it has read the sums, which waits too",

@@ -219,7 +219,7 @@ class Timeline:
         num_bytes = storage.nbytes()
         size = -(-num_bytes // ROUNDING) * ROUNDING if stream is not None else num_bytes
         memory = Memory(stream, size, self._next_address, place(), pinned)
-        self._next_address += max(size, 1) + ROUNDING
+        self._next_address += -(-size // ROUNDING) * ROUNDING + ROUNDING
         key = storage._cdata
         self._memories[key] = memory
         if stream is not None:
