@@ -128,6 +128,7 @@ class Engine:
             self._sections = {name: list(program.compile(name)) for name in sections}
             for name in sections:
                 self._execute(name, (state,))
+            transfers.drain()  # what was kept as messages are, and would be until Python's garbage is collected
         finally:
             self._sections = compiled
             spare.clear()

@@ -91,7 +91,6 @@ class FakeRank:
         attention.install(self.watch)
         self.nccl.install()
         self.watch.install()
-        engine.SPARE = (2**16,)  # models are small
         unit_state.fill_box = _no_weights  # type: ignore[assignment]
         TensorFile.tensor = _without_modes(TensorFile.tensor)  # type: ignore[method-assign]
         torch.set_num_threads(1)
@@ -155,6 +154,10 @@ def on_fake_device(function: Callable[..., None]) -> Callable[..., Report]:
     return run
 
 
+SPARE = 2**16
+"""Bytes that a step of a small model may have beside what its rehearsal had."""
+
+
 @on_fake_device
 def train(
     fake: FakeRank,
@@ -163,11 +166,13 @@ def train(
     evaluate: bool = False,
     dropped: str | None = None,
     rehearsed: bool = True,
+    spare: int = SPARE,
 ) -> None:
     """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
 
-    dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are.
+    dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: bytes beside a step.
     """
+    engine.SPARE = (spare,)
     fake.timeline.dropped = dropped
     installs = {"cuda": extensions.install_csrc, "apex": extensions.install_apex}
     for backend in installs.keys() & set(config.kernels.backends.values()):
@@ -235,11 +240,12 @@ def generate_texts(fake: FakeRank, config: PretrainConfig, prompts: Sequence[Seq
 @on_fake_device
 def library(fake: FakeRank, schedule: str, pipeline: int) -> None:
     """examples/library_pipeline.py on GPUs: the modules of a user, through a schedule."""
+    engine.SPARE = (SPARE,)
     mesh = fake.mesh({"pipeline": pipeline, "data": fake.ranks // pipeline})
     layers = [lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(4)]
     loss = nn.MSELoss(reduction="sum")
     optimizer = OptimizerConfig(clip_norm=None)  # some schedules update before the norm is known
-    engine = Pipeline(
+    pipelined = Pipeline(
         layers,
         mesh,
         loss=loss,
@@ -250,8 +256,8 @@ def library(fake: FakeRank, schedule: str, pipeline: int) -> None:
     )
     for _ in range(2):
         with fake.phase("step"):
-            engine.step(torch.randn(16, 16), torch.randn(16, 16), learning_rate=1e-3)
-    engine.drain()
+            pipelined.step(torch.randn(16, 16), torch.randn(16, 16), learning_rate=1e-3)
+    pipelined.drain()
 
 
 @on_fake_device

@@ -65,6 +65,8 @@ ROWS: tuple[tuple[str, str, Changes], ...] = (
     ("1.3B", "bf16", {}),
     ("1.3B", "2 x 2 x 2 (tensor, pipeline, data)", {"parallel": {"tensor": 2, "pipeline": 2, "data": 2}}),
 )
+SPARE = 2**21
+"""Bytes that a step may have beside what its rehearsal had: samples of the steps before and after it."""
 FAST_ROWS = 1
 """Rows, from the first on, that a fast test compares."""
 
@@ -110,7 +112,7 @@ def measured(prefix: str, model: str, changes: Changes) -> Measured:
     config = config_of(prefix, model, changes)
     sizes = [getattr(config.parallel, name) or 1 for name in ("data", "pipeline", "tensor", "context")]
     ranks = int(np.prod(sizes))
-    reports = run_fake(runs.train, config, ranks=ranks, timeout=300.0)
+    reports = run_fake(runs.train, config, 2, False, None, True, SPARE, ranks=ranks, timeout=300.0)
     problems = [fault for report in reports for fault in report.faults]
     if problems:
         raise RuntimeError(f"{model}, {changes}: {problems}")
