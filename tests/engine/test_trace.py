@@ -4,6 +4,7 @@ import itertools
 import statistics
 import time
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -11,15 +12,22 @@ import pytest
 import torch
 
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.run import PretrainConfig
 from megapipe.engine.clocks import HostClock, clock_offset
-from megapipe.engine.step import StepInput
+from megapipe.engine.host_copies import ThreadCopies
+from megapipe.engine.reductions import Reductions
+from megapipe.engine.step import Scalars, StepInput, StepState
 from megapipe.engine.trace import Recorder, Stopwatch, _WatchedGroup
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.measured.trace_file import Event
 from megapipe.schedules.tokens import write_action
+from megapipe.training.families import family_of
+from megapipe.training.replica import Replica
+from megapipe.training.sources import open_loader, open_samples
 from tests.engine.toy import ROWS, contexts, toy
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import Backend, run_mesh, run_threads
 
 MICROBATCHES = 4
@@ -105,6 +113,49 @@ def test_waiting_for_a_slow_peer_is_told_from_working() -> None:
     assert statistics.median(event.end - event.start - event.wait for event in forwards[1]) < 15e6
     gradients = [event for event in first if event.action.startswith("B0.0")]
     assert gradients[0].wait > 0
+
+
+def recorded_training(mesh: Mesh, config: PretrainConfig) -> list[Event]:
+    """Events of two steps."""
+    replica = Replica(config, mesh, family_of(config).layers)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    recorder = Recorder(replica.schedule, mesh.coordinate("pipeline"), mesh.device)
+    replica.engine.record(recorder)
+    for step in range(2):
+        batch = loader.load(step * config.batch.global_size)
+        replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, learning_rate=0.01))
+    replica.engine.drain()
+    return recorder.events()
+
+
+def test_an_update_waits_for_the_sums_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a schedule that never flushes, which are found beside its actions."""
+    shared = Reductions._shared
+
+    def late(self: Reductions, step: StepState, scalars: torch.Tensor) -> Scalars:
+        time.sleep(0.1)
+        return shared(self, step, scalars)
+
+    monkeypatch.setattr(Reductions, "_shared", late)
+    config = make_config(write_shard(tmp_path), GPT2_SHAPE, schedule={"name": "2bw"}, parallel={"pipeline": 2})
+    for events in run_threads({"pipeline": 2}, recorded_training, config):
+        updates = [event for event in events if event.action.startswith("U")]
+        assert len(updates) == 2
+        assert min(event.wait for event in updates) >= 20e6
+
+
+def test_a_wait_for_a_copy_is_a_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Activations that come back from host memory late."""
+    copied = ThreadCopies.copy
+
+    def late(self: ThreadCopies, moves: Any) -> None:
+        time.sleep(0.02)
+        copied(self, moves)
+
+    monkeypatch.setattr(ThreadCopies, "copy", late)
+    config = make_config(write_shard(tmp_path), GPT2_SHAPE, offload={"activations": "blocks"})
+    events = recorded_training(connected_mesh(MeshShape({}), torch.device("cpu")), config)
+    assert max(event.wait for event in events if event.action.startswith("B")) >= 10e6
 
 
 def test_a_single_rank_waits_for_nobody() -> None:

@@ -1,5 +1,6 @@
 """No wait of the product is there for nothing, and none could be lost unseen: left out, each is found."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.fake_cuda.server import run_fake
 from tests.fake_cuda.test_train import WIDE, shortened
 from tests.fake_cuda.timeline import ROOT
 from tests.support.gpt_runs import make_config, write_shard
+from tests.support.ranks import free_port
 
 RUNS = {
     "offloaded activations": (1, {"offload": {"activations": "blocks"}}),
@@ -44,6 +46,19 @@ def test_a_wait_that_is_left_out_is_found(tmp_path: Path, name: str) -> None:
         if not any(report.faults for report in reports):
             missed.append(place)
     assert missed == []
+
+
+@pytest.mark.slow
+def test_optimizer_state_has_come_to_the_host_when_it_is_saved(tmp_path: Path) -> None:
+    groups = {
+        "training": {"precision": "bf16", "steps": 2, "directory": str(tmp_path / "run"), "memory_check": "warn"},
+        "checkpoint": {"every": 1},
+        "offload": {"optimizer": True},
+    }
+    config = shortened(make_config(write_shard(tmp_path), WIDE, **groups), 2)  # type: ignore[arg-type]
+    config.parallel = replace(config.parallel, device="cuda")
+    (report,) = run_fake(runs.pretrain_and_resume, config, free_port(), free_port())
+    assert report.faults == []
 
 
 def test_a_tensor_given_to_another_thread_is_awaited_and_kept() -> None:
