@@ -40,6 +40,7 @@ from megapipe.training.listeners import TERMINAL, Listeners
 from megapipe.training.loop import Position, TrainingLoop
 from megapipe.training.loss_curve import LossCurve
 from megapipe.training.memory_check import check_memory
+from megapipe.training.memory_report import out_of_memory_told
 from megapipe.training.metrics import MetricsFile
 from megapipe.training.muon_shards import muon_shards
 from megapipe.training.precision import with_precision
@@ -201,7 +202,8 @@ def _run(
         listeners.event("other_data", step=change.step, differences=list(change.differences))
     if mesh.device.type == "cuda" and mesh.size("pipeline") > 1:
         heartbeat.outside("the rehearsal of a step")
-        rehearse(config, mesh, replica, samples, evaluation, position.step, say)
+        with out_of_memory_told(replica.stages):
+            rehearse(config, mesh, replica, samples, evaluation, position.step, say)
     with Profiler(config, mesh, say, position.step) as profiler:
         guards = Guards(config, mesh, heartbeat, listeners)
         loop = TrainingLoop(

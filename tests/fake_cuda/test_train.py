@@ -158,26 +158,30 @@ def test_every_pair_of_features_trains_without_a_fault(corpora: tuple[str, BertD
     check(run_fake(runs.train, config, 2, True, ranks=world_size(case), timeout=300.0))
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("replicas", "pipeline"), [(1, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (1, 2)))]
+)
 def test_a_run_is_saved_and_resumed_without_a_fault(
-    corpora: tuple[str, BertDataConfig], tmp_path: Path, replicas: int
+    corpora: tuple[str, BertDataConfig], tmp_path: Path, replicas: int, pipeline: int
 ) -> None:
     training = {"precision": "bf16", "steps": 4, "directory": str(tmp_path / "run"), "memory_check": "warn"}
     groups = {"training": training, "checkpoint": {"every": 2}}
     if replicas == 1:  # an evaluation awaits what the last update has gathered
         groups["evaluation"] = {"every": 2, "samples": 2}
-    config = make_config(corpora[0], replace(WIDE, num_layers=1), batch={"global_size": 2}, **groups)  # type: ignore[arg-type]
-    config.parallel = replace(config.parallel, device="cuda", data=replicas)
+    config = make_config(corpora[0], replace(WIDE, num_layers=pipeline), batch={"global_size": 2}, **groups)  # type: ignore[arg-type]
+    config.parallel = replace(config.parallel, device="cuda", data=replicas, pipeline=pipeline)
     config.zero = replace(config.zero, stage=0 if replicas == 1 else 1)
-    report, *others = run_fake(runs.pretrain_and_resume, config, free_port(), free_port(), ranks=replicas)
-    assert [each.faults for each in (report, *others)] == [[]] * replicas
+    ranks = replicas * pipeline
+    report, *others = run_fake(runs.pretrain_and_resume, config, free_port(), free_port(), ranks=ranks)
+    assert [each.faults for each in (report, *others)] == [[]] * ranks
     assert report.results == [0, 0]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
         "step-00000002",
         "step-00000004",
     ]
     reads = {place: times for (kind, place), times in report.phases["first start"].syncs.items() if kind == "tolist"}
-    assert sum(times for place, times in reads.items() if "reductions.py" in place) == 2  # one a step
+    assert sum(times for place, times in reads.items() if "reductions.py" in place) == 2 + (pipeline > 1)
+    # one a step, and one of a pipeline's rehearsal
 
 
 @pytest.mark.parametrize(
