@@ -258,7 +258,7 @@ def chosen(areas: dict[str, Area], count: int, seed: str) -> list[tuple[str, Mut
 
 @dataclass(frozen=True)
 class Catch:
-    """What noticed a mutant. test: the first one that failed; "timeout" where the tests did not end."""
+    """The test that noticed a mutant. test: the first one that failed, or "timeout" if the tests did not end."""
 
     tier: str
     test: str

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 OWN_TEXT = TEXT.partition("### Your own text\n")[2].partition("\n### ")[0]
-"""What a newcomer does; a test of the installed wheel does it too."""
+"""The commands of a newcomer. A test of the installed wheel runs them too."""
 COMMANDS = [
     line
     for block in re.findall(r"```sh\n(.*?)```", TEXT.replace(OWN_TEXT, ""), re.DOTALL)

@@ -111,7 +111,7 @@ class Engine:
         waits for this rank (docs/nccl.md). Collectives run, so all ranks must call this. Weights, optimizer state,
         and the gradients of the steps after it are what they would be without.
 
-        step_input: of the next step. Returns what a step would, of numbers that mean nothing. Raises EngineError where
+        step_input: of the next step. Returns the result of a step; its numbers mean nothing. Raises EngineError where
         a step is under way.
         """
         self._check(step_input)
@@ -122,13 +122,13 @@ class Engine:
         transfers = self._transfers.without_peers()
         program = Program(self.schedule, self._rank, self._stages, transfers, self._reductions, self._swaps, False)
         sections: tuple[SectionName, ...] = ("body",) if self._flushes else ("prologue", "epilogue")
-        # What later steps have beside: the samples of the step before, and those that are loaded ahead.
+        # Later steps also hold the samples of the step before, and those that are loaded ahead.
         spare = [torch.empty(size, dtype=torch.uint8, device=self._reductions.device) for size in SPARE]
         try:
             self._sections = {name: list(program.compile(name)) for name in sections}
             for name in sections:
                 self._execute(name, (state,))
-            transfers.drain()  # what was kept as messages are, and would be until Python's garbage is collected
+            transfers.drain()  # frees tensors that would otherwise live until Python collects garbage
         finally:
             self._sections = compiled
             spare.clear()

@@ -203,7 +203,7 @@ class Pipeline:
         self._links.close()
 
     def _or_close(self, run: Callable[[], Result]) -> Result:
-        """What `run` returns. Where it fails the links are closed, so that no peer waits for what will not come."""
+        """Return the result of `run`. If it fails, close the links, so that no peer waits for ever."""
         try:
             return run()
         except BaseException:

@@ -227,13 +227,13 @@ class Reductions:
                 self._optimizer.rehearse(states)
 
     def clear(self, step: StepState, states: Sequence[UnitState], update: int) -> None:
-        """Await what an update of `states` needs, and clear their gradients as it does."""
+        """Await the sums that an update of `states` needs, and clear their gradients, as the update does."""
         self._awaited(step)
         for state in states:
             state.zero_gradients(update)
 
     def _awaited(self, step: StepState) -> tuple[Tensor, bool]:
-        """What the step's next update multiplies gradients by, and whether it may change weights."""
+        """Return the coefficient of the gradients in the step's next update, and whether it may change weights."""
         if step.updates > 1:
             self.gradient_buffers.finish()
             self._await_gradients(step)

@@ -211,7 +211,7 @@ def _run(
         )
         status = loop.run(position)
     for state in replica.states():
-        state.await_all_weights()  # those gathered behind the last update, for a step that does not come
+        state.await_all_weights()  # the last update starts to gather them for a next step
     heartbeat.outside("the end of the run")
     listeners.event("end", run=run, status=status, step=position.step)
     _sum_up(config, position, checkpointer.path, status, say)

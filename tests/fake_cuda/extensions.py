@@ -96,7 +96,7 @@ class FakeLibrary(library.Library):
 
 
 def _untyped(name: str, values: dict[str, Any]) -> torch.dtype:
-    """What a `void*` points to: numbers of the call's dtype, and for adamw bf16 or fp32 moments and bf16 weights."""
+    """Return the dtype of a `void*`: that of the call, or adamw's for moments (bf16 or fp32) and weights (bf16)."""
     if "dtype" in values:
         return _DTYPES[values["dtype"]]
     return torch.bfloat16 if name == "parameter" or values["bf16_moments"] else torch.float32
