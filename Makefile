@@ -10,7 +10,7 @@ RUN_TIME := .venv/.run-time
 READY := .venv/.ready
 CONSTRAINTS := .venv/constraints.txt
 
-.PHONY: help setup constraints quickstart quickstart-bert test test-slow test-exhaustive gpu-check lint docs format clean
+.PHONY: help setup constraints quickstart quickstart-bert test test-slow test-exhaustive gpu-check lint docs docs-links format clean
 
 help:
 	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample, export"
@@ -20,7 +20,8 @@ help:
 	@echo "make test-exhaustive  more layouts, schedules and random examples of what those two show"
 	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one or more; continues where it ended"
 	@echo "make lint             ruff, mypy for Python 3.11 to 3.13, import-linter"
-	@echo "make docs             API reference in build/docs"
+	@echo "make docs             the documentation as a site, in build/docs"
+	@echo "make docs-links       try every external link of the documentation; needs a network"
 	@echo "make setup            only the environment, in .venv"
 	@echo "make constraints      write the versions in .venv to constraints.txt"
 
@@ -68,9 +69,14 @@ lint: setup
 	for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version -p megapipe || exit 1; done
 	$(BIN)/lint-imports
 
+SPHINX := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto
+
 docs: setup
-	@$(BIN)/pip install -q -c $(CONSTRAINTS) $(PIP_FLAGS) -e '.[docs]'
-	$(BIN)/pdoc -o build/docs megapipe '!megapipe.kernels'
+	$(SPHINX) -b html docs build/docs
+	@echo "open $(CURDIR)/build/docs/index.html in a browser"
+
+docs-links: setup
+	$(SPHINX) -b linkcheck docs build/links
 
 format: setup
 	$(BIN)/ruff format .

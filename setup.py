@@ -31,10 +31,17 @@ HUGGING_FACE = [
     "transformers>=4.50",  # runs exported models, in the quickstart; outside oracle for logits, in tests
 ]
 
+DOCUMENTATION = [
+    "sphinx>=8.1",  # builds the documentation site (`make docs`), with a reference from the docstrings
+    "myst-parser>=5",  # its pages are Markdown, so that they can be read without it
+    "furo>=2024.8",  # its look: a side bar, narrow text, wide tables
+]
+
 EXTRAS = {
     "hf": HUGGING_FACE,
     "test": [
         *HUGGING_FACE,
+        *DOCUMENTATION,  # a test builds the site
         "pytest>=8",  # test runner
         "pytest-xdist>=3.6",  # runs the fast tests on two cores
         "hypothesis>=6.100",  # property tests of schedules, shapes and parsers
@@ -51,9 +58,7 @@ EXTRAS = {
     "gpu": [
         "triton>=3.6",  # kernels; ships with CUDA builds of torch, named here for other builds
     ],
-    "docs": [
-        "pdoc>=14",  # API reference from the docstrings (`make docs`)
-    ],
+    "docs": DOCUMENTATION,
 }
 
 # Not an extra: NVIDIA's apex, whose kernels the registry can use, is built from its sources with the flags in

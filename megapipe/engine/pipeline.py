@@ -1,9 +1,11 @@
 """The library: any torch modules trained through any schedule, on any mesh of pipeline and data ranks.
 
-mesh = initialize({"pipeline": 2})
-pipeline = Pipeline(layers, mesh, loss=loss, sample=inputs[:4], microbatches=8, schedule="zb_h1")
-for result in pipeline.step(inputs, targets):
-    print(result.step, result.loss)
+::
+
+    mesh = initialize({"pipeline": 2})
+    pipeline = Pipeline(layers, mesh, loss=loss, sample=inputs[:4], microbatches=8, schedule="zb_h1")
+    for result in pipeline.step(inputs, targets):
+        print(result.step, result.loss)
 """
 
 import math

@@ -32,11 +32,15 @@ Counts = float | Sequence[float]
 class StepInput:
     """One optimizer step as this rank sees it.
 
-    step: number of the step, from 0. contexts: one per micro-batch of this replica, handed to every unit.
-    token_counts: loss tokens of each micro-batch, read where this rank's loss counts (last stage, tensor rank 0).
-        A loss of several terms has a count for each, in order.
-    learning_rate: for this step. stop: this rank asks all ranks to stop after the step. loss_scale: multiplies the
-        loss, and with it all gradients until the optimizer. save: this rank asks all ranks to save after the step.
+    Attributes:
+        step: number of the step, from 0.
+        contexts: one per micro-batch of this replica, handed to every unit.
+        token_counts: loss tokens of each micro-batch, read where this rank's loss counts (last stage, tensor rank 0).
+            A loss of several terms has a count for each, in order.
+        learning_rate: for this step.
+        stop: this rank asks all ranks to stop after the step.
+        loss_scale: multiplies the loss, and with it all gradients until the optimizer.
+        save: this rank asks all ranks to save after the step.
         save_failed: this rank's part of a background save has failed.
     """
 
@@ -54,14 +58,18 @@ class StepInput:
 class StepResult:
     """The result of a step, the same on every rank.
 
-    step: its number. loss: sum over the global batch's loss tokens divided by their number; where the loss has several
-        terms, the sum of these means. loss_terms: each mean. token_count: loss tokens, those of the first term.
-    gradient_norm: before clipping; that of the last update in a step of several.
-    skipped: the loss or the gradients were not finite, so the weights did not change.
-    stop, save, save_failed: whether that flag of StepInput was set on any rank.
-    outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
-    squared_loads: of each block whose experts are balanced, in order, the sum over its experts of their squared loads
-        (`layers.router`), of the last update.
+    Attributes:
+        step: its number.
+        loss: sum over the global batch's loss tokens divided by their number; where the loss has several terms, the
+            sum of these means.
+        loss_terms: each mean.
+        token_count: loss tokens, those of the first term.
+        gradient_norm: before clipping; that of the last update in a step of several.
+        skipped: the loss or the gradients were not finite, so the weights did not change.
+        stop, save, save_failed: whether that flag of StepInput was set on any rank.
+        outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
+        squared_loads: of each block whose experts are balanced, in order, the sum over its experts of their squared
+            loads (`layers.router`), of the last update.
     """
 
     step: int

@@ -101,7 +101,7 @@ class SplitLayerNorm(Adopted, nn.LayerNorm):
     """`nn.LayerNorm` with a split backward."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., *normalized_shape] to the same."""
+        """`[..., *normalized_shape]` to the same."""
         if not self.splits():
             return super().forward(input)
         weight, bias = _leaf(self.weight), _leaf_or_none(self.bias)
@@ -122,7 +122,7 @@ class SplitRMSNorm(Adopted, nn.RMSNorm):
     """`nn.RMSNorm` with a split backward. Its weight half normalises once more: torch keeps no statistics to share."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., *normalized_shape] to the same."""
+        """`[..., *normalized_shape]` to the same."""
         if not self.splits():
             return super().forward(x)
         return self.record(functional.rms_norm(x, self.normalized_shape, _leaf(self.weight), self.eps), x)

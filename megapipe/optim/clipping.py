@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 MARGIN = 1e-6
-"""Added to the norm, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
 def clip_coefficient(norm: float | Tensor, limit: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Standard normal numbers from random words, with the same bits on every machine.
 
-Box and Muller's transform (1958) in float64, built from +, -, *, / and sqrt alone. IEEE 754 rounds these five
+Box and Muller's transform (1958) in float64, built from `+ - * /` and sqrt alone. IEEE 754 rounds these five
 one way only, whereas the log, sin and cos of a C library or of numpy's vector units differ in the last bit between
 processors.
 """
@@ -28,7 +28,8 @@ def normals(words: Words) -> Floats:
     """As many independent standard normal numbers as there are random words; their number must be even.
 
     Words 2i and 2i + 1 give numbers 2i and 2i + 1: the first word the radius, the second the angle. The top 52 bits
-    of a word are its position in the unit interval, the last two bits of an angle its quadrant. |z| is below 8.5.
+    of a word are its position in the unit interval, the last two bits of an angle its quadrant. Absolute values are
+    below 8.5.
     """
     fractions = ((words >> np.uint64(12)) | EXPONENT_OF_ONE).view(np.float64)  # [1, 2)
     radius = np.sqrt(_minus_log(2.0 - fractions[0::2]))  # of the normal pair, over sqrt 2

@@ -37,7 +37,7 @@ PYTHON_SOURCES_EXCLUDED = ("site-packages", "dist-packages", "test*", "idlelib",
 
 class InputFile(NamedTuple):
     path: Path
-    """The file, or for a dataset its whole name, `dataset:...`."""
+    """The file, or for a dataset its whole name, "dataset:..."."""
     size: int
     """Bytes, as they lie on disk."""
 

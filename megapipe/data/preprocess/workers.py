@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 def map_in_order(
     function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]], workers: int
 ) -> Generator[Result, None, None]:
-    """function(*task) for each task, in order, at most two tasks per worker ahead; one worker runs in this process.
+    """`function(*task)` for each task, in order, at most two tasks per worker ahead; one worker runs in this process.
 
     Raises what a task raises, in its turn, and DataError when a worker process dies.
     """

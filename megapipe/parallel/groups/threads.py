@@ -85,7 +85,7 @@ class _Round:
 
 
 class ThreadBoard:
-    """Where the members of one group post. Created once and shared by their `ThreadGroup`s."""
+    """Where the members of one group post. Created once and shared by their ThreadGroups."""
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...]) -> None:
         self.world = world

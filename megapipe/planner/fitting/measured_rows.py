@@ -1,11 +1,13 @@
 """Rows that a user has measured, from a YAML file, and the fit of a machine to them.
 
-rows:
-- name: dp2
-  config: dp2.yaml           # of the run; relative to this file
-  overrides: {batch.micro_size: 4}   # optional
-  devices: 2
-  step_seconds: 0.81
+::
+
+    rows:
+    - name: dp2
+      config: dp2.yaml           # of the run; relative to this file
+      overrides: {batch.micro_size: 4}   # optional
+      devices: 2
+      step_seconds: 0.81
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ Schedule = Literal["2bw", "flush", "gpipe"]
 class Footprint:
     """Bytes of a model of equal blocks, for one micro-batch of the size at hand.
 
-    weights: |W|, of one version of the whole model with whatever is kept per version. activations: A_total, of all
+    weights: `|W|`, of one version of the whole model with whatever is kept per version. activations: A_total, of all
     stages. boundary: the input activations of one stage.
     """
 

@@ -75,8 +75,8 @@ class Partition:
 def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Partition:
     """The best partition over `workers` on equal links: arXiv 1806.03377, partitioning algorithm.
 
-    T(i..j, m) = max(sum of seconds, sum of W_l) / m, where W_l = 4 (m - 1) |w_l| / (m x bandwidth); a hand-over takes
-    twice the activation over the bandwidth.
+    T(i..j, m) = max(sum of seconds, sum of W_l) / m, where `W_l = 4 (m - 1) |w_l| / (m x bandwidth)`; a hand-over
+    takes twice the activation over the bandwidth.
 
     Raises:
         ValueError: no layers, a count below 1, or a bandwidth that is not above 0.
@@ -98,7 +98,7 @@ def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Part
 def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
     """The best partition over levels of links, SOSP'19, partitioning algorithm; `levels` from the innermost.
 
-    T^k(i..j, m) = max(A^(k-1)(i..j, m_(k-1)), 2 (m - 1) sum of |w_l| / B_k) / m, and A^0 the sum of seconds; a
+    `T^k(i..j, m) = max(A^(k-1)(i..j, m_(k-1)), 2 (m - 1) sum of |w_l| / B_k) / m`, and A^0 the sum of seconds; a
     hand-over of level k takes twice the activation over B_k.
 
     Raises:

@@ -1,7 +1,7 @@
 """A transformer of equal blocks for the PipeDream-2BW planner, by closed forms instead of a profile.
 
 The paper's models (Narayanan et al., 2021, arXiv 2006.09503, section 5) have 16-bit weights beside fp32 masters under
-Adam. What appendix A calls |W| is per version here 16 bytes a parameter, which makes two versions 32.
+Adam. What appendix A calls `|W|` is per version here 16 bytes a parameter, which makes two versions 32.
 """
 
 from dataclasses import dataclass, replace

@@ -90,7 +90,7 @@ def sequences_per_second(
     """THROUGHPUT of algorithm 1 by the cost model of appendix A, of all replicas together.
 
     A stage takes max(compute + sends, all-reduce / m(b)); a full pipeline is as fast as its slowest stage, one without
-    pipelining as slow as their sum. Sends are 2 |A_in + A_out| bytes. The paper's b / t is one pipeline's: between
+    pipelining as slow as their sum. Sends are `2 |A_in + A_out|` bytes. The paper's b / t is one pipeline's: between
     widths the replicas' sum is what compares.
     """
     compute = model.num_blocks // depth * model.block_seconds(micro_size)
