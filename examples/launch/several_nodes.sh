@@ -9,7 +9,7 @@
 # Layout, written by python -m tests.planner.command.redraw:
 # The layout is the answer of megapipe plan search --model llama2_13b --data.sequence_length 4096 --devices 32
 # --batch.global_size 1024 --hardware a100-80 --training.precision bf16:
-# data 32, ZeRO 3, micro-batch 2. Predicted: 55.1 s a step and 72.6 GB on the fullest GPU; predicted times, not
+# data 32, ZeRO 3, micro-batch 2. Predicted: 55.1 s a step and 73.1 GB on the fullest GPU; predicted times, not
 # measured with megapipe; A100-SXM4-80GB is fitted to Megatron-LM's published runs on a100-80.
 set -euo pipefail
 

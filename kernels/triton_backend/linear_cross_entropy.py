@@ -7,18 +7,11 @@ by the kernels of `cross_entropy`. What is kept has one copy: the product is wri
 import torch
 from torch import Tensor
 
+from megapipe.costs.temporaries import chunk_rows
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.linear_cross_entropy import projected
 from megapipe.kernels.triton_backend import cross_entropy
 from megapipe.kernels.triton_backend.launch import refusal as refusal
-
-_CHUNK_BYTES = 1 << 28
-
-
-def chunk_rows(num_columns: int, dtype: torch.dtype) -> int:
-    """Rows whose logits are computed at a time where they are not kept: a power of two that takes at most 256 MB."""
-    rows = _CHUNK_BYTES // (max(num_columns, 1) * dtype.itemsize)
-    return 1 << max(rows.bit_length() - 1, 0)
 
 
 def _fake_statistics(
@@ -38,7 +31,7 @@ def statistics(
     """Statistics of the logits [3, n], as `megapipe.kernels.reference.cross_entropy` describes them."""
     result = _fake_statistics(x, weight, columns, owned, num_columns)
     used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
-    step = chunk_rows(num_columns, x.dtype)
+    step = chunk_rows(num_columns, x.dtype.itemsize)
     for first in range(0, x.shape[0], step):
         chunk = slice(first, first + step)
         result[:, chunk] = cross_entropy.statistics(projected(x[chunk], used, added), columns[chunk], owned[chunk])
@@ -125,7 +118,7 @@ def backward(
     for gradient in of_parameters:
         gradient.zero_()
     used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
-    step = chunk_rows(num_columns, x.dtype)
+    step = chunk_rows(num_columns, x.dtype.itemsize)
     for first in range(0, x.shape[0], step):
         chunk = slice(first, first + step)
         logits = projected(x[chunk], used, added)

@@ -3,6 +3,8 @@
 from megapipe.config.model import ModelConfig
 from megapipe.costs.memory import AttentionPath, Precision
 
+LEAST_HEAD_DIM = 16
+"""Channels of a head that flex_attention's kernels need."""
 WITH_AMX = 512
 WITHOUT_AMX = 128
 """Tokens up to which the unfused path is ahead in 16 bits on a CPU."""
@@ -30,3 +32,16 @@ def attention_path(
     if model.attention_dropout > 0:
         return "unfused"
     return faster_path(device, precision != "fp32", num_tokens, amx)
+
+
+def why_a_mask(model: ModelConfig, device: str) -> str | None:
+    """Why attention within documents takes a mask on this device type; None where it takes blocks."""
+    if model.attention in ("sdpa", "unfused"):
+        return f"model.attention is {model.attention}"
+    if model.attention_dropout > 0:
+        return "model.attention_dropout needs the unfused path"
+    if device != "cuda":
+        return f"torch's flex_attention has no backward on {device}"
+    if model.head_dim < LEAST_HEAD_DIM:
+        return f"torch's flex_attention needs heads of {LEAST_HEAD_DIM} channels, and these have {model.head_dim}"
+    return None

@@ -21,6 +21,7 @@ def bert_activation_bytes(
     tensor_size: int = 1,
     alignment: int = 1,
     sequence_parallel: bool = False,
+    mask_bytes: int = 1,
     recompute_logits: bool = False,
     recompute: Collection[RecomputedPart] = (),
 ) -> int:
@@ -47,6 +48,7 @@ def bert_activation_bytes(
             tensor_size=tensor_size,
             alignment=alignment,
             sequence_parallel=sequence_parallel,
+            mask_bytes=mask_bytes,
             recompute=recompute,
         )
     norm = (stream + tokens * statistics) // (tensor_size if sequence_parallel else 1)

@@ -95,6 +95,11 @@ def tensor_exchanges(
     ]
 
 
+MESSAGES_IN_FLIGHT = 4
+"""Messages of one stage boundary and direction that a rank may have sent while no receive has ended: over NCCL their
+tensors are kept until then."""
+
+
 def fp8_exchange(forwards: int = 1, chunks: int = 1) -> Exchange:
     """What the tensor ranks exchange for one micro-batch through one block in fp8 with a scale for each operand: the
     largest magnitudes of both operands of its four products, forward and for the gradients of input and weight.

@@ -46,6 +46,7 @@ def context_activation_bytes(
     recompute_logits: bool = False,
     recompute: Collection[RecomputedPart] = (),
     sequence_parallel: bool = False,
+    mask_bytes: int = 1,
 ) -> int:
     """As `activation_bytes`, or `bert_activation_bytes` for a BERT, on one of context_size ranks that share samples of
     sequence_length tokens. predictions: hidden tokens of a sample that a BERT's rank holds.
@@ -70,6 +71,7 @@ def context_activation_bytes(
             recompute_logits=recompute_logits,
             recompute=recompute,
             sequence_parallel=sequence_parallel,
+            mask_bytes=mask_bytes,
         )
     else:
         kept = activation_bytes(
@@ -84,6 +86,7 @@ def context_activation_bytes(
             recompute_logits=recompute_logits,
             recompute=recompute,
             sequence_parallel=sequence_parallel,
+            mask_bytes=mask_bytes,
         )
     if layer.kind != "block" or context_size == 1:
         return kept
@@ -100,7 +103,9 @@ def context_activation_bytes(
     bare = replace(model, positions="none", qk_norm=False, num_kv_heads=copied)
     ranks = tensor_size * context_size
     kept += (
-        attention_bytes(bare, micro_size, sequence_length, size, attention, ranks, again="attention" in recompute)
+        attention_bytes(
+            bare, micro_size, sequence_length, size, attention, ranks, "attention" in recompute, mask_bytes
+        )
         // ranks
     )
     query, key = (micro_size * local * heads // tensor_size for heads in (model.num_heads, model.kv_heads))

@@ -13,6 +13,7 @@ from typing import cast
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.recompute import RecomputedPart
 from megapipe.config.run import PretrainConfig
+from megapipe.costs.attention_path import why_a_mask
 from megapipe.costs.bert_memory import bert_activation_bytes
 from megapipe.costs.communication import Exchange, fp8_exchange, tensor_exchanges
 from megapipe.costs.context import context_activation_bytes, context_exchanges
@@ -23,9 +24,11 @@ from megapipe.costs.memory import (
     activation_bytes,
     boundary_bytes,
     isolation_bytes,
+    repeated_keys_bytes,
 )
 from megapipe.costs.parameters import LayerSpec, tied_names
 from megapipe.costs.sequence import partial_elements, sequence_exchanges
+from megapipe.costs.temporaries import Phase, Temporaries
 from megapipe.costs.units import UnitCosts
 from megapipe.costs.weight_halves import weight_half_bytes
 
@@ -37,7 +40,8 @@ class LayoutCosts:
 
     config: of the run; its parallel.data may be open. layers: the model's, in order. data: data-parallel replicas.
     attention: the path that attention takes. alignment: rows of a padded vocabulary shard come in its multiples.
-    shard: as in `UnitCosts`.
+    shard: as in `UnitCosts`. device: type of the ranks' devices. On a GPU the backward of a dropout computes its mask
+    again, and attention within documents takes lists of blocks in place of a mask.
     """
 
     config: PretrainConfig
@@ -46,6 +50,7 @@ class LayoutCosts:
     attention: AttentionPath
     alignment: int = 1
     shard: int = 0
+    device: str = "cpu"
 
     @property
     def tensor(self) -> int:
@@ -120,6 +125,7 @@ class LayoutCosts:
             "recompute_logits": config.recompute.logits,
             "recompute": self._remade,
             "sequence_parallel": config.parallel.sequence,
+            "mask_bytes": int(self.device == "cpu"),
         }
         most = predictions if predictions is not None else self.predictions or 0
         if self.context > 1:
@@ -133,7 +139,7 @@ class LayoutCosts:
             )  # fmt: skip
         else:
             found = activation_bytes(*arguments, self.tokens, self.precision, self.attention, **choices)  # type: ignore[arg-type]
-        return found + self._isolation(layer)
+        return found + self._isolation(layer) + self._repeated_keys(layer)
 
     def _isolation(self, layer: LayerSpec) -> int:
         config = self.config
@@ -147,7 +153,19 @@ class LayoutCosts:
             self.attention,
             recompute=self._remade,
             mask_length=self._mask_length,
+            blocks=why_a_mask(config.model, self.device) is None,
         )
+
+    def _repeated_keys(self, layer: LayerSpec) -> int:
+        """On a GPU only flash attention shares keys among heads, which takes neither fp32 nor a mask."""
+        config, model = self.config, self.config.model
+        if layer.kind != "block" or self.device == "cpu" or self.attention != "sdpa" or self.context > 1:
+            return 0
+        blocks = config.data.isolate_documents and why_a_mask(model, self.device) is None
+        masked = config.data.isolate_documents or (model.sliding_window or self.tokens) < self.tokens
+        if model.num_heads == model.kv_heads or blocks or not (masked or self.precision == "fp32"):
+            return 0
+        return repeated_keys_bytes(model, config.batch.micro_size, self.tokens, self.precision, self.tensor)
 
     @property
     def _mask_length(self) -> int:
@@ -170,6 +188,24 @@ class LayoutCosts:
             recompute=self._remade,
             sequence_parallel=self.config.parallel.sequence,
         )
+
+    def temporaries(self, layer: LayerSpec, phase: Phase, predictions: int | None = None) -> int:
+        """Bytes that a layer's backward, or half of it, needs for a moment beyond what there was before it."""
+        config = self.config
+        return Temporaries(
+            config.model,
+            layer,
+            config.batch.micro_size,
+            self.tokens,
+            self.precision,
+            self.attention,
+            predictions=self.predictions if predictions is None else predictions,
+            tensor_size=self.tensor,
+            alignment=self.alignment,
+            recompute_logits=config.recompute.logits,
+            recompute=self._remade,
+            sequence_parallel=config.parallel.sequence,
+        ).of(phase)
 
     def within_layer(
         self, layer: LayerSpec, *, forwards: int, halves: bool, predictions: int | None = None

@@ -119,6 +119,7 @@ def activation_bytes(
     recompute_logits: bool = False,
     recompute: Collection[RecomputedPart] = (),
     sequence_parallel: bool = False,
+    mask_bytes: int = 1,
 ) -> int:
     """What one layer keeps on one tensor rank from a micro-batch's forward to its backward.
 
@@ -132,7 +133,8 @@ def activation_bytes(
     its row. Not counted: rotary tables, numbers of rows, and the micro-batch's own tokens, labels and loss mask.
     With dropout, layer norm, GELU and the unfused path this is the formula of Korthikanti et al. (2022,
     arXiv 2205.05198, section 4, table 2) but for the norms' statistics, which they leave out.
-    sequence_parallel: the tensor ranks share the tokens of what each would otherwise keep whole.
+    sequence_parallel: the tensor ranks share the tokens of what each would otherwise keep whole. mask_bytes: 1, or 0
+    where a dropout's backward computes its mask again instead of keeping it.
     Experts are taken to be chosen evenly (`costs.experts`).
     """
     tokens = micro_size * sequence_length
@@ -140,16 +142,18 @@ def activation_bytes(
     size = ELEMENT_BYTES[precision]
     if layer.kind == "embedding":
         elsewhere = tokens if tensor_size > 1 else 0
-        return elsewhere + _mask_bytes(model.embedding_dropout, tokens // shards * model.hidden_size)
+        masked = tokens // shards * model.hidden_size if model.embedding_dropout else 0
+        return elsewhere + masked * mask_bytes
     stream = tokens * model.hidden_size * size
     norm = stream + tokens * FULL_BYTES * (2 if model.normalization == "layer_norm" else 1)
     if layer.kind == "head":
         rows = layer.parameters["output.weight"].local_shape(tensor_size, alignment)[0]
         return (norm + stream) // shards + tokens * (FULL_BYTES if recompute_logits else rows * size)
     normalised = 0 if "norms" in recompute else stream
-    replicated = 2 * (norm + normalised + _mask_bytes(model.hidden_dropout, tokens * model.hidden_size)) // shards
+    masked = tokens * model.hidden_size if model.hidden_dropout else 0
+    replicated = 2 * (norm + normalised + masked * mask_bytes) // shards
     shared = attention_bytes(
-        model, micro_size, sequence_length, size, attention, tensor_size, again="attention" in recompute
+        model, micro_size, sequence_length, size, attention, tensor_size, "attention" in recompute, mask_bytes
     )
     again = "mlp" in recompute
     if has_experts(layer):
@@ -167,19 +171,39 @@ def isolation_bytes(
     *,
     recompute: Collection[RecomputedPart] = (),
     mask_length: int | None = None,
+    blocks: bool = False,
 ) -> int:
     """What a block keeps of a micro-batch besides `activation_bytes` where data.isolate_documents is true.
 
     Places within documents differ from sample to sample, so rotary tables, two for queries and two for keys, are the
     micro-batch's own, in fp32; sdpa keeps the mask [b, s, s] in the compute dtype, the unfused path one of bytes.
     mask_length: tokens that attention sees at once where these are not the rank's own; 0 where it keeps no mask.
+    blocks: attention takes lists of blocks in place of a mask (`layers.document_blocks`).
     """
     tables = 4 * micro_size * sequence_length * model.head_dim // 2 * FULL_BYTES
     kept = tables if model.positions == "rotary" else 0
+    if blocks:
+        return kept
     mask = micro_size * (sequence_length if mask_length is None else mask_length) ** 2
     if attention == "sdpa":
         return kept + mask * ELEMENT_BYTES[precision]
     return kept if "attention" in recompute else kept + mask
+
+
+def repeated_keys_bytes(
+    model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision, tensor_size: int = 1
+) -> int:
+    """What a block keeps besides `activation_bytes` where attention repeats keys and values for every query head.
+
+    Negative where the product of queries, keys and values is then not kept: rotated queries and repeated keys and
+    values are all that attention reads.
+    """
+    tokens, width = micro_size * sequence_length, model.head_dim * ELEMENT_BYTES[precision]
+    query, key = (tokens * heads * width // tensor_size for heads in (model.num_heads, model.kv_heads))
+    changed = model.qk_norm or model.positions == "rotary"
+    copied = changed or model.kv_heads > tensor_size  # queries are brought together, out of their groups
+    freed = (key if changed else 0) + (query + 2 * key if copied and not model.qk_norm else 0)
+    return 2 * query - freed
 
 
 def attention_bytes(
@@ -190,10 +214,11 @@ def attention_bytes(
     attention: AttentionPath,
     tensor_size: int,
     again: bool,
+    mask_bytes: int = 1,
 ) -> int:
     """What the tensor ranks share of an attention, over all of them: all but the input of its first product.
 
-    again: the unfused path's weights are made again.
+    again: the unfused path's weights are made again. mask_bytes: as in `activation_bytes`.
     """
     query_rows = micro_size * sequence_length * model.num_heads
     key_rows = micro_size * sequence_length * model.kv_heads
@@ -207,7 +232,7 @@ def attention_bytes(
         return kept
     weights = query_rows * sequence_length
     copies = 2 if model.attention_dropout else 1
-    return kept + weights * size * copies + _mask_bytes(model.attention_dropout, weights)
+    return kept + weights * size * copies + (weights * mask_bytes if model.attention_dropout else 0)
 
 
 def _projected_elements(
@@ -226,11 +251,6 @@ def _projected_elements(
     queries_copied = keys_copied or (grouped and (attention == "unfused" or several_heads))
     projected = query + 2 * key if model.qk_norm or not keys_copied else 0
     return projected + query * (changed or queries_copied) + key * (changed or keys_copied) + key * keys_copied
-
-
-def _mask_bytes(probability: float, elements: int) -> int:
-    """A kept mask is one byte per element."""
-    return elements if probability else 0
 
 
 def _mlp_bytes(model: ModelConfig, tokens: int, size: int, again: bool) -> int:

@@ -147,6 +147,12 @@ class Attention(nn.Module):
         """Mixed values [b, s, heads, d]."""
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         mask = self._fused_mask(query, context)
+        grouped = query.shape[1] > key.shape[1]
+        if grouped and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
+            # There flash attention is out, and without it torch has no kernel for CUDA that shares keys among heads:
+            # plain products would keep the whole square of attention weights.
+            key, value = (part.repeat_interleave(self.heads_per_group, dim=1) for part in (key, value))
+            grouped = False
         mixed = functional.scaled_dot_product_attention(
             query,
             key,
@@ -154,7 +160,7 @@ class Attention(nn.Module):
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=query.shape[1] > key.shape[1],
+            enable_gqa=grouped,
         )
         return mixed.transpose(1, 2)
 

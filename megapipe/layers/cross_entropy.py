@@ -252,6 +252,7 @@ class _Probed(torch.autograd.Function):
         assert gradient is not None
         ctx.save_for_backward(weight, gradient, row_weight)
         ctx.mark_non_differentiable(gradient)
+        ctx.set_materialize_grads(False)  # autograd would fill a gradient of the gradient with zeros
         return loss, gradient
 
     @staticmethod

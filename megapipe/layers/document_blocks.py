@@ -15,26 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megapipe.config.model import ModelConfig
-
 BLOCK = 128
 """Queries, and keys, of a block."""
-
-LEAST_HEAD_DIM = 16
-"""What flex_attention's kernels can multiply."""
-
-
-def why_a_mask(model: ModelConfig, device: str) -> str | None:
-    """Why attention within documents takes a mask on this device type; None where it takes blocks."""
-    if model.attention in ("sdpa", "unfused"):
-        return f"model.attention is {model.attention}"
-    if model.attention_dropout > 0:
-        return "model.attention_dropout needs the unfused path"
-    if device != "cuda":
-        return f"torch's flex_attention has no backward on {device}"
-    if model.head_dim < LEAST_HEAD_DIM:
-        return f"torch's flex_attention needs heads of {LEAST_HEAD_DIM} channels, and these have {model.head_dim}"
-    return None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.linear import Shapes, as_matrix, empty_parameter
-from megapipe.layers.remade import Remade
+from megapipe.layers.remade import Remade, save_input, saved_input
 from megapipe.layers.split import SplitModule, SplitTape
 
 Counts = Sequence[int]
@@ -97,8 +97,8 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, again: Remade | None
     ) -> Tensor:
-        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.counts, ctx.again = counts, again
+        save_input(ctx, x, again, weight)
+        ctx.counts = counts
         ctx.bias_shape = None if bias is None else bias.shape
         return outputs(x, weight, bias, counts)
 
@@ -109,7 +109,7 @@ class _Fused(torch.autograd.Function):
         dx = input_gradients(dy, weight, ctx.counts) if needs_x else None
         dweight = None
         if needs_weight:
-            x = kept[0] if ctx.again is None else ctx.again()
+            x = saved_input(ctx, kept)
             dweight = weight_gradients(x, dy, ctx.counts).view(weight.shape)
         dbias = bias_gradients(dy, ctx.counts).view(ctx.bias_shape) if needs_bias else None
         return dx, dweight, dbias, None, None

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.registry import Registry
-from megapipe.layers.remade import Remade
+from megapipe.layers.remade import Remade, save_input, saved_input
 from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import copy_to_group, reduce_from_group
@@ -114,8 +114,8 @@ class _Fused(torch.autograd.Function):
         again: Remade | None,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.again, ctx.products = again, products
+        save_input(ctx, x, again, weight)
+        ctx.products = products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
         return products.output(x, weight, bias if add_bias else None)
@@ -127,7 +127,7 @@ class _Fused(torch.autograd.Function):
         dx = ctx.products.input_gradient(dy, weight) if needs_x else None
         dweight = None
         if needs_weight:
-            x = kept[0] if ctx.again is None else ctx.again()
+            x = saved_input(ctx, kept)
             dweight = ctx.products.gradient(x, dy, weight, ctx.accumulator)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         return dx, dweight, dbias, None, None, None

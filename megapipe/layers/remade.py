@@ -1,6 +1,6 @@
 """Tensors that a backward makes again from what is kept anyway (Korthikanti et al. 2022, 2205.05198, section 5)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,21 @@ class Remade:
         """The tensor."""
         with torch.no_grad():
             return self.make(*self.sources)
+
+
+def save_input(ctx: Any, x: Tensor, again: Remade | None, *others: Tensor) -> None:
+    """Save for `saved_input` what an operation's backward needs: `others`, and x or what makes it again.
+
+    Autograd frees saved tensors as soon as the operation's backward is over; what else a node refers to lives for as
+    long as the graph.
+    """
+    ctx.make = None if again is None else again.make
+    ctx.save_for_backward(*others, *((x,) if again is None else again.sources))
+
+
+def saved_input(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
+    """The input x, from what `save_input` saved after `others`."""
+    return saved[0] if ctx.make is None else Remade(ctx.make, tuple(saved))()
 
 
 class _RunAgain(torch.autograd.Function):

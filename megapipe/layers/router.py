@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.linear import Shapes, empty_parameter
-from megapipe.layers.remade import Remade
+from megapipe.layers.remade import Remade, save_input, saved_input
 from megapipe.layers.sequence_shard import OnShards
 from megapipe.layers.split import SplitModule, SplitTape
 
@@ -108,8 +108,8 @@ class _Loaded(torch.autograd.Function):
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, again: Remade | None) -> Tensor:
-        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.again, ctx.dtype = again, x.dtype
+        save_input(ctx, x, again, weight)
+        ctx.dtype = x.dtype
         return _scores(x, weight)
 
     @staticmethod
@@ -119,7 +119,7 @@ class _Fused(torch.autograd.Function):
         dx = _input_gradient(ctx.dtype, weight, dscores) if needs_x else None
         dweight = None
         if needs_weight:
-            dweight = _weight_gradient(kept[0] if ctx.again is None else ctx.again(), dscores)
+            dweight = _weight_gradient(saved_input(ctx, kept), dscores)
         return dx, dweight, None
 
 

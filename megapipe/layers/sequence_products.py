@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.linear import Linear, Products, bias_gradient
-from megapipe.layers.remade import Remade
+from megapipe.layers.remade import Remade, save_input, saved_input
 from megapipe.layers.sequence_shard import SequenceShards
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.sequence_collectives import by_rank, joined, start_gather, start_scatter
@@ -112,8 +112,8 @@ class _ColumnFused(torch.autograd.Function):
         sequence: SequenceProducts,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.again, ctx.sequence, ctx.products = again, sequence, products
+        save_input(ctx, x, again, weight)
+        ctx.sequence, ctx.products = sequence, products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
         multiply = partial(products.output, weight=weight, bias=bias if add_bias else None)
@@ -126,7 +126,7 @@ class _ColumnFused(torch.autograd.Function):
         dx = dweight = gathered = scattered = None
         dy = dy.contiguous()
         if needs_weight:
-            gathered = start_gather(kept[0] if ctx.again is None else ctx.again(), ctx.sequence.group)
+            gathered = start_gather(saved_input(ctx, kept), ctx.sequence.group)
         if needs_x:
             scattered = ctx.sequence.start_scattered(dy, partial(ctx.products.input_gradient, weight=weight))
         if gathered is not None:
@@ -176,8 +176,8 @@ class _RowFused(torch.autograd.Function):
         sequence: SequenceProducts,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(weight, *(() if again is not None else (x,)))
-        ctx.again, ctx.sequence, ctx.products = again, sequence, products
+        save_input(ctx, x, again, weight)
+        ctx.sequence, ctx.products = sequence, products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
         return sequence.start_scattered(x, partial(products.output, weight=weight, bias=None))()
@@ -190,7 +190,7 @@ class _RowFused(torch.autograd.Function):
         dx, everything = ctx.sequence.gathered(dy, multiply, keep=needs_weight)
         dweight = None
         if everything is not None:
-            x = kept[0] if ctx.again is None else ctx.again()
+            x = saved_input(ctx, kept)
             dweight = ctx.products.gradient(x, everything, weight, ctx.accumulator)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         return dx, dweight, dbias, None, None, None

@@ -173,24 +173,31 @@ class SplitTape:
             raise SplitError(
                 "the weight half needs the gradients that backward_input leaves; call that first, and each half once"
             )
-        records, self._records = self._records, []
-        gradients, self._gradients = self._gradients, None
         # A parameter's uses are added up first, from the last to the first, as autograd does: the same bits.
-        pairs = zip(reversed(records), reversed(gradients), strict=True)
+        pairs = zip(self._records, self._gradients, strict=True)
         reached = [(record, gradient) for record, gradient in pairs if gradient is not None]
+        self._records, self._gradients = [], None
         uses_left = Counter(id(own) for record, _ in reached for own in record.module._parameters.values())
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
-            for record, gradient in reached:
-                saved = record.saved if record.again is None else (record.again(),)
-                for parameter, contribution in record.module.weight_half((*saved, *record.beside), gradient):
-                    key = id(parameter)
-                    uses_left[key] -= 1
-                    total = sums.pop(key) + contribution if key in sums else contribution
-                    if uses_left[key]:
-                        sums[key] = total
-                    else:
-                        _accumulate(parameter, total)
+            while reached:  # a record and its parameters' gradients are freed before the next one's are computed
+                _add_gradients(*reached.pop(), uses_left, sums)
+
+
+def _add_gradients(record: Record, gradient: Tensor, uses_left: Counter[int], sums: dict[int, Tensor]) -> None:
+    """Accumulate the gradients of a module's parameters, or add them to `sums` if other uses are to follow.
+
+    gradient: of the module's output. uses_left, sums: by the id of the parameter.
+    """
+    saved = record.saved if record.again is None else (record.again(),)
+    for parameter, contribution in record.module.weight_half((*saved, *record.beside), gradient):
+        key = id(parameter)
+        uses_left[key] -= 1
+        total = sums.pop(key) + contribution if key in sums else contribution
+        if uses_left[key]:
+            sums[key] = total
+        else:
+            _accumulate(parameter, total)
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:

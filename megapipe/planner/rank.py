@@ -110,7 +110,7 @@ class RankPrediction:
 
     def peak(self) -> Held:
         """Of each part of what a step holds beside `state` the most behind any action (not all at one time)."""
-        return Held.largest(timeline(self))
+        return Held.largest(self._timeline)
 
     @property
     def messages(self) -> int:
@@ -124,11 +124,18 @@ class RankPrediction:
                 slots += header.gradient_slots[stage]
         return slots * self.costs.stream
 
+    @cached_property
+    def _timeline(self) -> list[Held]:
+        return list(timeline(self))
+
+    def temporaries(self) -> int:
+        """What the step's peak has beyond the most that there is behind any action."""
+        return max(map(sum, self._timeline)) - max(sum(held._replace(temporaries=0)) for held in self._timeline)
+
     def device_bytes(self) -> int:
-        """The most that there is on the device behind any action of a step: lasting state, slots for messages, and
-        what comes and goes."""
-        held = max(sum(held) for held in timeline(self))
-        return self.state().total - self.in_host() + self.messages + held
+        """The most that there is on the device at any moment of a step: lasting state, slots for messages, and what
+        comes and goes."""
+        return self.state().total - self.in_host() + self.messages + max(map(sum, self._timeline))
 
     def traffic(self) -> Traffic:
         """What this rank exchanges in one step."""

@@ -1,11 +1,13 @@
 """What a rank holds beside its lasting state, behind every action of a step: buffers that come and go, activations."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from megapipe.costs.communication import MESSAGES_IN_FLIGHT
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES
+from megapipe.costs.temporaries import Phase
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
 
 if TYPE_CHECKING:
@@ -13,6 +15,11 @@ if TYPE_CHECKING:
 
 Place = tuple[int, int]
 """Stage and unit."""
+PHASES: dict[Kind, Phase] = {
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input half",
+    Kind.BACKWARD_WEIGHT: "weight half",
+}
 
 
 class Held(NamedTuple):
@@ -21,7 +28,8 @@ class Held(NamedTuple):
     weights: whole ones of units that replicas share out or whose home is host memory. gradients: whole ones of units
     whose state is shared out. summands: what sums of such gradients need
     besides, over gloo other ranks' parts. reloaded: optimizer state that has come from host memory for an update.
-    activations: of all micro-batches; messages on their way are not counted.
+    activations: of all micro-batches. sent: messages that may not have left. temporaries: what the action needed for a
+    moment beyond all that it leaves (`costs.temporaries`).
     """
 
     weights: int = 0
@@ -29,6 +37,8 @@ class Held(NamedTuple):
     summands: int = 0
     reloaded: int = 0
     activations: int = 0
+    sent: int = 0
+    temporaries: int = 0
 
     @classmethod
     def largest(cls, samples: Iterable["Held"]) -> "Held":
@@ -41,8 +51,9 @@ def timeline(rank: "RankPrediction") -> Iterator[Held]:
     sizes = _Sizes(rank)
     weights, gradients, moved = _WholeWeights(sizes), _WholeGradients(rank, sizes), _Moved()
     states, activations = _ReloadedStates(rank, moved), _Activations(rank, sizes, moved)
+    sent = _Sent(rank, sizes)
     concerned: defaultdict[Kind, list[Callable[[Action], None]]] = defaultdict(list)
-    for part in (weights, gradients, states, activations):
+    for part in (weights, gradients, states, activations, sent):
         for kind in part.KINDS:
             concerned[kind].append(part.run)
     held = Held()
@@ -52,7 +63,13 @@ def timeline(rank: "RankPrediction") -> Iterator[Held]:
             run(action)
         if parts:
             held = Held(
-                weights.held.total, gradients.open.total, gradients.summands, states.held.total, activations.held.total
+                weights.held.total,
+                gradients.open.total,
+                gradients.summands,
+                states.held.total,
+                activations.held.total,
+                sent.held.total,
+                max(0, activations.within - activations.held.total) if action.kind in COMPUTE_STREAM else 0,
             )
         yield held
 
@@ -69,12 +86,16 @@ class _Sizes:
         self.kept = cache(lambda place, predictions: self._without_slot(place, self._kept(place, predictions)))
         self.pending = cache(lambda place, predictions: self._without_slot(place, self._pending(place, predictions)))
         self.input = cache(lambda place: self._without_slot(place, self.stream))
+        self.temporaries = cache(self._temporaries)
 
     def _kept(self, place: Place, predictions: int | None) -> int:
         return self._rank.costs.kept(self._rank.layers[place], predictions)
 
     def _pending(self, place: Place, predictions: int | None) -> int:
         return self._rank.costs.pending(self._rank.layers[place], predictions)
+
+    def _temporaries(self, place: Place, kind: Kind, predictions: int | None) -> int:
+        return self._rank.costs.temporaries(self._rank.layers[place], PHASES[kind], predictions)
 
     def _without_slot(self, place: Place, held: int) -> int:
         """A message that has come from another rank stays where it was received, which is no activation."""
@@ -230,6 +251,22 @@ class _ReloadedStates:
         self.held.put(place, self._rank.in_host_of(place))
 
 
+class _Sent:
+    """Messages to other ranks over NCCL, each kept until so many more have followed it; gloo's copies them."""
+
+    KINDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+
+    def __init__(self, rank: "RankPrediction", sizes: _Sizes) -> None:
+        self.held = _Tally()
+        self._stream = 0 if rank.over_gloo else sizes.stream
+        self._numbers: Counter[tuple[Kind, int]] = Counter()
+
+    def run(self, action: Action) -> None:
+        boundary = action.kind, action.stage
+        self.held.put((*boundary, self._numbers[boundary] % MESSAGES_IN_FLIGHT), self._stream)
+        self._numbers[boundary] += 1
+
+
 class _Activations:
     """What forwards leave for backwards, halves of backwards for the other halves, and each unit for the next one."""
 
@@ -239,6 +276,7 @@ class _Activations:
         self._rank, self._sizes = rank, sizes
         self._moved = moved
         self.held = _Tally()
+        self.within = 0
         self._last = len(rank.schedule.header.stages) - 1
         self._first_of_run = {
             (stage, unit): unit == span.start
@@ -248,8 +286,12 @@ class _Activations:
         }
 
     def run(self, action: Action) -> None:
+        """`within`: the most that a backward held at any moment, its temporaries included."""
+        if action.kind in PHASES:
+            self._run_backward(action)
         self._pass_on(action)
-        if action.kind in COMPUTE_STREAM:
+        if action.kind in COMPUTE_STREAM and action.kind not in PHASES:
+            self.within = 0
             for unit in self._rank.units_of(action):
                 self.held.put((action.stage, unit, action.microbatch), self._behind(action, (action.stage, unit)))
         elif action.kind in (Kind.OFFLOAD, Kind.RELOAD) and action.version < 0:
@@ -260,6 +302,17 @@ class _Activations:
             if self._moved.is_leaving(key):
                 self._moved.settle()
             self.held.put(key, self._sizes.kept((action.stage, action.unit), self._predictions(action.microbatch)))
+
+    def _run_backward(self, action: Action) -> None:
+        """From the last unit to the first, each of which leaves its input's gradient to the one before it."""
+        self.within = 0
+        for unit in reversed(self._rank.units_of(action)):
+            place = action.stage, unit
+            needed = self._sizes.temporaries(place, action.kind, self._predictions(action.microbatch))
+            self.within = max(self.within, self.held.total + needed)
+            self.held.put((*place, action.microbatch), self._behind(action, place))
+            if action.kind != Kind.BACKWARD_WEIGHT:
+                self.held.put(("backward", action.microbatch), self._sizes.stream)
 
     def _pass_on(self, action: Action) -> None:
         """Note what the next action of a micro-batch takes up, or the message that takes it away."""

@@ -74,7 +74,8 @@ class _Flex(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, watch: Watch, lists: tuple[Tensor, ...]
     ) -> Tensor:
-        mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+        # The result has its dimensions in the order of the query's.
+        mixed = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         watch.launch("flex attention forward", [query, key, value, *lists], [mixed, sums])
         ctx.save_for_backward(query, key, value, mixed, sums)

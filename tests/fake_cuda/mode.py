@@ -85,6 +85,7 @@ class Watch(TorchDispatchMode):
         self.device = device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._unseen = False
+        self.expert_ranks = 1
         self.handlers: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
             aten.bincount.default: self._bincount,
@@ -313,14 +314,17 @@ class Watch(TorchDispatchMode):
         self.timeline.record_stream(tensor.untyped_storage()._cdata, stream.stream_id)
 
     def _bincount(self, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        """How often each value occurs: `minlength` bins, an even share in each where the values are not known."""
+        """How often each value occurs: the rows of each of a rank's experts, and of all others, an even share of each.
+
+        Of `expert_ranks` ranks, each has the same number of experts.
+        """
         counts = torch.empty(minlength, dtype=torch.int64, device=x.device)
         self.launch("bincount", [x], [counts])
         # The number of bins is the largest value's: the host waits for it.
         self.timeline.synchronize(self.timeline.record(self.device.current), "bincount")
         with _disable_current_modes():
-            ends = torch.arange(minlength + 1) * x.numel() // max(minlength, 1)
-            set_shadow(counts, ends.diff())
+            ends = torch.arange(minlength) * x.numel() // (self.expert_ranks * max(minlength - 1, 1))
+            set_shadow(counts, torch.cat([ends, torch.tensor([x.numel()])]).diff())
         return counts
 
     def _shadow(

@@ -178,6 +178,7 @@ def train(
     for backend in installs.keys() & set(config.kernels.backends.values()):
         installs[backend](fake.watch)
     sizes = {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
+    fake.watch.expert_ranks = sizes["tensor"]
     mesh = fake.mesh(sizes)
     with fake.phase("build"):
         replica = Replica(config, mesh, family_of(config).layers)

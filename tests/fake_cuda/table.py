@@ -1,7 +1,6 @@
 """The table of docs/gpu_without_gpu.md: `python -m tests.fake_cuda.table` runs every row and writes it.
 
-A row's peak is compared with the sum of the run's own prediction (planner.rank, which a run checks before it starts)
-and the temporaries of its largest product.
+A row's peak is compared with the prediction that a run checks before it starts (`planner.rank`).
 """
 
 import sys
@@ -15,13 +14,10 @@ import numpy as np
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.data.index_writer import ShardWriter
 from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.runs.lowered import lowered_schedule
 from megapipe.planner.runs.prediction import predict_rank
-from megapipe.schedules.actions import Kind
-from megapipe.schedules.schedule import Schedule
 from tests.fake_cuda.server import run_fake
 from tests.fake_cuda.timeline import ROOT
 
@@ -73,7 +69,7 @@ FAST_ROWS = 1
 
 @dataclass(frozen=True)
 class Measured:
-    """One row: of rank 0. predicted: with temporaries. peak, predicted: bytes."""
+    """One row: of rank 0. peak, predicted: bytes."""
 
     launches: int
     moved: int
@@ -119,32 +115,8 @@ def measured(prefix: str, model: str, changes: Changes) -> Measured:
     step = reports[0].phases["step"]
     config = replace(config, parallel=replace(config.parallel, data=sizes[0]))
     schedule = lowered_schedule(config, StageLayout.of(config))
-    predicted = predict_rank(config, schedule, 0, device="cuda").device_bytes() + temporaries(config, schedule)
+    predicted = predict_rank(config, schedule, 0, device="cuda").device_bytes()
     return Measured(step.launches.total(), step.moved.total(), step.waits, reports[0].peak, predicted, ranks)
-
-
-def temporaries(config: PretrainConfig, schedule: Schedule) -> int:
-    """Bytes that rank 0 has for a while in the backward of the matrix whose gradient is largest.
-
-    The gradient is made in the precision of the product, and cast to that of its accumulator before it is added; the
-    gradient of the product's rows is there too. When an embedding's gradient is made, a whole backward has given up
-    its micro-batch's tensors; a split one still has what its weight halves need.
-    """
-    parallel = config.parallel
-    width = 4 if config.training.precision == "fp32" else 2
-    splits = any(action.kind == Kind.BACKWARD_INPUT for action in schedule.actions("body", 0))
-    layers = gpt_layers(config.model)
-    here = layers if parallel.pipeline == 1 else layers[: len(layers) // parallel.pipeline]
-    products = [
-        (np.prod(spec.local_shape(parallel.tensor, 128)), spec.shape[-1])
-        for layer in here
-        if layer.kind != "embedding" or splits
-        for spec in layer.parameters.values()
-        if len(spec.shape) > 1
-    ]
-    elements, columns = max(products)
-    tokens = config.batch.micro_size * config.data.sequence_length // parallel.context
-    return int(elements) * (width + (0 if width == 4 else 4)) + tokens * columns * width
 
 
 def write_corpus(folder: Path) -> str:

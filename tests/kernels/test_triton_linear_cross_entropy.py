@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.costs import temporaries
 from megapipe.kernels.reference import linear_cross_entropy as reference
 from tests.kernels.cases import DEVICE, DTYPES, needs_triton
 from tests.kernels.linear_cross_entropy_checks import Case, check_exactness, run, run_with_bias
@@ -36,7 +37,7 @@ def test_the_reference_is_right_to_double(rows: int, sizes: list[int], padding: 
 def test_triton_with_several_chunks(
     triton_op: ModuleType, sizes: list[int], padding: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_op, "_CHUNK_BYTES", 1 << 9)
+    monkeypatch.setattr(temporaries, "CHUNK_BYTES", 1 << 9)
     check_exactness(triton_op, 11, 16, sizes, padding, dtype, DEVICE)
 
 
@@ -56,7 +57,7 @@ def test_no_rows(triton_op: ModuleType) -> None:
 def test_the_logits_never_exist(backend: str, triton_op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Live bytes stay far below one tensor of rows times vocabulary, where the gradient is not kept."""
     op, rows, vocabulary = (triton_op, 48, 512) if backend == "triton" else (reference, 8 * reference.CHUNK_ROWS, 64)
-    monkeypatch.setattr(triton_op, "_CHUNK_BYTES", vocabulary * 4 * 8)
+    monkeypatch.setattr(temporaries, "CHUNK_BYTES", vocabulary * 4 * 8)
     case = Case.drawn(rows, 2, vocabulary, torch.float32, "cpu")
     (part,) = case.parts([vocabulary], 0)
     with LiveBytes() as live:
@@ -66,13 +67,10 @@ def test_the_logits_never_exist(backend: str, triton_op: ModuleType, monkeypatch
 
 
 def test_chunks_stay_within_their_bytes() -> None:
-    pytest.importorskip("triton")
-    from megapipe.kernels.triton_backend.linear_cross_entropy import chunk_rows
-
-    assert chunk_rows(128256, torch.bfloat16) == 1024
-    assert chunk_rows(32000, torch.float32) == 2048
-    assert chunk_rows(1 << 40, torch.bfloat16) == 1
-    assert chunk_rows(0, torch.bfloat16) >= 1 << 20
+    assert temporaries.chunk_rows(128256, 2) == 1024
+    assert temporaries.chunk_rows(32000, 4) == 2048
+    assert temporaries.chunk_rows(1 << 40, 2) == 1
+    assert temporaries.chunk_rows(0, 2) >= 1 << 20
 
 
 @needs_triton

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapipe.costs.communication import MESSAGES_IN_FLIGHT
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group
 
@@ -23,7 +24,7 @@ class Edge:
     source: int
     destination: int
     maximum_bytes: int
-    slots: int = 4
+    slots: int = MESSAGES_IN_FLIGHT
     loans: int = 0
 
     @property

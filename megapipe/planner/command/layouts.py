@@ -147,7 +147,7 @@ def print_terms(answer: Estimate) -> None:
 
 def print_memory(answer: Estimate) -> None:
     """Memory by pipeline coordinate."""
-    names = ("weights", "master", "gradients", "moments", "activations", "buffers", "messages", "total")
+    names = ("weights", "master", "gradients", "moments", "activations", "buffers", "messages", "temporaries", "total")
     alike = len(set(answer.memory_limits)) == 1
     rows = [
         [

@@ -26,7 +26,8 @@ class RankMemory:
 
     weights to moments: what lives between steps. activations: the most that any moment of a step holds.
     buffers: whole weights and gradients of sharded units, and what their sums need, at the most. messages: what other
-    ranks' stages send arrives in, and stays in until its backward.
+    ranks' stages send arrives in, and stays in until its backward, and what is sent until it has left. temporaries:
+    bytes that a backward needs for a moment beyond these, at the most (`costs.temporaries`).
     """
 
     weights: int
@@ -36,12 +37,13 @@ class RankMemory:
     activations: int
     buffers: int
     messages: int = 0
+    temporaries: int = 0
 
     @property
     def total(self) -> int:
         """All of it: a bound, as its parts need not peak together."""
         state = self.weights + self.master + self.gradients + self.moments
-        return state + self.activations + self.buffers + self.messages
+        return state + self.activations + self.buffers + self.messages + self.temporaries
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from megapipe.costs.communication import MESSAGES_IN_FLIGHT
 from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes
 from megapipe.costs.parameters import LayerSpec
+from megapipe.costs.temporaries import Phase
 from megapipe.costs.units import Unit, UnitCosts
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.held_by_ranks import held_by_ranks
@@ -16,17 +19,23 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.runs.scheduling import schedule_options
 
+PHASES: tuple[tuple[Phase, ...], ...] = (("backward",), ("input half", "weight half"))
+"""Of whole backwards, and of split ones."""
+
 
 @dataclass(frozen=True)
 class LayerSizes:
     """Of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
 
-    kept, pending: bytes of activations, as `LayoutCosts` has them. stream: of a message between stages.
+    kept, pending, temporaries, halves: bytes as `LayoutCosts` has them, of activations, of whole backwards and of the
+    larger half of split ones. stream: of a message between stages.
     """
 
     kept: tuple[float, ...]
     pending: tuple[float, ...]
     stream: int
+    temporaries: tuple[int, ...]
+    halves: tuple[int, ...]
 
     @classmethod
     def of(cls, run: RunLayout) -> "LayerSizes":
@@ -34,7 +43,10 @@ class LayerSizes:
         share out alone."""
         costs, layers = run.costs, [run.stages.layers[index] for index in run.kinds]
         kept, pending = ([float(count(layer)) for layer in layers] for count in (costs.kept, costs.pending))
-        return cls(tuple(kept), tuple(pending), costs.stream)
+        whole, split = (
+            tuple(max(costs.temporaries(layer, phase) for phase in phases) for layer in layers) for phases in PHASES
+        )
+        return cls(tuple(kept), tuple(pending), costs.stream, whole, split)
 
     @cached_property
     def of_stage(self) -> Callable[[tuple[int, ...], tuple[range, ...], bool, bool], "_Activations"]:
@@ -55,18 +67,38 @@ class LayerSizes:
             again = sum(self.kept[kinds[unit]] for unit in span)
             working = max(working, again - (sum(self.pending[kinds[u]] for u in span) if splits else stream))
         pending = sum(self.pending[kind] for kind in kinds)
+        temporaries = self._temporaries(kinds, spans, splits) - working
         if arrives:
             kept -= min(stream, stream if 0 in inside else self.kept[kinds[0]])
             pending -= min(stream, self.pending[kinds[0]])
-        return _Activations(kept, pending, working)
+        return _Activations(kept, pending, working, max(0.0, temporaries))
+
+    def _temporaries(self, kinds: tuple[int, ...], spans: tuple[range, ...], splits: bool) -> float:
+        """The most that a backward of a stage holds beyond what there was before it, messages apart.
+
+        Units run from the last to the first, and what those behind a unit kept has been freed; under split backwards
+        it may have given way to what the halves hand over.
+        """
+        needed = self.halves if splits else self.temporaries
+        span_of = {unit: span for span in spans for unit in span}
+        found, freed = 0.0, 0.0
+        for unit, kind in reversed(list(enumerate(kinds))):
+            span = span_of.get(unit)
+            again = 0.0 if span is None else sum(self.kept[kinds[each]] for each in range(span.start, unit + 1))
+            found = max(found, again + needed[kind] - freed)
+            if not splits:
+                freed += self.kept[kind] if span is None else 0.0
+        return found
 
 
 class _Activations(NamedTuple):
-    """Bytes of a micro-batch between forward and backward, between its halves, and of what runs again."""
+    """Bytes of a micro-batch between forward and backward, between its halves, of what runs again, and what a backward
+    needs for a moment beyond these."""
 
     kept: float
     pending: float
     working: float
+    temporaries: float
 
 
 @dataclass(frozen=True)
@@ -175,12 +207,12 @@ def rank_memories(
         run.stages.ranges,
         run.classes,
     )
-    again, ranges = run.recomputed, run.stages.ranges
-    kept, pending, working = np.array(
+    spans, ranges = run.recomputed, run.stages.ranges
+    kept, pending, working, temporaries = np.array(
         [
             layers.of_stage(
                 run.classes[ranges[stage].start : ranges[stage].stop],
-                tuple(again[stage]) if again else (),
+                tuple(spans[stage]) if spans else (),
                 arrives,
                 held.splits,
             )
@@ -190,10 +222,25 @@ def rank_memories(
     # Whole numbers of bytes, far below 2^53: sums are exact in any order.
     waiting = np.concatenate([kept[held.like], pending[held.like]], axis=1)
     fullest = np.maximum.reduceat((held.moments * waiting[held.rank_of_moment]).sum(axis=1), held.first_moments)
-    activations = (fullest + working[held.like].max(axis=1) + layers.stream).round().tolist()
+    again = working[held.like].max(axis=1)
+    activations = (fullest + again + layers.stream).round().tolist()
+    moments = ((working + temporaries)[held.like].max(axis=1) - again).round().tolist()
+    sent = _sent(run)
     found = []
     for rank, present in enumerate(held.layers):
         state, buffers = states.of_rank(present, held.policy.versions_by_rank[rank], held.policy.gradient_buffers)
         parts = state.weights, state.master, state.gradients, state.moments
-        found.append(RankMemory(*parts, int(activations[rank]), buffers, held.slots[rank] * layers.stream))
+        messages = (held.slots[rank] + sent[rank]) * layers.stream
+        found.append(RankMemory(*parts, int(activations[rank]), buffers, messages, int(moments[rank])))
     return tuple(found)
+
+
+def _sent(run: RunLayout) -> list[int]:
+    """By pipeline rank, messages to other ranks that may not have left, whose tensors are kept on a GPU."""
+    found = [0] * run.pipeline
+    if run.costs.device != "cpu":
+        for sender, receiver in pairwise(run.ranks):
+            if sender != receiver:
+                for rank in (sender, receiver):  # the one sends activations, the other gradients
+                    found[rank] += min(MESSAGES_IN_FLIGHT, run.num_microbatches)
+    return found

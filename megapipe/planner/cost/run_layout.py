@@ -148,8 +148,11 @@ def lay_on(config: PretrainConfig, placement: Placement, like: RunLayout | None 
         return replace(like, config=config, hardware=placement.hardware, placement=placement, costs=costs)
     hardware, shape = placement.hardware, _shape_of(config)
     precision = cast(Precision, config.training.precision)
-    path = attention_path(config.model, precision, hardware_device_type(hardware), config.data.sequence_length)
-    costs = LayoutCosts(config, shape.stages.layers, placement.sizes["data"], path, VOCABULARY_ALIGNMENT)
+    device = hardware_device_type(hardware)
+    path = attention_path(config.model, precision, device, config.data.sequence_length)
+    costs = LayoutCosts(
+        config, shape.stages.layers, placement.sizes["data"], path, VOCABULARY_ALIGNMENT, device=device
+    )
     return RunLayout(config, hardware, placement, costs, ranks=_ranks_of(config), **vars(shape))
 
 

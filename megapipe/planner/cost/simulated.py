@@ -171,7 +171,8 @@ def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]
                 lasting.moments,
                 peak.activations,
                 peak.weights + peak.gradients + peak.summands + peak.reloaded,
-                exact.messages,
+                exact.messages + peak.sent,
+                exact.temporaries(),
             )
         )
     return tuple(found)

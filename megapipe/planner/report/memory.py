@@ -15,6 +15,7 @@ COLOURS: Final = {
     "activations": "#3f9c6c",
     "buffers": "#8b93a1",
     "messages": "#2f8f9d",
+    "temporaries": "#c2554f",
 }
 LEFT, TOP, RIGHT = 84, 44, 84
 

@@ -41,6 +41,7 @@ def predict_rank(
         attention_path(model, precision, device, config.data.sequence_length, amx),
         VOCABULARY_ALIGNMENT,
         shard=replicas.index(rank) % config.zero.num_shards(len(replicas)),
+        device=device,
     )
     place = shape.coordinates(rank)["pipeline"]
     again = layout.recomputed(config.recompute) if recomputed is None else recomputed

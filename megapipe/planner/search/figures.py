@@ -107,6 +107,7 @@ class LayerFigures:
         self._head = next(layer for layer in self._layers if layer.kind == "head")
         precision: Precision = training.precision  # type: ignore[assignment]
         device = hardware_device_type(hardware)
+        self._device = device
         self._path = attention_path(base.model, precision, device, base.data.sequence_length)
         self.held = cache(self._held)
         self.work = cache(self._work)
@@ -141,7 +142,8 @@ class LayerFigures:
         )
 
     def _costs(self, config: PretrainConfig) -> LayoutCosts:
-        return LayoutCosts(config, self._layers, config.parallel.data or 1, self._path, VOCABULARY_ALIGNMENT)
+        data = config.parallel.data or 1
+        return LayoutCosts(config, self._layers, data, self._path, VOCABULARY_ALIGNMENT, device=self._device)
 
     def _held(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> Held:
         config = self._config(tensor, context, micro_size, sequence, recompute)

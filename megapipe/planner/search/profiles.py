@@ -40,8 +40,9 @@ def layer_figures(
     whole = single_device(config, micro_size)
     layers = layers_of(whole)
     precision: Precision = whole.training.precision  # type: ignore[assignment]
-    path = attention_path(whole.model, precision, hardware_device_type(hardware), whole.data.sequence_length)
-    costs = LayoutCosts(whole, layers, 1, path, VOCABULARY_ALIGNMENT)
+    device = hardware_device_type(hardware)
+    path = attention_path(whole.model, precision, device, whole.data.sequence_length)
+    costs = LayoutCosts(whole, layers, 1, path, VOCABULARY_ALIGNMENT, device=device)
     units = UnitCosts(whole, 1, VOCABULARY_ALIGNMENT)
     known: dict[tuple[object, ...], LayerFigures] = {}
     found = []

@@ -167,7 +167,9 @@ def check_start(proposed: Estimate, hardware: Hardware, expected: list[float]) -
     for number, rank in enumerate(ranks):
         predicted = predict_rank(config, rank.schedule, number, predictions=rank.predictions)
         live = rank.lasting - rank.host + rank.together
-        assert live == pytest.approx(predicted.device_bytes() - predicted.messages, rel=0.1), told
+        assert live == pytest.approx(
+            predicted.device_bytes() - predicted.messages - predicted.temporaries(), rel=0.1
+        ), told
         coordinate = number // (sizes["context"] * sizes["tensor"]) % sizes["pipeline"]
         for estimate in (proposed, simulated):
             memory = estimate.memory[coordinate]

@@ -1,0 +1,111 @@
+"""What every rank of a run has on its device at its fullest moment is what the planner predicts, to a megabyte."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.planner.runs.layout import StageLayout
+from megapipe.planner.runs.lowered import lowered_schedule
+from megapipe.planner.runs.prediction import predict_rank
+from tests.fake_cuda import runs
+from tests.fake_cuda.server import run_fake
+from tests.fake_cuda.table import MODELS, Changes, config_of, write_corpus
+
+LIMIT = 2**20
+GPT = MODELS["33M"]
+LLAMA = replace(
+    GPT,
+    activation="swiglu",
+    positions="rotary",
+    normalization="rms_norm",
+    bias="none",
+    tie_embeddings=False,
+    num_kv_heads=4,
+)
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+LONG = replace(GPT, max_positions=1024, attention="unfused", hidden_size=256)
+SELECTIVE = {"recompute": {"method": "selective"}}
+
+
+def parallel(schedule: str = "1f1b", **sizes: Any) -> dict[str, Mapping[str, Any]]:
+    return {"parallel": sizes, "schedule": {"name": schedule}}
+
+
+CASES: dict[str, tuple[Any, Changes]] = {
+    "llama": (LLAMA, {}),
+    "llama, 4 stages": (LLAMA, parallel(pipeline=4)),
+    "gpt, zb_h1": (GPT, parallel("zb_h1", pipeline=2)),
+    "llama, window, grouped": (replace(LLAMA, sliding_window=100), {}),
+    "gpt": (GPT, {}),
+    "gpt, fp32": (GPT, {"training": {"precision": "fp32"}}),
+    "gpt, fp8": (GPT, {"training": {"fp8": "rowwise"}}),
+    "gpt, Muon": (GPT, {"optimizer": {"name": "muon"}}),
+    "gpt, offloaded activations": (GPT, {"offload": {"activations": "blocks"}}),
+    "gpt, recomputed logits": (GPT, {"recompute": {"logits": True}}),
+    "gpt, unfused": (replace(GPT, attention="unfused"), {}),
+    "gpt, dropout": (replace(GPT, **DROPOUT), {}),
+    "gpt, isolated documents": (GPT, {"data": {"isolate_documents": True}}),
+    "gpt, 2 stages": (GPT, parallel(pipeline=2)),
+    "gpt, 4 stages": (GPT, parallel(pipeline=4)),
+    "gpt, gpipe": (GPT, parallel("gpipe", pipeline=2)),
+    "gpt, zb_h2": (GPT, parallel("zb_h2", pipeline=2)),
+    "gpt, modular": (GPT, parallel("modular", pipeline=2)),
+    "gpt, ZeRO 1": (GPT, {"parallel": {"data": 2}, "zero": {"stage": 1}}),
+    "gpt, ZeRO 2": (GPT, {"parallel": {"data": 2}, "zero": {"stage": 2}}),
+    "gpt, ZeRO 3": (GPT, {"parallel": {"data": 2}, "zero": {"stage": 3}}),
+    "gpt, tensor, 4 stages": (GPT, parallel(pipeline=4, tensor=2)),
+    "gpt, sequence, 4 stages": (GPT, parallel(pipeline=4, tensor=2, sequence=True)),
+    "gpt, unfused, 4 stages": (LONG, parallel(pipeline=4)),
+    "gpt, dropout, 4 stages": (replace(LONG, **DROPOUT), parallel(pipeline=4)),
+    "gpt, attention recomputed": (
+        LONG,
+        {**parallel(pipeline=4), "recompute": {"method": "selective", "parts": ["attention"]}},
+    ),
+    "llama, zb_v": (LLAMA, parallel("zb_v", pipeline=2)),
+    "llama, interleaved": (LLAMA, parallel("interleaved_1f1b", pipeline=2)),
+    "llama, full": (LLAMA, {**parallel(pipeline=4), "recompute": {"method": "full"}}),
+    "llama, selective": (LLAMA, {**parallel(pipeline=4), **SELECTIVE}),
+    "llama, window": (replace(LLAMA, sliding_window=100, num_kv_heads=None), {}),
+    "llama, isolated documents": (LLAMA, {"data": {"isolate_documents": True}}),
+    "llama, sequence": (LLAMA, {"parallel": {"tensor": 2, "sequence": True}}),
+    "llama, sequence, zb_h1": (LLAMA, parallel("zb_h1", pipeline=2, tensor=2, sequence=True)),
+    "llama, fp32": (LLAMA, {"training": {"precision": "fp32"}}),
+    "qwen3, fp32": (replace(LLAMA, qk_norm=True), {"training": {"precision": "fp32"}}),
+    "grouped, fp32": (replace(GPT, num_kv_heads=4), {"training": {"precision": "fp32"}}),
+    "one group, fp32": (replace(GPT, num_kv_heads=1), {"training": {"precision": "fp32"}}),
+    "grouped, fp32, tensor": (
+        replace(LLAMA, num_kv_heads=2),
+        {"training": {"precision": "fp32"}, "parallel": {"tensor": 2}},
+    ),
+    "llama, ring": (LLAMA, parallel(pipeline=4, context=2)),
+    "llama, all_to_all": (LLAMA, {"parallel": {"context": 2, "context_attention": "all_to_all"}}),
+    "llama, experts": (replace(LLAMA, num_experts=4), {}),
+    "llama, experts, 4 stages": (replace(LLAMA, num_experts=4), parallel(pipeline=4)),
+    "llama, experts, tensor": (replace(LLAMA, num_experts=4), parallel(pipeline=2, tensor=2)),
+    "llama, experts, zb_h1": (replace(LLAMA, num_experts=4), parallel("zb_h1", pipeline=2)),
+}
+SLOW = 4
+"""Cases, from the first on, of the slow tier."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive][i >= SLOW]) for i, name in enumerate(CASES)],
+)
+def test_peaks_are_those_predicted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, changes = CASES[name]
+    monkeypatch.setitem(MODELS, name, model)
+    config = config_of(write_corpus(tmp_path), name, changes)
+    shape = config.parallel
+    data = shape.data or 1
+    ranks = data * shape.pipeline * shape.tensor * shape.context
+    reports = run_fake(runs.train, config, ranks=ranks, timeout=300.0)
+    config = replace(config, parallel=replace(shape, data=data))
+    schedule = lowered_schedule(config, StageLayout.of(config))
+    for rank, report in enumerate(reports):
+        predicted = predict_rank(config, schedule, rank, device="cuda").device_bytes()
+        assert not report.faults
+        assert abs(report.peak - predicted) <= LIMIT, (rank, report.peak, predicted)
