@@ -1,42 +1,24 @@
 """The README's commands run as they are written, and its links lead to existing files and headings."""
 
 import io
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.commands import ROOT, command_lines, run
+
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 OWN_TEXT = TEXT.partition("### Your own text\n")[2].partition("\n### ")[0]
 """The commands of a newcomer. A test of the installed wheel runs them too."""
-COMMANDS = [
-    line
-    for block in re.findall(r"```sh\n(.*?)```", TEXT.replace(OWN_TEXT, ""), re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
+COMMANDS = command_lines(TEXT.replace(OWN_TEXT, ""))
 TRAINING = [command for command in COMMANDS if command.startswith("megapipe train ")]
 QUICK = [command for command in COMMANDS if command not in TRAINING and not command.startswith("make test")]
 STATED_LOSS = {"bf16": 5.1, "fp32": 5.5}
 BERT_MARGIN = 1.0
 """Nats between the unigram entropy and the held-out loss of hidden tokens."""
-
-
-def run(command: str, timeout: float, **variables: str) -> str:
-    """Run one command in the repository's root with this environment's programs first on the PATH."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
-    finished = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert finished.returncode == 0, f"{command}\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}"
-    return finished.stdout
 
 
 def test_the_commands_were_found() -> None:
