@@ -8,7 +8,7 @@ import pytest
 from tests.support.commands import NEEDS, ROOT, blocks, run
 
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/tutorials").glob("*.md"))}
-SLOW = ("plan", "several_nodes")
+SLOW = ("several_nodes",)
 """The pages that `make test-slow` runs; the others are exhaustive."""
 SECONDS = 300
 """Longest time of one block of commands."""
