@@ -29,8 +29,8 @@ def interval(step_seconds: float, stall_seconds: float, durable_seconds: float, 
     """
     if step_seconds <= 0 or max_overhead <= 0 or min(stall_seconds, durable_seconds) < 0:
         raise ValueError(
-            f"a step of {step_seconds} s, a stall of {stall_seconds} s, {durable_seconds} s until durable and an "
-            f"overhead of {max_overhead}: the first and the last must be above 0, the others at least 0"
+            f"step_seconds is {step_seconds} and max_overhead {max_overhead}, which must be above 0; stall_seconds is "
+            f"{stall_seconds} and durable_seconds {durable_seconds}, which must be at least 0"
         )
     whole = math.ceil((durable_seconds - stall_seconds) / step_seconds)
     return max(1, whole, math.ceil(stall_seconds / (max_overhead * step_seconds)))

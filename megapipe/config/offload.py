@@ -58,7 +58,8 @@ class OffloadConfig:
         ]
         if self.activations != "blocks" and (self.every != 1 or self.num_blocks is not None):
             found.append(
-                "offload.every and offload.num_blocks need offload.activations blocks; set that, or leave them out"
+                f"offload.every and offload.num_blocks need offload.activations blocks, and it is {self.activations}; "
+                "set it to blocks, or leave them out"
             )
         if self.activations == "auto" and self.memory is None:
             found.append(
@@ -66,8 +67,8 @@ class OffloadConfig:
             )
         if self.activations != "auto" and any(value is not None for _, value in measures):
             found.append(
-                "offload.memory, offload.bandwidth and offload.compute need offload.activations auto; set that, or "
-                "leave them out"
+                "offload.memory, offload.bandwidth and offload.compute need offload.activations auto, and it is "
+                f"{self.activations}; set it to auto, or leave them out"
             )
         if self.activations == "none" and self.prefetch is not None:
             found.append("offload.prefetch needs offload.activations blocks or auto; set one of them, or leave it out")
@@ -77,5 +78,8 @@ class OffloadConfig:
                 "set offload.optimizer true, or leave offload.weights out"
             )
         if not self.weights and self.weight_buffers != OffloadConfig.weight_buffers:
-            found.append("offload.weight_buffers needs offload.weights; set that to true, or leave it out")
+            found.append(
+                "offload.weight_buffers needs offload.weights; set offload.weights true, or leave "
+                "offload.weight_buffers out"
+            )
         return found

@@ -44,11 +44,13 @@ class RecomputeConfig:
             found.append(f"recompute.num_blocks is {self.num_blocks}; it must be at least 1, or null for every block")
         if self.method != "full" and (self.every != 1 or self.num_blocks is not None):
             found.append(
-                "recompute.every and recompute.num_blocks need recompute.method full; set that, or leave them out"
+                f"recompute.every and recompute.num_blocks need recompute.method full, and it is {self.method}; set "
+                "it to full, or leave them out"
             )
         if self.method != "auto" and (self.memory is not None or self.hardware is not None):
             found.append(
-                "recompute.memory and recompute.hardware need recompute.method auto; set that, or leave them out"
+                f"recompute.memory and recompute.hardware need recompute.method auto, and it is {self.method}; set it "
+                "to auto, or leave them out"
             )
         if self.memory is not None and not (isfinite(self.memory) and self.memory > 0):
             found.append(

@@ -28,8 +28,8 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
         if found != shapes[-1]:
             name = next(name for name in {**found, **shapes[-1]} if found.get(name) != shapes[-1].get(name))
             raise CheckpointError(
-                f"checkpoint {number} has another model than the last one: {name} has shape {found.get(name)} there "
-                f"and {shapes[-1].get(name)} in the last one"
+                f"checkpoints of different models cannot be averaged: {name} has shape {found.get(name)} in "
+                f"checkpoint {number} and {shapes[-1].get(name)} in the last one"
             )
     target = open_target()
     with abandoned_on_error(target), tracked(contents.tensors, "averaging") as tensors:

@@ -44,4 +44,7 @@ def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
 def check_layers(path: Path, model: ModelConfig, tensors: int) -> None:
     """Raise CheckpointError for more layers than a checkpoint has tensors, before anything is made for each layer."""
     if model.num_layers > tensors:
-        raise CheckpointError(f"{path} describes a model of {model.num_layers} layers but holds {tensors} tensors")
+        raise CheckpointError(
+            f"{path} describes a model of {model.num_layers} layers but contains only {tensors} tensors; it is "
+            "damaged or incomplete"
+        )

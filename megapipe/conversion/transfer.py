@@ -27,7 +27,7 @@ def contents_for(contents: Contents, target: Format, precision: str | None, weig
     if weights_only or not target.keeps_run:
         contents = contents.weights_only()
     if not any(tensor.kind == WEIGHTS for tensor in contents.tensors):
-        raise CheckpointError("the checkpoint contains no weights")
+        raise CheckpointError("the checkpoint contains no weights, so there is nothing to convert")
     if precision is None:
         return contents
     return replace(

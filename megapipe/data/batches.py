@@ -35,8 +35,9 @@ def microbatch_ordinals(
     """
     if not (0 <= data_rank < data_size and 0 <= microbatch < num_microbatches and micro_size >= 1 and consumed >= 0):
         raise DataError(
-            f"no micro-batch {microbatch} of {num_microbatches} with {micro_size} samples on data rank {data_rank} of "
-            f"{data_size} after {consumed} samples: indices start at 0 and stay below their counts"
+            f"micro-batch {microbatch} of {num_microbatches}, data rank {data_rank} of {data_size}, micro_size "
+            f"{micro_size}, consumed {consumed}: the first two must be at least 0 and below their counts, micro_size "
+            "at least 1 and consumed at least 0"
         )
     start = consumed + (data_rank * num_microbatches + microbatch) * micro_size
     return np.arange(start, start + micro_size, dtype=np.int64)

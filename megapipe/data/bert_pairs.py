@@ -148,8 +148,8 @@ class SentencePairs:
                 sentence = int(self._shard.document_indices[other]) + draws.below(self._num_sentences(other))
                 return self._tokens(*self._grown(other, sentence, target, at_least=1))
         raise DataError(
-            f"{self._shard.prefix}: {LONGEST_SEARCH:,} random documents were empty or document {document} itself; "
-            "data.pairs next needs sentences of other documents: set it to order"
+            f"{self._shard.prefix}: data.pairs next needs sentences of other documents, but {LONGEST_SEARCH:,} random "
+            f"documents were empty or document {document} itself; set data.pairs order, or add documents"
         )
 
     def _num_sentences(self, document: int) -> int:
@@ -168,14 +168,14 @@ class SentencePairs:
         if self._num_samples == 0:
             raise DataError(
                 f"the {split} split has {len(self._documents)} of {shard.num_documents} documents, too few tokens for "
-                f"one sample of {self.max_tokens}: give it a larger share than in {shares!r}, shorten "
-                "sequence_length or add documents"
+                f"one sample of {self.max_tokens}: give it a larger share than in data.split {shares!r}, lower "
+                "data.sequence_length, or add documents"
             )
         if self._pairs != "none" and shard.num_sequences <= shard.num_documents:
             raise DataError(
-                f"{shard.prefix} has {shard.num_sequences} sequences in {shard.num_documents} documents: it is not "
-                "split into sentences, which data.pairs needs; preprocess with --split-sentences, or set data.pairs "
-                "none and model.sentence_head false"
+                f"{shard.prefix} has {shard.num_sequences} sequences in {shard.num_documents} documents, so it is not "
+                "split into sentences, but data.pairs needs sentences; preprocess with --split-sentences, or set "
+                "data.pairs none and model.sentence_head false"
             )
 
 

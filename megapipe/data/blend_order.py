@@ -78,11 +78,11 @@ def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise DataError(
-                f"weight {index} of the blend is {weight}; every weight must be above 0, and the sum can be any "
-                "number: remove a corpus that is not wanted"
+                f"weight {index} of the blend is {weight}; every weight must be above 0: change it, or remove this "
+                "corpus from the blend"
             )
     if not 1 <= len(weights) <= LONGEST_PERIOD:
-        raise DataError(f"a blend has 1 to {LONGEST_PERIOD} corpora, not {len(weights)}")
+        raise DataError(f"the blend has {len(weights)} corpora; it must have 1 to {LONGEST_PERIOD}")
     fractions = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     numbers = [int(fraction * scale) for fraction in fractions]

@@ -38,8 +38,8 @@ def _open(prefix: str | Path) -> IndexedDataset:
         if error.errno != errno.EMFILE:
             raise
         raise DataError(
-            f"{prefix} cannot be opened together with the run's other shards: this process may not open more files, "
-            "and a shard takes two; raise the limit with ulimit -n before the start, or merge shards"
+            f"{prefix} cannot be opened: this process has reached its limit of open files, and each shard needs two; "
+            "raise the limit with ulimit -n before the start, or merge shards"
         ) from error
 
 

@@ -34,7 +34,7 @@ class EpochOrder:
 
     def _found(self, ordinals: np.ndarray) -> np.ndarray:
         if ordinals.size and ordinals.min() < 0:
-            raise DataError(f"sample ordinal {ordinals.min()} is negative")
+            raise DataError(f"sample ordinal {ordinals.min()} is negative; ordinals start at 0")
         if not self.shuffle:
             return np.asarray(np.minimum(ordinals, self.size))
         epochs, positions = np.divmod(ordinals, self.size)

@@ -111,16 +111,15 @@ class DataIdentity:
             facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in counted]
             if facts:
                 moved = "" if prefix == old_prefix else f" (then {old_prefix})"
-                problems.append(f"shard {prefix}{moved} has other content: {', '.join(facts)}")
+                problems.append(f"shard {prefix}{moved} has changed: {', '.join(facts)}")
         if self.vocabulary != stored.vocabulary:
             problems.append(
-                f"data.tokenizer has other content: the vocabulary's hash is {self.vocabulary} and was "
-                f"{stored.vocabulary}"
+                f"data.tokenizer has changed: the vocabulary's hash is {self.vocabulary} and was {stored.vocabulary}"
             )
         if self.end_of_document != stored.end_of_document:
             problems.append(
-                f"the end-of-document token, which fill-in-the-middle keeps in its place, is {self.end_of_document} "
-                f"by the first shard's manifest and was {stored.end_of_document}"
+                f"the end-of-document token, which fill-in-the-middle does not move, is {self.end_of_document} in the "
+                f"first shard's manifest and was {stored.end_of_document}"
             )
         return problems
 

@@ -96,7 +96,10 @@ class ShardWriter:
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise DataError(f"{prefix} has {other.dtype}, {self.prefix} has {self.dtype}: they cannot be joined")
+            raise DataError(
+                f"{prefix} has tokens of type {other.dtype}, but {self.prefix} has {self.dtype}; only shards of the "
+                "same type can be joined"
+            )
         for begin, end in _runs(keep, other.num_documents):
             self._append_documents(other, begin, end)
 

@@ -61,14 +61,14 @@ class IndexedDataset:
     def __getitem__(self, sequence: int) -> np.ndarray:
         """Return the tokens of one sequence, in the shard's dtype."""
         if not 0 <= sequence < self.num_sequences:
-            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {self.num_sequences}")
+            raise IndexError(f"{self.prefix} has no sequence {sequence}: it has {self.num_sequences}, from 0")
         start = int(self.sequence_offsets[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sequence_lengths[sequence])]
 
     def document(self, document: int) -> np.ndarray:
         """Return the tokens of one document, all its sequences joined, in the shard's dtype."""
         if not 0 <= document < self.num_documents:
-            raise IndexError(f"document {document} of {self.prefix}, which has {self.num_documents}")
+            raise IndexError(f"{self.prefix} has no document {document}: it has {self.num_documents}, from 0")
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def document_start(self, document: int) -> int:

@@ -13,7 +13,7 @@ from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.shard_format import bin_path, idx_path
 
 FORMAT_VERSION = 1
-_REPAIR = "preprocess again, or remove it to go without its checks"
+_REPAIR = "preprocess again, or remove it to use the shard without the manifest's checks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def read_manifest(prefix: str | Path) -> ShardManifest | None:
         raise DataError(_damaged(path, "it has no format_version"))
     version = content.pop("format_version")
     if version != FORMAT_VERSION:
-        raise DataError(f"{path} has format version {version}; this program knows version {FORMAT_VERSION}")
+        raise DataError(f"{path} has format version {version}; only version {FORMAT_VERSION} can be read; {_REPAIR}")
     for name, declared in get_type_hints(ShardManifest).items():
         if name in content and not untrusted.is_of_type(content[name], declared):
             raise DataError(_damaged(path, f"its {name} is {reprlib.repr(content[name])}"))

@@ -52,8 +52,8 @@ class MegatronBlendOrder:
         ordinals = np.asarray(ordinals, dtype=np.int64)
         if ordinals.size and (ordinals.min() < 0 or ordinals.max() >= self.num_samples):
             raise DataError(
-                f"sample {ordinals.max()} of a blend made for {self.num_samples}: set training.steps to the run's "
-                "full length and use training.stop_at to end early"
+                f"sample {ordinals.max()} does not exist: this blend was made for {self.num_samples} samples; set "
+                "training.steps to the run's full length, and training.stop_at to end early"
             )
         return self._corpora[ordinals].astype(np.int64), self._within[ordinals]
 
@@ -63,8 +63,9 @@ class MegatronBlendOrder:
         for name, count, supply in zip(names, taken, supplies, strict=True):
             if count > supply:
                 raise DataError(
-                    f"the megatron order takes {count} samples of {name}, which has {supply}: its blending can run "
-                    "ahead of the weights; give the corpus more weight, train longer, or set data.order to keyed"
+                    f"data.order megatron needs {count} samples of {name}, which has {supply}: its blending can take "
+                    "more samples than the weights say; give the corpus more weight, train longer, or set data.order "
+                    "keyed"
                 )
 
     def ordinal_of(self, corpus: int, sample: int) -> int:

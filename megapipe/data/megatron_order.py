@@ -49,7 +49,7 @@ class MegatronSamples:
             raise DataError(
                 f"the {split} split of {prefix} has {len(sequences)} of {self._shard.num_sequences} sequences and "
                 f"{per_epoch} tokens, too few for one sample of {sequence_length} + 1: give it a larger share than in "
-                f"{shares!r}, shorten sequence_length or add documents"
+                f"data.split {shares!r}, lower data.sequence_length, or add documents"
             )
         epochs = max(1, -(-(num_samples * sequence_length + 1) // per_epoch))
         self._num_samples = (epochs * per_epoch - 1) // sequence_length
@@ -95,9 +95,9 @@ class MegatronSamples:
         ordinals = np.asarray(ordinals, dtype=np.int64)
         if ordinals.size and (ordinals.min() < 0 or ordinals.max() >= self._num_samples):
             raise DataError(
-                f"sample {ordinals.max()} of an order of {self._num_samples} in {self._shard.prefix}: the order is "
-                "made for the samples of a whole run, so a longer run needs another one; set training.steps to the "
-                "run's full length and use training.stop_at to end early"
+                f"sample {ordinals.max()} of {self._shard.prefix} does not exist: data.order megatron was made for "
+                f"{self._num_samples} samples, those of training.steps; set training.steps to the run's full length, "
+                "and training.stop_at to end early"
             )
         return np.asarray(self._shuffle[ordinals].astype(np.int64))
 

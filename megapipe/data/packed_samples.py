@@ -50,7 +50,7 @@ class PackedSamples:
         if not len(sizes):
             raise DataError(
                 f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents, none "
-                f"of 2 tokens or more: give it a larger share than in {shares!r} or add documents"
+                f"of 2 tokens or more: give it a larger share than in data.split {shares!r}, or add documents"
             )
         mixed = KeyedPermutation(len(sizes), seed, _PIECES, 0)(np.arange(len(sizes)))
         descending = np.lexsort((mixed, -sizes))

@@ -77,4 +77,4 @@ class Prefetcher(Generic[Request, Result]):
         try:
             return self._load(request)
         except StopIteration as error:  # raised to the consumer, it would look like the end of the requests
-            raise RuntimeError(f"loading {request!r} ran out of input") from error
+            raise RuntimeError(f"the function that loads {request!r} raised StopIteration; it must return") from error

@@ -60,9 +60,8 @@ class GptSamples:
         if self._num_samples == 0:
             raise DataError(
                 f"the {split} split of {paths[0]} has {len(documents)} of {num_documents} documents and "
-                f"{self._stream.num_tokens} "
-                f"tokens, too few for one sample of {sequence_length} + 1: give it a larger share than in {shares!r}, "
-                "shorten sequence_length or add documents"
+                f"{self._stream.num_tokens} tokens, too few for one sample of {sequence_length} + 1: give it a larger "
+                f"share than in data.split {shares!r}, lower data.sequence_length, or add documents"
             )
         self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
 

@@ -77,7 +77,7 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
         raise DataError(f"{path} is truncated: {len(header)} bytes, but the header alone takes {HEADER.size}; {_REDO}")
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if version != VERSION:
-        raise DataError(f"{path} has format version {version}; only version {VERSION} is known")
+        raise DataError(f"{path} has format version {version}; only version {VERSION} can be read")
     if code in FLOAT_CODES and float_tokens is None:
         raise DataError(
             f"{path} holds tokens of dtype code {code}: a float type whose meaning differs between versions of "

@@ -113,7 +113,8 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
     for dataset, manifest in zip(datasets, manifests, strict=True):
         if dataset.dtype != datasets[0].dtype:
             raise DataError(
-                f"{dataset.prefix} has {dataset.dtype}, {prefixes[0]} has {datasets[0].dtype}: they cannot be merged"
+                f"{dataset.prefix} has tokens of type {dataset.dtype}, but {prefixes[0]} has {datasets[0].dtype}; "
+                "only shards of the same type can be merged"
             )
         if manifest is not None:
             manifest.check_shard(dataset)
@@ -136,7 +137,7 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
     except ValueError as error:
         raise DataError(f"--shares {shares!r} is not a list of numbers like 98,1,1") from error
     if not (np.isfinite(parts).all() and (parts > 0).all()):
-        raise DataError(f"--shares {shares!r}: every share is a number above 0")
+        raise DataError(f"--shares {shares!r}: every share must be a number above 0")
     dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
     if manifest is not None:
         manifest.check_shard(dataset)
@@ -162,7 +163,7 @@ def _append_whole_numbers(writer: ShardWriter, dataset: IndexedDataset) -> None:
             place = int(np.argmax(wrong))
             raise DataError(
                 f"{dataset.prefix}.bin: token {place} of document {document} is {tokens[place]} when read as "
-                f"{dataset.dtype.name}, which is not an id: the shard has the other float type, or no tokens"
+                f"{dataset.dtype.name}, which is not a token id; try the other float type with --float-tokens"
             )
         first, last = dataset.document_indices[document : document + 2].tolist()
         writer.add_document([dataset[sequence].astype(np.int32) for sequence in range(first, last)])
@@ -189,7 +190,8 @@ def _check_ends(dataset: IndexedDataset, manifest: ShardManifest) -> None:
     if wrong.any():
         document = int(np.flatnonzero(lengths > 0)[np.argmax(wrong)])
         raise DataError(
-            f"{dataset.prefix}: document {document} does not end with {manifest.end_of_document}, as its manifest says"
+            f"{dataset.prefix}: document {document} does not end with token {manifest.end_of_document}, but the "
+            "manifest says that every document does; preprocess again"
         )
 
 

@@ -65,7 +65,7 @@ class TokenStream:
     def _pieces(self, start: int, count: int) -> list[tuple[IndexedDataset, int, int, int]]:
         """(shard, begin, end, place in the window) of every shard that a window touches."""
         if start < 0 or start + count > self.num_tokens:
-            raise DataError(f"tokens {start} to {start + count} reach outside a stream of {self.num_tokens}")
+            raise DataError(f"tokens {start} to {start + count} do not exist: the stream has {self.num_tokens} tokens")
         pieces = []
         position, index = 0, bisect_right(self._starts, start) - 1
         while position < count:

@@ -65,7 +65,7 @@ def report(module: nn.Module) -> Report:
         if isinstance(part, SplitModule):
             split[path] = type(part).__name__ if base is None else base.__name__
         elif base is None:
-            whole[path] = f"{type(part).__name__} is none of {', '.join(each.__name__ for each in SPLIT_TYPES)}"
+            whole[path] = f"{type(part).__name__} is not one of {', '.join(each.__name__ for each in SPLIT_TYPES)}"
         else:
             whole[path] = _obstacle(part, base) or f"{type(part).__name__} has not been adopted"
     return Report(split, whole)

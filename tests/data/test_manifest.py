@@ -93,7 +93,7 @@ def test_a_manifest_of_another_shard_is_refused(tmp_path: Path) -> None:
         ("{", "is not readable JSON.*preprocess again"),
         ("[]", "is damaged"),
         ("{}", "is damaged.*format_version"),
-        ('{"format_version": 2}', "version 2; this program knows version 1"),
+        ('{"format_version": 2}', "version 2; only version 1 can be read"),
         ('{"format_version": 1}', "is damaged.*tokenizer"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_skipped_line_is_left_out_of_every_field(tmp_path: Path) -> None:
         (["--input", "a.txt", "--tokenizer", "a.txt"], "a.txt is not a tokenizer.json"),
         (["--input", "a.txt", "--json-keys", "body"], "a.txt is read as plain text and has the one field 'text'"),
         (["--input", "latin.txt"], "latin.txt: not UTF-8"),
-        (["--input", "packed.jsonl.xz"], ".xz files are not read"),
+        (["--input", "packed.jsonl.xz"], ".xz files cannot be read"),
         (["--input", ".", "--include", "*.rs"], "'.' gives no files that pass --include"),
     ],
 )

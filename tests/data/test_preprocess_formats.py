@@ -200,7 +200,7 @@ def test_a_missing_column_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
         write(tmp_path)
         arguments = ["--json-keys", "body", "--output-prefix", tmp_path / "out"]
         assert preprocess("--input", tmp_path / name, *arguments) == 2
-        assert "no column 'body'; it has 'id', 'text', 'title'" in capsys.readouterr().err
+        assert "has no column 'body', only 'id', 'text', 'title'" in capsys.readouterr().err
 
 
 def test_an_unnamed_split_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

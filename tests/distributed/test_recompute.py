@@ -148,7 +148,7 @@ def test_what_cannot_run_again_is_told(tmp_path: Path) -> None:
         ({"every": 0}, {}, r"recompute.every is 0; it must be at least 1"),
         ({**FULL, "num_blocks": 0}, {}, r"recompute.num_blocks is 0"),
         ({**SELECTIVE, "parts": []}, {}, r"recompute.parts is empty"),
-        ({**SELECTIVE, "every": 2}, {}, r"need recompute.method full; set that"),
+        ({**SELECTIVE, "every": 2}, {}, r"need recompute.method full, and it is selective; set it to full"),
         (FULL, {"name": "1f1b", "file": str(file)}, r"is lowered and defines recomputation itself"),
     ):
         config = config_of("corpus", "gpt2-tied-dropout", {}, recompute, **schedule)

@@ -193,11 +193,11 @@ def test_the_report_says_what_is_not_split_and_why() -> None:
         "own": "has a forward of its own",
         "patched": "has a forward of its own",
         "normed": "computes its weight from other tensors",
-        "normed.parametrizations.weight": "is none of Linear, Embedding, LayerNorm, RMSNorm",
+        "normed.parametrizations.weight": "is not one of Linear, Embedding, LayerNorm, RMSNorm",
         "lazy": "does not know its shape before its first forward",
         "sparse": "has sparse gradients",
         "renormed": "renormalises its weight in the forward (max_norm)",
-        "convolution": "is none of Linear, Embedding, LayerNorm, RMSNorm",
+        "convolution": "is not one of Linear, Embedding, LayerNorm, RMSNorm",
     }
     assert str(found).startswith("split: 2 modules; not split: 8\n  own: Masked has a forward of its own")
 

@@ -77,7 +77,9 @@ class DcpFiles:
                 size = os.fstat(file.fileno()).st_size
                 metadata = sandbox.load(file.fileno(), 0, size, str(path), archive=False)
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}; an interrupted save has none") from error
+            raise CheckpointError(
+                f"cannot read {path}: {error.strerror}; if the file is missing, the save was interrupted"
+            ) from error
         try:
             self.tensors = {each.name: each for each in _tensors(metadata, path)}
         except DECODING_ERRORS as error:

@@ -210,7 +210,8 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
         raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
     if model.qk_norm and model.normalization != "rms_norm":
         raise CheckpointError(
-            "Megatron-LM normalizes queries and keys as the rest of the model; qk_norm needs rms_norm there"
+            f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
+            "kind of norm in a model; only rms_norm can be converted with model.qk_norm"
         )
     run = contents.run
     reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}

@@ -88,7 +88,10 @@ class MegatronTorchSource:
         sizes = [max(place) + 1 for place in zip(*self._archives, strict=True)]
         for rank in ((tensor, pipeline) for tensor in range(sizes[0]) for pipeline in range(sizes[1])):
             if rank not in self._archives:
-                raise CheckpointError(f"{self._folder} lacks tensor rank {rank[0]} of pipeline rank {rank[1]}")
+                raise CheckpointError(
+                    f"{self._folder} has no file of tensor rank {rank[0]} of pipeline rank {rank[1]}; copy the whole "
+                    "folder"
+                )
             if not isinstance(self._archives[rank].value, dict):
                 raise DamagedCheckpointError(f"{self._archives[rank].path} contains no model state", "unreadable")
 

@@ -104,7 +104,7 @@ class TorchDistSource:
             if not fits or (layer is not None and layer >= found.shape[0]):
                 raise CheckpointError(f"{folder}: {name!r} has shape {found.shape}, but its args require {shape}")
             return name, layer
-        raise CheckpointError(f"{folder} lacks {place.spec.name}, which is {candidates[0][0]!r} there")
+        raise CheckpointError(f"{folder} has no {candidates[0][0]!r}, which megapipe needs for {place.spec.name}")
 
 
 class TorchDistTarget:

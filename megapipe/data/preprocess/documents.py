@@ -83,7 +83,8 @@ class RawDocument:
             )
         if key not in record:
             raise DataError(
-                f"{self.place()}: no field {key!r}; it has {', '.join(map(repr, record))}: see --json-keys"
+                f"{self.place()}: the document has no field {key!r}, only {', '.join(map(repr, record))}; choose "
+                "fields with --json-keys"
             )
         value = record[key]
         if not isinstance(value, str):
@@ -92,8 +93,8 @@ class RawDocument:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{self.place()}: half of a surrogate pair at character {error.start} of field {key!r}, which is not "
-                "valid text; repair it or skip it with --on-error skip"
+                f"{self.place()}: character {error.start} of field {key!r} is half of a surrogate pair, which is not "
+                "valid text; repair the document, or skip it with --on-error skip"
             ) from error
         return value
 

@@ -98,11 +98,11 @@ def _size(path: Path) -> int:
         return dataset_bytes(str(path))
     if path.suffix.lower() in UNREADABLE_SUFFIXES:
         raise DataError(
-            f"{path}: {path.suffix} files are not read; convert to text, JSON lines (plain, .gz or .zst), Parquet or "
-            "Arrow, or --exclude it"
+            f"{path}: {path.suffix} files cannot be read; convert the file to text, JSON lines (plain, .gz or .zst), "
+            "Parquet or Arrow, or leave it out with --exclude"
         )
     if file.is_compressed and file.format in ("parquet", "arrow"):
-        raise DataError(f"{path}: decompress it first; {file.format} files are compressed inside, not as a whole")
+        raise DataError(f"{path}: {file.format} files cannot be read when compressed as a whole; decompress it first")
     return path.stat().st_size
 
 

@@ -92,7 +92,10 @@ def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
             except EOFError:  # the mark at the end of the batches
                 return
             if message.type == "dictionary":
-                raise DataError(f"{path} has dictionary-encoded columns; write it as Parquet or with plain strings")
+                raise DataError(
+                    f"{path} has dictionary-encoded columns, which cannot be read; write it as Parquet, or with plain "
+                    "strings"
+                )
             batch = pyarrow.ipc.read_record_batch(message, schema)
             yield begin, source.tell(), first_row
             first_row += batch.num_rows
@@ -122,7 +125,9 @@ def rows_of(
 
 def check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
     if missing := [key for key in keys if key not in names]:
-        raise DataError(f"{path}: no column {missing[0]!r}; it has {', '.join(map(repr, names))}: see --json-keys")
+        raise DataError(
+            f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names))}; choose columns with --json-keys"
+        )
 
 
 def _values(column: "pyarrow.Array") -> list[object]:

@@ -130,7 +130,7 @@ def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str
     lowercase = told if lowercase is None and isinstance(told, bool) else lowercase
     if lowercase is None:
         raise DataError(
-            f"{path} does not say whether its text is lower case: name it bert-uncased:{path} or bert-cased:{path}"
+            f"{path} does not say whether its text is lower case; give it as bert-uncased:{path} or bert-cased:{path}"
         )
     try:
         vocabulary = tokenizers.models.WordPiece.read_file(str(path))
