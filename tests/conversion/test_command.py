@@ -228,7 +228,7 @@ def test_average_of_different_models_is_refused(
     model = replace(MODEL, max_positions=8)
     other = write(tmp_path / "other", tensors(0, model), model)
     assert main(["average", str(checkpoint), str(other), "--output", str(tmp_path / "mean")]) == 2
-    assert "embedding.position.weight has shape (16, 32) there and (8, 32)" in capsys.readouterr().err
+    assert "embedding.position.weight has shape (16, 32) in checkpoint 1 and (8, 32)" in capsys.readouterr().err
     assert not (tmp_path / "mean").exists()
 
 

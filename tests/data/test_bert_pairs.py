@@ -159,7 +159,7 @@ def test_documents_of_one_sentence_are_passed_over(tmp_path: Path) -> None:
         ([[20], [20]], {}, r"2 sequences in 2 documents, so it is not split into sentences.*--split-sentences"),
         ([[3, 3]], {}, r"too few tokens for one sample of 13"),
         ([[20], [20], [20, 20]], {"shares": "67,33"}, r"has two sentences.*--split-sentences"),
-        ([[20, 20]], {"pairs": "next"}, r"sentences of other documents: set it to order"),
+        ([[20, 20]], {"pairs": "next"}, r"sentences of other documents, but .* set data.pairs order"),
     ],
 )
 def test_what_cannot_be_paired_is_told(
