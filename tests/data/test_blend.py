@@ -83,7 +83,7 @@ def test_weights_without_small_ratios_are_rounded_to_parts(weights: list[float])
 def test_impossible_weights_are_refused(weight: float) -> None:
     with pytest.raises(DataError, match=f"weight 1 of the blend is {weight}"):
         BlendOrder([1.0, weight])
-    with pytest.raises(DataError, match="not 0"):
+    with pytest.raises(DataError, match="has 0 corpora"):
         BlendOrder([])
 
 

@@ -59,7 +59,10 @@ def test_errors_of_the_requests_arrive_too() -> None:
 
 
 def test_running_out_inside_load_is_not_taken_for_the_end() -> None:
-    with Prefetcher(lambda x: next(iter(())), [7]) as results, pytest.raises(RuntimeError, match="loading 7"):
+    with (
+        Prefetcher(lambda x: next(iter(())), [7]) as results,
+        pytest.raises(RuntimeError, match="loads 7 raised StopIteration"),
+    ):
         list(results)
 
 

@@ -79,7 +79,7 @@ def test_inspect_shows_counts_lengths_and_text(tmp_path: Path, capsys: pytest.Ca
     [
         ("bin", 0, 0x42, "bin is damaged: its checksum"),
         ("bin", 1, 0x7F, "holds token 32609 at position 0, but the vocabulary has 257 ids"),
-        ("bin", 7, 0, "document 0 does not end with 256"),
+        ("bin", 7, 0, "document 0 does not end with token 256"),
         ("idx", 34, 3, "sequence 1 does not follow the previous one"),
         ("idx", 37, 0x80, "sequence 0 has a negative length"),
         ("idx", 34 + 2 * 12 + 8, 9, "document 1 ends before it starts"),
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     two, wide = str(tmp_path / "two_text_document"), str(write_shard(tmp_path / "wide", [[[1]]], "<i4"))
     for arguments, message in (
         ([one, two], "differ in end_of_document_appended"),
-        ([one, wide], "has int32"),
+        ([one, wide], "of type int32"),
         ([one, str(tmp_path / "no")], "no.idx does not exist"),
     ):
         assert main(["merge", *arguments, "--output-prefix", str(tmp_path / "out")]) == 2
