@@ -98,6 +98,7 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
             nproc_per_node=job.ranks,
             rdzv_backend="c10d",
             rdzv_endpoint=job.rendezvous or "localhost:0",
+            local_addr=None if job.rendezvous else "localhost",  # the host's own name may be unknown in a container
             run_id=job.name if job.rendezvous else uuid.uuid4().hex,
             max_restarts=job.restarts,
             logs_specs=DefaultLogsSpecs(log_dir=reasons),

@@ -91,6 +91,23 @@ def test_two_ranks_train_without_a_word_of_the_launcher(folder: Path) -> None:
     assert not list((folder / "tmp").iterdir())
 
 
+@pytest.mark.slow
+def test_ranks_of_one_host_need_no_known_host_name(folder: Path) -> None:
+    """As in a container whose name no name server knows."""
+    program = "import socket, sys; socket.getfqdn = lambda *_: 'no-host.invalid'; sys.argv[0] = 'megapipe'; "
+    start = [sys.executable, "-P", "-c", f"{program}from megapipe.cli.main import start; start()", "train"]
+    done = subprocess.run(
+        [*start, "-n", "2", *TINY, "--data.prefix=corpus", "--parallel.pipeline=2", "--training.steps=1"],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished after step 1/1" in done.stdout
+
+
 WRONG = {
     "--data.prefix=nowhere": "error: nowhere.idx does not exist",
     "--parallel.data=3": "error: parallel.data 3 x parallel.pipeline 1 x parallel.tensor 1 = 3 ranks, but ",
