@@ -64,7 +64,7 @@ EXTRAS = {
 # Not an extra: NVIDIA's apex, whose kernels the registry can use, is built from its sources with the flags in
 # docs/kernels.md; the "apex" of package indexes is another project.
 
-EXAMPLES = ("*.yaml", "*.sh", "*.py", "launch/*", "models/*.yaml", "parallel/*.yaml", "recipes/*")
+EXAMPLES = ("*.yaml", "*.sh", "*.py", "launch/*", "docker/*", "models/*.yaml", "parallel/*.yaml", "recipes/*")
 
 # Run by its path: an isolated build has neither torch nor megapipe.
 CUDA_BUILD = runpy.run_path("megapipe/kernels/cuda_backend/build.py")
