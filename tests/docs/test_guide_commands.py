@@ -30,6 +30,7 @@ RUN_BY = {
 NEEDED = {
     "building_cuda.md": "the CUDA toolkit",
     "checkpoints.md": "eight GPUs",
+    "docker.md": "docker, and a network for the base image",
     "first_gpu_run.md": "GPUs",
     "gpu_mutants.md": "an hour",
     "gpu_without_gpu.md": "old revisions of the repository",
