@@ -1,7 +1,8 @@
 """Option names of other training programs, and the field that each one is here; only used to answer a wrong option.
 
 A target is a field, or a field and the value that the option stands for. Names that are spelled like a field here
-(`--weight-decay`, `--num-layers`) need no entry: `hint` searches the fields first.
+(`--weight-decay`, `--num-layers`) need no entry: `hint` searches the fields first. torchtitan's options have a section
+too. The tables of docs/migrate are made of this map (`python -m tests.config.migration_tables`).
 """
 
 from collections.abc import Collection
@@ -157,6 +158,60 @@ OTHER_NAMES = {
         "backend": "parallel.links",
         "wandb_log": "tracking.wandb_project",
     },
+    "torchtitan": {
+        "job.dump_folder": "training.directory",
+        "profiling.enable_profiling": "profile.trace",
+        "profiling.profile_freq": "profile.first_step",
+        "metrics.log_freq": "training.log_every",
+        "metrics.enable_tensorboard": "tracking.tensorboard true",
+        "metrics.enable_wandb": "tracking.wandb_project",
+        "optimizer.lr": "optimizer.learning_rate",
+        "optimizer.beta1": "optimizer.betas",
+        "optimizer.beta2": "optimizer.betas",
+        "optimizer.eps": "optimizer.epsilon",
+        "lr_scheduler.warmup_steps": "optimizer.warmup_steps",
+        "lr_scheduler.decay_ratio": "optimizer.decay_steps",
+        "lr_scheduler.decay_type": "optimizer.decay",
+        "lr_scheduler.min_lr_factor": "optimizer.floor",
+        "training.dataset": "data.prefix",
+        "training.dataset_path": "data.prefix",
+        "training.local_batch_size": "batch.micro_size",
+        "training.global_batch_size": "batch.global_size",
+        "training.seq_len": "data.sequence_length",
+        "training.max_norm": "optimizer.clip_norm",
+        "training.mixed_precision_param": "training.precision bf16",
+        "training.mixed_precision_reduce": "zero.reduce_dtype",
+        "training.enable_cpu_offload": "offload.optimizer true",
+        "parallelism.data_parallel_replicate_degree": "parallel.data",
+        "parallelism.data_parallel_shard_degree": "zero.shard_size",
+        "parallelism.fsdp_reshard_after_forward": "zero.stage 3",
+        "parallelism.tensor_parallel_degree": "parallel.tensor",
+        "parallelism.enable_async_tensor_parallel": "parallel.sequence_chunks 2",
+        "parallelism.pipeline_parallel_degree": "parallel.pipeline",
+        "parallelism.pipeline_parallel_schedule": "schedule.name",
+        "parallelism.pipeline_parallel_schedule_csv": "schedule.file",
+        "parallelism.pipeline_parallel_microbatch_size": "batch.micro_size",
+        "parallelism.pipeline_parallel_layers_per_stage": "schedule.chunks",
+        "parallelism.module_fqns_per_model_part": "parallel.layers_per_stage",
+        "parallelism.context_parallel_degree": "parallel.context",
+        "parallelism.context_parallel_rotate_method": "parallel.context_attention",
+        "parallelism.expert_parallel_degree": "parallel.tensor",
+        "checkpoint.interval": "checkpoint.every",
+        "checkpoint.folder": "training.directory",
+        "checkpoint.keep_latest_k": "checkpoint.keep_last",
+        "checkpoint.async_mode": "checkpoint.asynchronous true",
+        "checkpoint.initial_load_path": "init_from",
+        "activation_checkpoint.mode": "recompute.method",
+        "activation_checkpoint.selective_ac_option": "recompute.parts",
+        "activation_checkpoint.memory_budget": "recompute.memory",
+        "compile.enable": "training.compile true",
+        "float8.recipe_name": "training.fp8",
+        "comm.init_timeout_seconds": "parallel.timeout_seconds",
+        "comm.train_timeout_seconds": "parallel.timeout_seconds",
+        "validation.freq": "evaluation.every",
+        "validation.steps": "evaluation.samples",
+        "debug.deterministic": "training.deterministic true",
+    },
     "Hugging Face": {
         "num_hidden_layers": "model.num_layers",
         "num_key_value_heads": "model.num_kv_heads",
@@ -192,11 +247,13 @@ def hint(name: str, known: Collection[str]) -> str:
     same = [each for each in known if each.rpartition(".")[2] == last]
     if len(same) == 1:
         return f"; did you mean {same[0]!r}?"
-    programs: dict[str, list[str]] = {}
+    programs: dict[tuple[str, str], list[str]] = {}
     for program, targets in OTHER_NAMES.items():
-        if last in targets and targets[last].partition(" ")[0] in known:
-            programs.setdefault(targets[last], []).append(f"{program}'s")
+        for other in (name, last, *(each for each in targets if each.rpartition(".")[2] == last)):
+            if other in targets and targets[other].partition(" ")[0] in known:
+                programs.setdefault((other, targets[other]), []).append(f"{program}'s")
+                break
     if programs:
-        meanings = (f"{' and '.join(names)} {last} is --{target} here" for target, names in programs.items())
+        meanings = (f"{' and '.join(names)} {other} is --{field} here" for (other, field), names in programs.items())
         return f"; {', '.join(meanings)}"
     return nearest(name, known)

@@ -23,6 +23,9 @@ RUN_BY = {
     "bert.md": "tests/test_readme.py",
     "conversion.md": "tests/conversion/test_command.py",
     "data.md": "tests/data/test_data_guide.py",
+    "migrate/megatron_lm.md": "tests/config/test_migration_pages.py",
+    "migrate/nanogpt.md": "tests/config/test_migration_pages.py",
+    "migrate/torchtitan.md": "tests/config/test_migration_pages.py",
     "parallelism.md": "tests/test_examples.py",
     "planning.md": "tests/planner/command/test_guide.py",
 }
