@@ -55,7 +55,9 @@ def test_the_table_of_gathers(capsys):
 
 
 def test_what_running_again_costs(capsys):
-    figures = re.search(r"keeps ([\d.]+)\n.+? and not (\d), and a step takes ([\d.]+) and not (\d+),", GUIDE)
+    figures = re.search(
+        r"of ([\d.]+) instead of (\d) micro-batches, and a step takes ([\d.]+) instead of (\d+),", GUIDE
+    )
     kept, instead, longer, finish = figures.groups()
     command = re.search(r"tools/schedule.py (simulate .+ --recompute \d+)\n", GUIDE).group(1)
     for flags, activations, time in ((command, kept, longer), (command.partition(" --recompute")[0], instead, finish)):
