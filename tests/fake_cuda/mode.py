@@ -91,6 +91,11 @@ class Watch(TorchDispatchMode):
             aten.bincount.default: self._bincount,
         }
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch.compile trace: under any other mode it skips every frame."""
+        return True
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run this thread's operations on the device that is not there."""

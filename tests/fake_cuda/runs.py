@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # FakeTensorMode imports it and what follows at its first use, which would be in every fork
 import torch.distributed.tensor
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.checkpoint.tensor_file import TensorFile
@@ -27,6 +28,7 @@ from megapipe.engine import engine
 from megapipe.engine.clocks import DeviceClock
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepInput
+from megapipe.layers import compiled, rotary
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.groups.threads import Deposit
@@ -34,6 +36,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
 from megapipe.training.generate import Limits, generate
+from megapipe.training.kernel_choices import kernel_choices
 from megapipe.training.passes import LoadedModel
 from megapipe.training.pretrain import pretrain, rehearse
 from megapipe.training.replica import Replica
@@ -71,6 +74,7 @@ class Report:
     peak: int = 0
     waits: list[str] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
+    graphs: int = 0
 
 
 class FakeRank:
@@ -158,6 +162,25 @@ SPARE = 2**16
 """Bytes that a step of a small model may have beside what its rehearsal had."""
 
 
+def _capture_graphs(watch: Watch) -> None:
+    """Let torch.compile capture graphs and run them as they are, since nothing can be compiled without a device.
+
+    It calls functions of constants outside of all modes.
+    """
+    forward = compiled.CompiledForward.__init__
+    compiled.CompiledForward.__init__ = (  # type: ignore[method-assign]
+        lambda self, **options: forward(self, **options, backend="eager")
+    )
+    tables = rotary._cached_tables
+
+    @functools.lru_cache(maxsize=8)
+    def within_modes(*constants: Any) -> Any:
+        with watch.entered():
+            return tables(*constants)
+
+    rotary._cached_tables = within_modes
+
+
 @on_fake_device
 def train(
     fake: FakeRank,
@@ -180,8 +203,11 @@ def train(
     sizes = {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
     fake.watch.expert_ranks = sizes["tensor"]
     mesh = fake.mesh(sizes)
+    if config.training.compile:
+        _capture_graphs(fake.watch)
     with fake.phase("build"):
         replica = Replica(config, mesh, family_of(config).layers)
+        kernel_choices(config, mesh.device, replica.kernels)
         samples = open_samples(config, "train")
         loader = open_loader(config, mesh, replica, samples)
         evaluation = Evaluation(config, mesh, replica, open_samples(config, "validation")) if evaluate else None
@@ -200,6 +226,7 @@ def train(
             if scaler is not None:
                 scaler.observe(step, result.skipped)
             fake.report.results.append(result)
+    fake.report.graphs = counters["stats"]["unique_graphs"]
     for state in replica.states():  # as pretrain does
         state.await_all_weights()
     if evaluation is not None:

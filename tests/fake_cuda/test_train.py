@@ -91,6 +91,22 @@ def test_every_option_of_a_model_trains_without_a_fault(corpora: tuple[str, Bert
     check(run_fake(runs.train, config, 2, True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [GPT2_SHAPE, LLAMA_SHAPE], ids=["gpt2", "llama"])
+def test_compiled_blocks_are_one_graph_and_train_without_a_fault(
+    corpora: tuple[str, BertDataConfig], shape: dict[str, Any]
+) -> None:
+    """As far as the graph: nothing can be compiled for a device that is not there."""
+    reports = []
+    for compile in (False, True):
+        groups = {"training": {"precision": "bf16", "compile": compile}}
+        reports += run_fake(runs.train, shortened(make_config(corpora[0], shape, **groups), 2), 2)
+    check(reports)
+    plain, captured = reports
+    assert (plain.graphs, captured.graphs) == (0, 1)
+    assert captured.phases["step"].syncs == plain.phases["step"].syncs
+
+
 BACKENDS = {
     "cuda": {
         "layer_norm": {
