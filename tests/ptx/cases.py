@@ -657,6 +657,7 @@ def _odd_cases() -> list[Case]:
         _gelu("odd: bias gelu erf backward fp16 3 x 999", 3, 999, "none", True, True, FP16),
         _swiglu("odd: swiglu backward fp16 5 x 77", 5, 77, True, FP16),
         _rotary("odd: rotary half fp16 6", 3, 2, 6, False, True, FP16),
+        _rotary("odd: rotary interleaved fp16 6", 3, 2, 6, True, False, FP16),
         _adamw("odd: adamw with a bf16 copy 1001", 1001, FP32, BF16, False),
         _gradient_norm("odd: squared norm fp16 1001", 1001, FP16),
         _rounding("odd: stochastic rounding of columns 1001", 1001, 7, Elements(3, 10, 25, 4)),
