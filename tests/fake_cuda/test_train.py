@@ -1,22 +1,24 @@
 """Training steps and evaluations on devices that are not there: no fault, and the host waits only where it may."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megapipe.config.bert import BertDataConfig
-from megapipe.config.model import ModelConfig
+from megapipe.config.bert import BertDataConfig, BertModelConfig
+from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.optimizer import MuonConfig
 from megapipe.config.run import PretrainConfig
 from tests.distributed.test_covering import CASES, name_of
 from tests.fake_cuda import runs
 from tests.fake_cuda.communicators import check_logs
 from tests.fake_cuda.server import run_fake
-from tests.support.bert_runs import write_corpus
+from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
 from tests.support.covering import Case
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
-from tests.support.layouts import config_of, world_size
+from tests.support.layouts import config_of, sizes_of, world_size
 from tests.support.ranks import free_port
 
 WIDE = replace(LLAMA_SHAPE, hidden_size=64)
@@ -24,6 +26,7 @@ WIDE = replace(LLAMA_SHAPE, hidden_size=64)
 DROPOUT = replace(GPT2_SHAPE, hidden_dropout=0.1, attention_dropout=0.1)
 FP8 = {"precision": "bf16", "fp8_first_kept": 0, "fp8_last_kept": 0}
 ISOLATED: dict[str, Any] = {"data": {"isolate_documents": True}}
+EXPERTS_OF = replace(WIDE, num_experts=4)
 OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "bf16": (WIDE, {}),
     "fp32": (WIDE, {"training": {"precision": "fp32"}}),
@@ -39,7 +42,23 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "balanced experts": (replace(WIDE, num_experts=4, expert_balance_rate=0.001), {}),
     "no master weights": (WIDE, {"training": {"precision": "bf16", "master_weights": False}}),
     "deterministic": (WIDE, {"training": {"precision": "bf16", "deterministic": True}}),
+    "flex": (replace(WIDE, attention="flex"), ISOLATED),
+    "biases of queries alone": (replace(WIDE, bias="qkv"), {}),
+    "no positions": (replace(WIDE, positions="none"), {}),
+    "GELU of erf": (replace(GPT2_SHAPE, activation="gelu"), {}),
+    "linear scaling": (replace(WIDE, rope_scaling=RopeScaling(kind="linear", factor=2.0)), {}),
+    "Llama 3's scaling": (replace(WIDE, rope_scaling=RopeScaling(kind="llama3", factor=2.0)), {}),
+    "experts balanced by scores": (replace(EXPERTS_OF, expert_bias="scores", expert_balance_rate=0.001), {}),
+    "sgd": (WIDE, {"optimizer": {"name": "sgd"}}),
+    "moments in bf16": (WIDE, {"optimizer": {"moment_dtype": "bf16"}}),
+    "muon, spectral": (WIDE, {"optimizer": {"name": "muon", "muon": MuonConfig(scale="spectral")}}),
+    "recomputed norms": (WIDE, {"recompute": {"method": "selective", "parts": ["norms"]}}),
+    "eager updates": (WIDE, {"schedule": {"name": "2bw", "update": "eager"}, "parallel": {"pipeline": 2}}),
+    "sums in bf16": (WIDE, {"parallel": {"data": 2}, "zero": {"stage": 2, "reduce_dtype": "bf16"}}),
+    "post-norm BERT": (POST_NORM, {}),
 }
+"""Name -> model, and what else is changed."""
+LATE_OPTIONS = tuple(OPTIONS)[-14:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     "megapipe/engine/reductions.py": 1,  # one read of losses, norm and flags at the end of a step
@@ -56,6 +75,15 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertDataConf
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "bert").mkdir()
     return write_shard(folder), write_corpus(folder / "bert")
+
+
+def config_with(name: str, prefix: str, data: BertDataConfig) -> PretrainConfig:
+    """A small run in bf16 with one of `OPTIONS`."""
+    model, groups = OPTIONS[name]
+    changes = {"training": {"precision": "bf16"}, **groups}
+    if isinstance(model, BertModelConfig):
+        return make_bert_config(data, model, **changes)
+    return make_config(prefix, model, **changes)
 
 
 def shortened(config: PretrainConfig, microbatches: int = 4) -> PretrainConfig:
@@ -83,12 +111,17 @@ def waits_of(report: runs.Report, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "name", [each if each in FAST_OPTIONS else pytest.param(each, marks=pytest.mark.slow) for each in OPTIONS]
+    "name",
+    [
+        each
+        if each in FAST_OPTIONS
+        else pytest.param(each, marks=pytest.mark.exhaustive if each in LATE_OPTIONS else pytest.mark.slow)
+        for each in OPTIONS
+    ],
 )
 def test_every_option_of_a_model_trains_without_a_fault(corpora: tuple[str, BertDataConfig], name: str) -> None:
-    model, groups = OPTIONS[name]
-    config = shortened(make_config(corpora[0], model, **{"training": {"precision": "bf16"}, **groups}), 2)
-    check(run_fake(runs.train, config, 2, True))
+    config = shortened(config_with(name, *corpora), 2)
+    check(run_fake(runs.train, config, 2, True, ranks=prod(size or 1 for size in sizes_of(config).values())))
 
 
 @pytest.mark.slow
