@@ -52,7 +52,7 @@ EXTRAS = {
         'triton>=3.6; platform_system == "Linux"',  # kernels interpreted on CPUs, and compiled ahead of time
         "ruff>=0.8",  # linter and formatter
         "mypy>=1.13",  # type checker
-        "import-linter>=2.1",  # holds the rooms' import contract
+        "import-linter>=2.1",  # checks which packages import which
         "types-PyYAML>=6",  # type stubs for mypy
     ],
     "gpu": [
