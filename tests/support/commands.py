@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = ("needs GPUs", "needs several machines", "needs a network")
+NEEDS = (
+    "needs GPUs",
+    "needs several machines",
+    "needs a network",
+    "needs docker",
+    "needs the CUDA toolkit",
+    "needs half an hour",
+    "needs old revisions",
+)
+"""What a marker before a block of commands may say."""
 _FENCE = re.compile(r"(?:<!-- (needs [\w ]+) -->\n+)?```(\w*)\n(.*?)```", re.DOTALL)
 
 
