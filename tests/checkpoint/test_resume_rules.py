@@ -196,7 +196,7 @@ def test_a_tokenizer_is_known_by_its_fingerprint(tmp_path: Path) -> None:
     assert fit_of(before, data, before).other_data == ()
     before.data = replace(before.data, fim_rate=0.5, fim_tokens=[1, 2, 3])
     data = replace(data, end_of_document=256)
-    with pytest.raises(CheckpointError, match=r"end-of-document token.* is None by .* and was 256"):
+    with pytest.raises(CheckpointError, match=r"end-of-document token.* is None in .* and was 256"):
         fit_of(before, data, before)
 
 

@@ -73,7 +73,7 @@ def test_more_corpora_than_open_files_are_refused(corpora: list[str]) -> None:
     os.close(taken)
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 2, hard))
     try:
-        with pytest.raises(DataError, match=r"c\d+ cannot be opened .*ulimit -n"):
+        with pytest.raises(DataError, match=r"c\d+ cannot be opened: .*ulimit -n"):
             split_samples(make(dict.fromkeys(corpora, 1.0)), "train")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
