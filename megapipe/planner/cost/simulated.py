@@ -146,9 +146,10 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
         Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
     ]
     yield from parts
+    waiting = seconds - sum(part.seconds for part in parts)
     yield Term(
         "waiting",
-        seconds - sum(part.seconds for part in parts),
+        waiting if abs(waiting) > 1e-9 * seconds else 0.0,  # no wait but rounding
         "simulation of the schedule: bubble, messages, gradient reduction over replicas",
     )
 
