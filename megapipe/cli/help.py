@@ -13,7 +13,7 @@ from megapipe.cli.train import parser_of
 from megapipe.config.errors import ConfigError
 from megapipe.config.help_format import as_yaml, file_of, in_words, invocation, type_of
 from megapipe.config.kinds import KINDS
-from megapipe.config.other_names import OTHER_NAMES, hint
+from megapipe.config.other_names import OTHER_NAMES, hint, split_target
 from megapipe.config.packaged_files import packaged_files
 from megapipe.config.untrusted import decode_yaml
 
@@ -138,7 +138,7 @@ def _packaged(name: str) -> Iterator[str]:
 def _other_names(name: str) -> Iterator[str]:
     """Yield the names of an option in other programs."""
     for program, targets in OTHER_NAMES.items():
-        yield from (f"{other} ({program})" for other, target in targets.items() if target.partition(" ")[0] == name)
+        yield from (f"{other} ({program})" for other, target in targets.items() if split_target(target)[0] == name)
 
 
 def _pages(name: str) -> list[str]:

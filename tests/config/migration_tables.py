@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megapipe.config.other_names import OTHER_NAMES
+from megapipe.config.other_names import OTHER_NAMES, WITHOUT_FIELD
 
 FOLDER = Path(__file__).parents[2] / "docs" / "migrate"
 PAGES = {"Megatron-LM": "megatron_lm.md", "nanoGPT": "nanogpt.md", "torchtitan": "torchtitan.md"}
@@ -11,15 +11,24 @@ BEGIN, END = "<!-- table: python -m tests.config.migration_tables -->", "<!-- en
 
 
 def table(program: str) -> str:
-    """Return the options of a program and what each is here."""
-    return "\n".join((f"| {program} | megapipe |", "|---|---|", *_rows(program)))
+    """Return the options of a program and what each is here, then those without a field and why."""
+    return "\n".join(
+        (
+            *(f"| {program} | megapipe | values |", "|---|---|---|", *_rows(program)),
+            *("", "These options have no field:", "", f"| {program} | why |", "|---|---|"),
+            *(f"| {_option(program, name)} | {reason} |" for name, reason in WITHOUT_FIELD[program].items()),
+        )
+    )
 
 
 def _rows(program: str) -> Iterator[str]:
-    dashes = "--" if program == "Megatron-LM" else ""
     for name, target in OTHER_NAMES[program].items():
-        other = name.replace("_", "-") if dashes else name
-        yield f"| `{dashes}{other}` | `--{target}` |"
+        option, _, remark = target.partition("; ")
+        yield f"| {_option(program, name)} | `--{option}` | {remark} |"
+
+
+def _option(program: str, name: str) -> str:
+    return f"`--{name.replace('_', '-')}`" if program == "Megatron-LM" else f"`{name}`"
 
 
 def parts(program: str) -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.help_format import COMMON
 from megapipe.config.kinds import kind_of
 from megapipe.config.load import build_parser, parse, parse_as
-from megapipe.config.other_names import OTHER_NAMES, hint
+from megapipe.config.other_names import OTHER_NAMES, WITHOUT_FIELD, hint, split_target
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.main import main as plan
 from megapipe.schedules import GENERATORS
@@ -112,7 +112,7 @@ def test_examples_in_help_can_be_parsed() -> None:
 def test_options_of_other_programs_name_a_field() -> None:
     known = list(options(PretrainConfig))
     for name in [*MEGATRON_SCRIPTS.split(), *NANOGPT.split()]:
-        answer = re.search(r"did you mean '([\w.]+)'|is --([\w.]+)(?: \w+)? here$", hint(name, known))
+        answer = re.search(r"did you mean '([\w.]+)'|is --([\w.]+)(?: \w+)? here(?: \(.+\))?$", hint(name, known))
         assert answer, name
         field = answer[1] or answer[2]
         assert field in known
@@ -122,12 +122,43 @@ def test_options_of_other_programs_name_a_field() -> None:
 def test_other_programs_options_name_a_field_that_takes_the_value() -> None:
     known, values = options(BertPretrainConfig), []
     for name, target in TABLE:
-        field, _, value = target.partition(" ")
+        field, value, remark = split_target(target)
         assert field in known, f"{name}: {field} is not an option"
         fields_here = known if "." in name else {each.rpartition(".")[2] for each in known}
         assert name not in fields_here, f"{name} is a field here, too"
         values += [f"--{field}={value}"] if value else []
+        for option in re.findall(r"(?:^|[ :])((?:[a-z_]+\.)+[a-z_]+)", remark):
+            assert option in known, f"{name}: {option} is not an option"
     parse_as(BertPretrainConfig, values)
+
+
+def test_values_in_remarks_are_values_of_the_field() -> None:
+    known = options(BertPretrainConfig)
+    pairs = [
+        (known[field], word.strip())
+        for field, _, remark in (split_target(target) for _, target in TABLE)
+        for sentence in remark.split(". ")
+        for word in re.findall(r"^[\w, -]+: (\w+)$", sentence)
+    ]
+    assert len(pairs) > 15
+    for action, value in pairs:
+        assert value == "null" or any(
+            value in re.split(r"[^\w]+", str(each)) for each in (action.choices or (), action._typehint)
+        ), (action.dest, value)
+
+
+def test_every_other_name_is_answered_at_the_command_line() -> None:
+    known = list(options(BertPretrainConfig))
+    for name, target in TABLE:
+        field, _, remark = split_target(target)
+        answer = hint(name, known)
+        assert f"did you mean '{field}'" in answer or (f"--{field}" in answer and remark in answer), (name, answer)
+    for program, reasons in WITHOUT_FIELD.items():
+        for name, reason in reasons.items():
+            answer = hint(name, known)
+            assert answer == f"; {program}'s {name} has no field here: {reason}", (name, answer)
+            for option in re.findall(r"\b((?:[a-z0-9_]+\.)+[a-z0-9_]+)", reason):
+                assert option in known, f"{name}: {option} is not an option"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +168,10 @@ def test_other_programs_options_name_a_field_that_takes_the_value() -> None:
             ["--tensor-model-parallel-size", "2"],
             ["Megatron-LM's tensor_model_parallel_size is --parallel.tensor here"],
         ),
+        (["--distributed-timeout-minutes=9"], ["is --parallel.timeout_seconds here (in seconds)"]),
+        (["--transformer-impl=local"], ["Megatron-LM's transformer_impl has no field here: there is one"]),
+        (["--experimental.pipeline_parallel_degree=2"], ["pipeline_parallel_degree is --parallel.pipeline here"]),
+        (["--fault_tolerance.enable=true"], ["'fault_tolerance.enable' (--help-all"]),
         (["--model.n_embd=64"], ["nanoGPT's n_embd is --model.hidden_size here"]),
         (["--training.local_batch_size=4"], ["torchtitan's training.local_batch_size is --batch.micro_size here"]),
         (["--max_norm=1"], ["torchtitan's training.max_norm is --optimizer.clip_norm here"]),
