@@ -65,6 +65,7 @@ EXTRAS = {
 # docs/kernels.md; the "apex" of package indexes is another project.
 
 EXAMPLES = ("*.yaml", "*.sh", "*.py", "launch/*", "docker/*", "models/*.yaml", "parallel/*.yaml", "recipes/*")
+GUIDES = ("*.md", "migrate/*.md", "tutorials/*.md")  # `megapipe help FIELD` names those that mention a field
 
 # Run by its path: an isolated build has neither torch nor megapipe.
 CUDA_BUILD = runpy.run_path("megapipe/kernels/cuda_backend/build.py")
@@ -116,7 +117,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megapipe*"]),
     package_data={
-        "megapipe": ["py.typed", *(f"examples/{files}" for files in EXAMPLES)],
+        "megapipe": ["py.typed", *(f"examples/{files}" for files in EXAMPLES), *(f"docs/{files}" for files in GUIDES)],
         "megapipe.planner.hardware": ["presets/*.yaml"],
         "megapipe.kernels": ["measured/*.yaml"],
     },

@@ -22,8 +22,8 @@ usage: megapipe help [COMMAND | FIELD]
 
 Explain a command, or a field of the configuration such as parallel.tensor. A name with -- is always a field.
 """
-SOURCES = Path(__file__).resolve().parents[2]
-"""Folder of README.md and docs/, unless this is an installed wheel, which has no pages."""
+GUIDES = Path(__file__).resolve().parents[1] / "docs"
+"""Folder of the guides, which are part of the package."""
 VARIABLES = {
     "kernels.backends": "MEGAPIPE_KERNEL_PREFERENCES: a file of measured preferences, or none",
     "ranks": "RANK, WORLD_SIZE (of torchrun), SLURM_PROCID (of srun): this process is a rank already",
@@ -93,6 +93,8 @@ def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
     facts["variables"] = VARIABLES.get(name, "")
     facts["also called"] = _listed(_other_names(name))
     facts["pages"] = _listed(_pages(name if name in fields else f"--{name}"))
+    if facts["pages"] and not (Path("docs").is_dir() and GUIDES.samefile("docs")):
+        facts["pages"] += f" (in {GUIDES.parent})"
     width = shutil.get_terminal_size().columns
     if name not in fields:  # texts of fields are sentences
         about = about[:1].upper() + about[1:] + ("" if about.endswith((".", ")")) else ".")
@@ -142,13 +144,13 @@ def _other_names(name: str) -> Iterator[str]:
 
 
 def _pages(name: str) -> list[str]:
-    """Return the pages that mention an option, most mentions first."""
+    """Return the guides that mention an option, most mentions first."""
     mention = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)")
-    if not (SOURCES / "pyproject.toml").is_file():
-        return []
-    files = [SOURCES / "README.md", *sorted((SOURCES / "docs").rglob("*.md"))]
+    files = sorted(file for folder in ("", "migrate", "tutorials") for file in (GUIDES / folder).glob("*.md"))
     counts = {file: len(mention.findall(file.read_text(encoding="utf-8"))) for file in files}
-    return [str(file.relative_to(SOURCES)) for file in sorted(counts, key=lambda file: -counts[file]) if counts[file]]
+    return [
+        f"docs/{file.relative_to(GUIDES)}" for file in sorted(counts, key=lambda file: -counts[file]) if counts[file]
+    ]
 
 
 def _related(name: str, action: Action, options: dict[str, Action], known: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from tests.packaging.environment import CONSTRAINTS, ROOT, closure, constraints,
 
 NEWCOMERS_COMMANDS = 15
 """Commands, the installation among them, after which a newcomer sees generated text."""
-NO_SOURCES = {".venv", ".git", "build", "runs", "data", "tests", "docs", "benchmarks", "shared"}
+NO_SOURCES = {".venv", ".git", "build", "runs", "data", "tests", "benchmarks", "shared"}
 
 
 def pinned(text: str) -> dict[str, str]:
@@ -82,6 +82,8 @@ def test_the_wheel_has_all_modules_and_examples_and_complete_metadata(wheel: Pat
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".so", ".cubin")
     }
+    guides = {f"megapipe/{page.relative_to(ROOT)}" for page in (ROOT / "docs").rglob("*.md")}
+    sources |= {name for name in guides if not name.startswith(("megapipe/docs/reference/", "megapipe/docs/project/"))}
     assert {name for name in names if name.startswith("megapipe/")} == sources
     assert not {name.partition("/")[0] for name in names} - {"megapipe", f"megapipe-{__version__}.dist-info"}
     assert metadata["Version"] == __version__
@@ -142,7 +144,12 @@ def test_an_installed_wheel_trains_generates_plans_and_converts(programs: Path, 
         return done.stdout
 
     assert run("--version") == f"megapipe {__version__}\n"
-    assert "--config three_d (2)" in run("help parallel.tensor")
+    explained = " ".join(run("help parallel.tensor").split())
+    assert "--config three_d (2)" in explained
+    assert "docs/parallelism.md" in explained
+    (packages,) = programs.parent.glob("lib/python*/site-packages")
+    assert f"(in {packages}/megapipe)" in explained
+    assert (packages / "megapipe/docs/parallelism.md").is_file()
     run("preprocess --input text.jsonl --output-prefix corpus --tokenizer bytes --append-eod")
     data = "--data.prefix corpus_text_document"
     size = "--model.num_layers 1 --model.hidden_size 32 --batch.global_size 4 --training.steps 3"
