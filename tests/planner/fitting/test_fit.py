@@ -193,8 +193,13 @@ def test_another_prior_tells_the_rows_left_out_too(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "squares"), [("sc21", (0.0077, 0.0020, 0.0006)), ("h100", (0.0040, 0.0029, 0.0024))])
-def test_without_the_smallest_model_rows_alone_put_memory_on_its_bound(name: str, squares: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "squares", "too_fast"),
+    [("sc21", (0.0077, 0.0020, 0.0006), 0.09), ("h100", (0.0040, 0.0029, 0.0024), 0.10)],
+)
+def test_without_the_smallest_model_rows_alone_put_memory_on_its_bound(
+    name: str, squares: tuple[float, ...], too_fast: float
+) -> None:
     """Why there is a prior: the other rows fit the better the more of its bandwidth memory reaches."""
     rows, _, hardware = runs_of(name)
     others = [parameter for parameter in PARAMETERS if parameter.name != "memory"]
@@ -212,4 +217,4 @@ def test_without_the_smallest_model_rows_alone_put_memory_on_its_bound(name: str
 
     found = [best(memory) for memory in (0.5, 0.75, 1.0)]
     assert [left for left, _ in found] == pytest.approx(squares, abs=1e-4)
-    assert judge(rows[0], found[-1][1]).error == pytest.approx(0.10, abs=0.01)
+    assert judge(rows[0], found[-1][1]).error == pytest.approx(too_fast, abs=0.01)
