@@ -193,7 +193,7 @@ def isolation_bytes(
 def repeated_keys_bytes(
     model: ModelConfig, micro_size: int, sequence_length: int, precision: Precision, tensor_size: int = 1
 ) -> int:
-    """What a block keeps besides `activation_bytes` where attention repeats keys and values for every query head.
+    """Return the bytes that a block saves in addition to `activation_bytes` if attention repeats keys and values.
 
     Negative where the product of queries, keys and values is then not kept: rotated queries and repeated keys and
     values are all that attention reads.

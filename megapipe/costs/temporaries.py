@@ -52,7 +52,7 @@ class Temporaries:
     sequence_parallel: bool = False
 
     def of(self, phase: Phase) -> int:
-        """Return the most bytes that a backward, or one half of it, holds beyond what there was before it."""
+        """Return the peak bytes of a backward, or of one half of it, beyond those held before it."""
         if phase == "weight half":
             return self._weight_half()
         if self.layer.kind == "embedding":
@@ -112,11 +112,10 @@ class Temporaries:
 
     def _head(self, *, whole: bool) -> int:
         """The gradients of the last hidden states and of the output matrix, which the logits' gradient makes."""
-        rows = self._rows
+        rows, elements = self._rows, self._elements("output.weight")
         hidden = rows * self.model.hidden_size * self._width
         if not whole:
             return hidden
-        elements = self._elements("output.weight")
         if self.recompute_logits:
             columns = elements // self.model.hidden_size
             logits = min(rows, chunk_rows(columns, self._width)) * columns * self._width
@@ -126,7 +125,7 @@ class Temporaries:
         return hidden + max(hidden + elements * self._width, self._gradient(elements))
 
     def _block(self, *, whole: bool) -> int:
-        """The largest of what the gradients of the second matrix, the activation and the first matrix need.
+        """Return the largest need of the gradients of the second matrix, the activation and the first matrix.
 
         A product's output gradient is freed before its weight's gradient is cast, unless it is the residual stream's.
         Attention comes after them, when more has been freed; without a fused kernel its weights' gradients count.

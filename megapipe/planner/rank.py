@@ -129,12 +129,11 @@ class RankPrediction:
         return list(timeline(self))
 
     def temporaries(self) -> int:
-        """What the step's peak has beyond the most that there is behind any action."""
+        """Return the difference between a step's peak bytes and the peak bytes after any action."""
         return max(map(sum, self._timeline)) - max(sum(held._replace(temporaries=0)) for held in self._timeline)
 
     def device_bytes(self) -> int:
-        """The most that there is on the device at any moment of a step: lasting state, slots for messages, and what
-        comes and goes."""
+        """Return the peak bytes on the device during a step: persistent state, message slots, other tensors."""
         return self.state().total - self.in_host() + self.messages + max(map(sum, self._timeline))
 
     def traffic(self) -> Traffic:

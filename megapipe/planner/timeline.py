@@ -28,8 +28,8 @@ class Held(NamedTuple):
     weights: whole ones of units that replicas share out or whose home is host memory. gradients: whole ones of units
     whose state is shared out. summands: what sums of such gradients need
     besides, over gloo other ranks' parts. reloaded: optimizer state that has come from host memory for an update.
-    activations: of all micro-batches. sent: messages that may not have left. temporaries: what the action needed for a
-    moment beyond all that it leaves (`costs.temporaries`).
+    activations: of all micro-batches. sent: messages that may not have left. temporaries: peak bytes within the
+    action beyond those after it (`costs.temporaries`).
     """
 
     weights: int = 0
@@ -252,7 +252,7 @@ class _ReloadedStates:
 
 
 class _Sent:
-    """Messages to other ranks over NCCL, each kept until so many more have followed it; gloo's copies them."""
+    """Messages to other ranks over NCCL: the last few of each boundary are kept. gloo copies messages."""
 
     KINDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
@@ -286,7 +286,7 @@ class _Activations:
         }
 
     def run(self, action: Action) -> None:
-        """`within`: the most that a backward held at any moment, its temporaries included."""
+        """Run one action; for a backward, `within` becomes its peak bytes, including temporaries."""
         if action.kind in PHASES:
             self._run_backward(action)
         self._pass_on(action)
@@ -304,7 +304,7 @@ class _Activations:
             self.held.put(key, self._sizes.kept((action.stage, action.unit), self._predictions(action.microbatch)))
 
     def _run_backward(self, action: Action) -> None:
-        """From the last unit to the first, each of which leaves its input's gradient to the one before it."""
+        """Run a backward from the last unit to the first; each leaves its input's gradient to the previous one."""
         self.within = 0
         for unit in reversed(self._rank.units_of(action)):
             place = action.stage, unit

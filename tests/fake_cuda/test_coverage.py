@@ -27,7 +27,7 @@ RESOLVED = {
     "offload.activations": "auto",
     "schedule.update": "lazy",
 }
-"""Choices that measurements replace by another choice before the model is built, and one that null stands for."""
+"""Choices that a measurement or a default replaces before the model is built."""
 
 
 def choices(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

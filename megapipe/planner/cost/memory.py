@@ -19,9 +19,6 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.runs.scheduling import schedule_options
 
-PHASES: tuple[tuple[Phase, ...], ...] = (("backward",), ("input half", "weight half"))
-"""Of whole backwards, and of split ones."""
-
 
 @dataclass(frozen=True)
 class LayerSizes:
@@ -43,8 +40,9 @@ class LayerSizes:
         share out alone."""
         costs, layers = run.costs, [run.stages.layers[index] for index in run.kinds]
         kept, pending = ([float(count(layer)) for layer in layers] for count in (costs.kept, costs.pending))
+        phases: tuple[tuple[Phase, ...], ...] = (("backward",), ("input half", "weight half"))
         whole, split = (
-            tuple(max(costs.temporaries(layer, phase) for phase in phases) for layer in layers) for phases in PHASES
+            tuple(max(costs.temporaries(layer, phase) for phase in each) for layer in layers) for each in phases
         )
         return cls(tuple(kept), tuple(pending), costs.stream, whole, split)
 
@@ -74,10 +72,10 @@ class LayerSizes:
         return _Activations(kept, pending, working, max(0.0, temporaries))
 
     def _temporaries(self, kinds: tuple[int, ...], spans: tuple[range, ...], splits: bool) -> float:
-        """The most that a backward of a stage holds beyond what there was before it, messages apart.
+        """Return the peak bytes of a stage's backward beyond those held before it, without messages.
 
-        Units run from the last to the first, and what those behind a unit kept has been freed; under split backwards
-        it may have given way to what the halves hand over.
+        Units run from the last to the first, and each frees its saved activations. A split backward may keep them for
+        the weight half, so they are not subtracted there.
         """
         needed = self.halves if splits else self.temporaries
         span_of = {unit: span for span in spans for unit in span}
