@@ -69,8 +69,10 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, corpus: str, s
 def test_replicas_that_share_weights_out_round_them_as_whole_ones_do(
     corpus: str, sizes: dict[str, int], stage: int
 ) -> None:
-    plain = make_config(corpus, LLAMA_SHAPE, training=TRAINING, parallel=sizes)
-    shared = make_config(corpus, LLAMA_SHAPE, training=TRAINING, parallel=sizes, zero={"stage": stage})
+    # Without clipping: shards add the squares of the norm in another order, and its last bits reach every update.
+    groups = {"training": TRAINING, "parallel": sizes, "optimizer": {"clip_norm": None}}
+    plain = make_config(corpus, LLAMA_SHAPE, **groups)
+    shared = make_config(corpus, LLAMA_SHAPE, **groups, zero={"stage": stage})
     wanted, found = (
         assembled([rank.weights for rank in run_mesh(sizes, run_gpt, config, 3)]) for config in (plain, shared)
     )
