@@ -118,7 +118,7 @@ setup(
     packages=find_packages(include=["megapipe*"]),
     package_data={
         "megapipe": ["py.typed", *(f"examples/{files}" for files in EXAMPLES), *(f"docs/{files}" for files in GUIDES)],
-        "megapipe.planner.hardware": ["presets/*.yaml"],
+        "megapipe.layout.hardware": ["presets/*.yaml"],
         "megapipe.kernels": ["measured/*.yaml"],
     },
     entry_points={"console_scripts": ["megapipe = megapipe.cli.main:start"]},

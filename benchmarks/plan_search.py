@@ -29,10 +29,10 @@ from typing import Any
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.published import A100, PublishedRun
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.pipedream.transformer import TransformerShape
 from megapipe.planner.pipedream.two_buffered import Machine, plan
 from megapipe.planner.search.differences import differences

@@ -27,12 +27,12 @@ from megapipe.config.load import parse_as
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.cost.model import Prediction, predict
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.training.calibration import profile
 from megapipe.training.calibration.ranks import on_ranks
 from megapipe.training.calibration.samples import samples_for

@@ -23,7 +23,7 @@ from train_step_contest.models import MODELS
 from train_step_contest.pipeline import ALONE, PIPELINE, pipeline_seconds
 from train_step_contest.timing import Rate, in_turns, one_by_one, paired_ratio, rates, ratio_to_best_peer, show, timed
 
-from megapipe.costs.gpt import gpt_layers
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.throughput import UtilisationMeter, device_peak
 
 Result = dict[str, Any]

@@ -17,10 +17,10 @@ from megapipe.config.kinds import kind_of
 from megapipe.config.load import parse, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.bert import bert_layers
-from megapipe.costs.gpt import gpt_layers
 from megapipe.planner.recompute_budget import peak_bytes
 from megapipe.planner.report.words import layout_told
+from megapipe.spec.bert import bert_layers
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.validate import validate
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,9 @@ import pytest
 
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.model import ModelConfig
-from megapipe.costs.communication import pipeline_exchange, replica_exchanges, tensor_exchanges, total_sent
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import stored_elements
+from megapipe.spec.communication import pipeline_exchange, replica_exchanges, tensor_exchanges, total_sent
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import stored_elements
 from tests.support.layout_table import GUIDE, table, written
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -30,8 +30,8 @@ from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.preprocess.journal import Journal, read_journal
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.fitting.measured_rows import read_rows
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.schedules import ScheduleError, build, dumps, rank_costs
 from megapipe.schedules.load_file import load_file
 from megapipe.schedules.measured.trace_file import read_rank
@@ -184,7 +184,7 @@ def make_archive(folder: Path) -> Path:
 
 METRICS = '{"event": "start", "step": 0}\n{"step": 1, "loss": 2.5}\n{"event": "evaluation", "step": 1, "loss": 2.0}\n'
 ROWS = "rows:\n- {name: a, config: run.yaml, devices: 2, step_seconds: 0.5, overrides: {batch.micro_size: 4}}\n"
-HARDWARE = (ROOT / "megapipe/planner/hardware/presets/h100.yaml").read_text()
+HARDWARE = (ROOT / "megapipe/layout/hardware/presets/h100.yaml").read_text()
 VOCABULARY = json.dumps(
     {
         "model": {"type": "WordPiece", "vocab": {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[MASK]": 3, "##a": 4}},

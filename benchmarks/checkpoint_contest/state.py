@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import Init, ParameterSpec
 
 WIDTH = 2048
 MOMENTS = ("first_moment", "second_moment")

@@ -22,11 +22,11 @@ from megapipe.checkpoint import DamagedCheckpointError, RunState, load_weights, 
 from megapipe.checkpoint.directory import quarantine
 from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import Init, ParameterSpec
 
 SHAPE = (32, 96)
 NAMES = ("first", "second", "third")

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.replica import Replica
 
 from .setting import BETAS, CLIP, DECAY, LEARNING_RATE, Setting, Step

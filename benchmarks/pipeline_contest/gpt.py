@@ -11,13 +11,13 @@ from torch.distributed.pipelining import PipelineStage
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.stage import Stage
 from megapipe.engine.wiring import LinkPool
 from megapipe.layers.context import MicrobatchContext
+from megapipe.layout.stages import lay_out
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.runs.layout import lay_out
 from megapipe.schedules import build
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.assemble import Assembly
 from pipeline_contest.measure import in_turns
 from pipeline_contest.orders import Race

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
@@ -19,6 +18,7 @@ from megapipe.parallel.groups.solo import SoloGroup
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
+from megapipe.spec.parameters import Init, ParameterSpec
 from pipeline_contest.setting import Setting
 from pipeline_contest.sleeping import SleepingStage, sleeping_loss
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.replica import Replica
 
 from .models import Training

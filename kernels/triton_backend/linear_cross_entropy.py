@@ -7,11 +7,11 @@ by the kernels of `cross_entropy`. What is kept has one copy: the product is wri
 import torch
 from torch import Tensor
 
-from megapipe.costs.temporaries import chunk_rows
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.linear_cross_entropy import projected
 from megapipe.kernels.triton_backend import cross_entropy
 from megapipe.kernels.triton_backend.launch import refusal as refusal
+from megapipe.spec.temporaries import chunk_rows
 
 
 def _fake_statistics(

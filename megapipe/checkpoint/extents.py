@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megapipe.costs.parameters import Box
+from megapipe.spec.parameters import Box
 
 
 @dataclass(frozen=True)

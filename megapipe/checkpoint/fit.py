@@ -13,8 +13,8 @@ from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import Manifest
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import ParameterSpec
 from megapipe.data.identity import DataIdentity
+from megapipe.spec.parameters import ParameterSpec
 
 _SHOWN = 3
 """Largest number of problems in one message."""

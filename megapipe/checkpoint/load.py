@@ -18,9 +18,9 @@ from megapipe.checkpoint.manifest import WEIGHTS, Chunk, Manifest, RunState, ear
 from megapipe.checkpoint.manifest_file import read_manifest
 from megapipe.checkpoint.shards import Shard, parts_of, shards_of
 from megapipe.checkpoint.tensor_file import TensorFile
-from megapipe.costs.parameters import ParameterSpec
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import ParameterSpec
 
 
 class Moments(Protocol):

@@ -18,8 +18,8 @@ from megapipe.checkpoint.extents import Extent
 from megapipe.checkpoint.manifest import Chunk, DataChange, Manifest, RunState
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.config import untrusted
-from megapipe.costs.parameters import Box
 from megapipe.data.identity import DataIdentity
+from megapipe.spec.parameters import Box
 
 MANIFEST = "manifest.json"
 FORMAT = "megapipe checkpoint"

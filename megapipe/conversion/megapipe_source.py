@@ -21,10 +21,10 @@ from megapipe.conversion.megapipe_target import TOKENIZER
 from megapipe.conversion.model_fields import check_layers, model_of, parameters_of
 from megapipe.conversion.source import Index
 from megapipe.conversion.tensor_stream import TensorReader, bytes_of
-from megapipe.costs.parameters import Box
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.shard_tokenizer import tokenizer_of_shard
+from megapipe.spec.parameters import Box
 
 
 class MegapipeSource:

@@ -21,7 +21,7 @@ from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.fresh_folder import FreshFolder
 from megapipe.conversion.tensor_stream import TensorStream
 from megapipe.conversion.tokenizer_files import copied_files, token_ids
-from megapipe.costs.parameters import Box
+from megapipe.spec.parameters import Box
 
 Data = TypeVar("Data", bound=DataConfig)
 

@@ -11,9 +11,9 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parser_errors import in_words
 from megapipe.config.untrusted import DECODING_ERRORS
-from megapipe.costs.bert import bert_layers
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.parameters import ParameterSpec
+from megapipe.spec.bert import bert_layers
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.parameters import ParameterSpec
 
 
 def model_of(fields: Mapping[str, Any]) -> ModelConfig:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megapipe.costs.parameters import LayerSpec, ParameterSpec
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.groups import unit_states
 from megapipe.engine.plan_layers import Layer, ModelPlan, clone
@@ -20,6 +19,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.schedule import Schedule
+from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
 WRAPPED = "module."
 """Where a layer's paths begin inside its ModuleUnit."""

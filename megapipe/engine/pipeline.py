@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.costs.parameters import tied_stages
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.groups import communicators, counted_states
@@ -37,6 +36,7 @@ from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.generators.registry import Options, find_generator, is_file_name
 from megapipe.schedules.load_file import fit_for_training, read_file
 from megapipe.schedules.schedule import Schedule
+from megapipe.spec.parameters import tied_stages
 
 Result = TypeVar("Result")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megapipe.costs.parameters import Init, LayerSpec, ParameterSpec
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.stage import TensorSpec, described, short
 from megapipe.engine.units import as_tuple
+from megapipe.spec.parameters import Init, LayerSpec, ParameterSpec
 
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or what makes one: then a rank builds only the layers that it runs."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from megapipe.costs.parameters import LayerSpec, ParameterSpec, tied_names, tied_stages
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.schedule import Header
+from megapipe.spec.parameters import LayerSpec, ParameterSpec, tied_names, tied_stages
 
 MakeState = Callable[[str, list[ParameterSpec], int], UnitState]
 """(name, parameters, number of uses) -> state."""

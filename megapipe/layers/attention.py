@@ -10,8 +10,6 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from megapipe.config.model import ModelConfig
-from megapipe.costs.attention_path import faster_path
-from megapipe.costs.token_order import Share
 from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention_probabilities import causal_mask
 from megapipe.kernels.registry import Registry
@@ -22,13 +20,15 @@ from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shap
 from megapipe.layers.norms import RMSNorm
 from megapipe.layers.remade import Remade, run_again
 from megapipe.layers.rotary import RotaryAngles
+from megapipe.layout.token_order import Share
 from megapipe.parallel.groups import Group
+from megapipe.spec.attention_path import faster_path
 
 AttentionPath = Literal["sdpa", "unfused"]
 
 
 def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPath:
-    """The faster path, forward and backward, on this device type; `costs.attention_path` has the rule."""
+    """The faster path, forward and backward, on this device type; `spec.attention_path` has the rule."""
     half = dtype in (torch.bfloat16, torch.float16)
     return faster_path(device, half, num_tokens, amx=half and device == "cpu" and _has_amx())
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megapipe.costs.context import kv_copies
-from megapipe.costs.token_order import Share
 from megapipe.layers.attention import Attention
 from megapipe.layers.context import MicrobatchContext
+from megapipe.layout.token_order import Share
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
+from megapipe.spec.context import kv_copies
 
 
 @dataclass(frozen=True)

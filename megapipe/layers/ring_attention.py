@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.costs.token_order import Share, TokenOrder, token_numbers
 from megapipe.layers.attention_pieces import Seen, Weighing, piece_backward, piece_forward
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.ring_pieces import Piece, Visibility, pieces
+from megapipe.layout.token_order import Share, TokenOrder, token_numbers
 from megapipe.parallel.groups import Group, Work
 
 

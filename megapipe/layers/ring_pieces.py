@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megapipe.costs.token_order import TokenOrder, chunks_of, chunks_per_rank
+from megapipe.layout.token_order import TokenOrder, chunks_of, chunks_per_rank
 
 Kind = Literal["full", "causal", "masked"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig, RopeScaling
-from megapipe.costs.token_order import Share, TokenOrder
 from megapipe.kernels.opaque import constant_when_compiled
+from megapipe.layout.token_order import Share, TokenOrder
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from megapipe.costs.token_order import ContextAttention, Share, order_of
 from megapipe.layers.attention import Attention
 from megapipe.layers.head_exchange import HeadExchange
 from megapipe.layers.ring_attention import Ring
 from megapipe.layers.ring_pieces import Visibility
+from megapipe.layout.token_order import ContextAttention, Share, order_of
 from megapipe.parallel.groups import Group
 
 

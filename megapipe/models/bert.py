@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.costs.parameters import LayerSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.bidirectional_attention import BidirectionalAttention
@@ -24,6 +23,7 @@ from megapipe.layers.sequence_shard import OnShards
 from megapipe.models.gpt import Block, check_declared, make_norm
 from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
+from megapipe.spec.parameters import LayerSpec
 
 
 class BertEmbedding(nn.Module):
@@ -147,7 +147,7 @@ def build_layer(
     kernels: Registry = OPS,
     recompute_logits: bool = False,
 ) -> nn.Module:
-    """As models.gpt.build_layer, for the layers of costs.bert.bert_layers."""
+    """As models.gpt.build_layer, for the layers of spec.bert.bert_layers."""
     shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
     module: nn.Module
     if spec.kind == "embedding":

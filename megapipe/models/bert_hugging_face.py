@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.costs.bert import bert_layers
-from megapipe.costs.parameters import ParameterSpec
 from megapipe.models.gpt_hugging_face import (
     Correspondence,
     WeightMappingError,
@@ -20,6 +18,8 @@ from megapipe.models.gpt_hugging_face import (
     parted,
     query_key_value,
 )
+from megapipe.spec.bert import bert_layers
+from megapipe.spec.parameters import ParameterSpec
 
 _OUTER = {
     "embedding.word": "bert.embeddings.word_embeddings",

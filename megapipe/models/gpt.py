@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputedPart
-from megapipe.costs.parameters import LayerSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention
@@ -19,6 +18,7 @@ from megapipe.layers.linear import Shapes, within
 from megapipe.layers.mlp import MLP
 from megapipe.layers.norms import LayerNorm, Norm, RMSNorm
 from megapipe.parallel.groups import Group
+from megapipe.spec.parameters import LayerSpec
 
 
 class Embedding(nn.Module):
@@ -135,7 +135,7 @@ def check_declared(module: nn.Module, spec: LayerSpec, shapes: Shapes) -> None:
         raise ValueError(
             f"layer {spec.name}: module and declaration differ in {', '.join(wrong)}: "
             f"built {built}, declared {shapes}. "
-            "The specs in megapipe.costs must name every parameter of the module and no other"
+            "The specs in megapipe.spec must name every parameter of the module and no other"
         )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megapipe.config.errors import nearest
 from megapipe.config.model import ModelConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.parameters import ParameterSpec
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.parameters import ParameterSpec
 
 Family = Literal["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "ernie4_5_moe"]
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megapipe.costs.parameters import SEGMENT_ALIGNMENT
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference import adamw as reference
 from megapipe.kernels.reference.adamw import Coefficients
 from megapipe.kernels.registry import Registry
 from megapipe.optim.flat import blocks, check_flat
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 
 Lists = list[list[Tensor]]
 

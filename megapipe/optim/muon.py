@@ -3,7 +3,7 @@
 An update is the momentum with its singular values brought near 1, scaled to the size of AdamW's updates (Liu et al.
 2025, "Muon is scalable for LLM training", 2502.16982, section 2.2). It needs whole matrices: tensor ranks gather their
 shards of the momentum, and each orthogonalises all of the matrix and keeps its own part. Replicas that share the state
-out hold most matrices whole, one each; of those that are cut (`costs.whole_matrices`) they gather the momentum too.
+out hold most matrices whole, one each; of those that are cut (`layout.whole_matrices`) they gather the momentum too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megapipe.config.muon import MuonConfig
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.costs.parameters import ParameterSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.newton_schulz import orthogonalised
@@ -22,6 +21,7 @@ from megapipe.optim.optimizer import FIRST, MOMENTUM, SECOND, FlatAdamW
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import ParameterSpec
 
 
 def separate_matrices(whole: Tensor) -> Iterator[Tensor]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.costs.parameters import ParameterSpec
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.adamw import AdamW, adamw_step
 from megapipe.optim.rounding import round_weights
 from megapipe.optim.sgd import SGD, sgd_step
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import ParameterSpec
 
 FIRST, SECOND = "first_moment", "second_moment"
 MOMENTUM = "momentum"

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megapipe.costs.parameters import ParameterSpec
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import ParameterSpec
 
 
 class HostWeights(UnitState):

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megapipe.costs.parameters import SEGMENT_ALIGNMENT, Box, ParameterSpec
-from megapipe.costs.whole_matrices import place
+from megapipe.layout.whole_matrices import place
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Box, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SegmentTable:
     """Segments of one unit, decayed parameters first, matrices first of all, so that each optimizer group is one
     contiguous range: `matrices`, the `decayed` others, and what is `undecayed`.
 
-    With whole matrices these come last instead, each whole in one of the shards where `costs.whole_matrices` finds
+    With whole matrices these come last instead, each whole in one of the shards where `layout.whole_matrices` finds
     room for it; `cut` names the others.
     """
 

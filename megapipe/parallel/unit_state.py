@@ -10,13 +10,13 @@ from copy import copy as shallow_copy
 import torch
 from torch import Tensor, nn
 
-from megapipe.costs.parameters import ParameterSpec
 from megapipe.parallel.gradient_accumulators import GradientAccumulators
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.segments import SegmentTable
 from megapipe.parallel.sharding import WHOLE, Sharding, allocate, allocated, free, transient
 from megapipe.parallel.weight_source import WeightSource
 from megapipe.random.weights import fill_box
+from megapipe.spec.parameters import ParameterSpec
 
 
 class UnitState(GradientAccumulators):

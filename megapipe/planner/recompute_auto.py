@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from megapipe.config.errors import ConfigError
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.hardware.description import Hardware
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.recompute_budget import GIB, Recomputation, least_recomputation
 
 RESERVE = 0.1

@@ -14,18 +14,18 @@ from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig, RecomputedPart
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Device, Hardware
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.precision import with_named_precision
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.scheduling import splits_backwards
+from megapipe.layout.stages import StageLayout, layers_of
+from megapipe.layout.validation import data_parallel_size, run_problems
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.hardware.description import Device, Hardware
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.hardware.precision import with_named_precision
 from megapipe.planner.measured.times import MeasuredTimes
-from megapipe.planner.runs.layout import StageLayout, layers_of
-from megapipe.planner.runs.lowered import lowered_schedule
-from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.scheduling import splits_backwards
-from megapipe.planner.runs.validation import data_parallel_size, run_problems
 
 GIB = 2**30
 PARTS: tuple[list[RecomputedPart], ...] = (["norms"], ["mlp"], ["mlp", "norms"], ["attention", "mlp", "norms"])

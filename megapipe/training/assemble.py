@@ -9,8 +9,6 @@ from torch import nn
 
 from megapipe.config.recompute import RecomputedPart
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import ParameterSpec, tied_names
-from megapipe.costs.token_order import ContextAttention
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.stages import StageBuilder
 from megapipe.kernels.ops import OPS
@@ -19,14 +17,16 @@ from megapipe.layers.compiled import CompiledForward, CompiledUnit
 from megapipe.layers.fp8 import Fp8Products
 from megapipe.layers.linear import AccumulatingProducts, Linear
 from megapipe.layers.shared_samples import keep_rings_out_of_graphs, share_samples
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
+from megapipe.layout.token_order import ContextAttention
 from megapipe.models.gpt import Block
 from megapipe.parallel.groups import Group
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.schedules.schedule import Header
+from megapipe.spec.parameters import ParameterSpec, tied_names
 from megapipe.training.families import family_of
 
 BUILDING_SECONDS = 2.0

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.attention_path import why_a_mask
 from megapipe.data.batches import Microbatch, MicrobatchSource
 from megapipe.data.blend import BlendedSamples
 from megapipe.data.blend_order import BlendOrder
@@ -19,9 +18,10 @@ from megapipe.data.samples import GptSamples
 from megapipe.data.splits import SplitName
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.document_blocks import block_lists, document_blocks
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.transfer import tensor_on
-from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.spec.attention_path import why_a_mask
 from megapipe.training.context_layout import ALL_TOKENS, HeldTokens, runs_ring
 from megapipe.training.loader import Consumer, Loader
 

@@ -10,9 +10,9 @@ from megapipe.data.bert_samples import BertSamples
 from megapipe.data.splits import SplitName
 from megapipe.engine.step import Counts
 from megapipe.layers.context import BertContext
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.transfer import tensor_on
-from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.loader import Consumer, Loader
 

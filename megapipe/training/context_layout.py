@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.token_order import token_numbers
+from megapipe.layout.token_order import token_numbers
+from megapipe.layout.validation import token_order
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.runs.validation import token_order
 
 
 def runs_ring(config: PretrainConfig) -> bool:

@@ -22,16 +22,16 @@ from megapipe.engine.groups import unit_states
 from megapipe.engine.stage import Stage, TensorSpec, described
 from megapipe.kernels.ops import OPS
 from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.rank import RankPrediction
+from megapipe.layout.scheduling import schedule_name
+from megapipe.layout.stages import StageLayout
+from megapipe.layout.validation import data_parallel_size, num_microbatches
 from megapipe.parallel.groups import Group, ReduceOperation, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
-from megapipe.planner.rank import RankPrediction
-from megapipe.planner.runs.layout import StageLayout
-from megapipe.planner.runs.lowered import lowered_schedule
-from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.scheduling import schedule_name
-from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.validation import validate as validate_schedule

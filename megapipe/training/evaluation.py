@@ -10,9 +10,9 @@ import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import Counts, StepInput, StepResult
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.transfer import tensor_on
-from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.flags import start_any_rank
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica

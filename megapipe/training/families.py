@@ -8,12 +8,12 @@ from torch import nn
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import LayerSpec
 from megapipe.kernels.registry import Registry
+from megapipe.layout.stages import layers_of, predictions_of
 from megapipe.models import bert, bert_kernels, gpt, gpt_kernels
 from megapipe.models.gpt_kernels import KernelUse
 from megapipe.parallel.groups import Group
-from megapipe.planner.runs.layout import layers_of, predictions_of
+from megapipe.spec.parameters import LayerSpec
 from megapipe.training.context_layout import runs_ring
 
 PAIR_TERMS = {"order": "sop", "next": "nsp"}

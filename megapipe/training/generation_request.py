@@ -15,12 +15,12 @@ from megapipe.config.load import Config, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import tensor_problems
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest
 from megapipe.data.shard_tokenizer import tokenizer_of_shard
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.parallel.launch import DeviceChoice
+from megapipe.spec.gpt import tensor_problems
 
 
 class PromptError(ValueError):

@@ -7,12 +7,12 @@ import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.attention_path import why_a_mask
 from megapipe.kernels import apex_backend, preferences
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
 from megapipe.layers.fp8 import ALIGNMENT
 from megapipe.models.gpt_kernels import KernelUse, runs_unfused
+from megapipe.spec.attention_path import why_a_mask
 from megapipe.training.assemble import DTYPES
 from megapipe.training.context_layout import runs_ring
 from megapipe.training.families import family_of

@@ -9,7 +9,7 @@ from typing import Protocol
 from megapipe.data.prefetch import Prefetcher
 from megapipe.engine.step import Counts
 from megapipe.layers.context import MicrobatchContext
-from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.training.families import ModelFamily
 from megapipe.training.skipping import SkippingPlan
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.experts import load_variations
 from megapipe.engine.step import StepInput, StepResult
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.spec.experts import load_variations
 from megapipe.training import skipping
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.flags import any_rank

@@ -1,6 +1,6 @@
 """Compare the memory that a run needs with the free memory, before any parameter is allocated.
 
-The need is the exact prediction that dry runs print (`planner.rank`): persistent state, message buffers, and the peak
+The need is the exact prediction that dry runs print (`layout.rank`): persistent state, message buffers, and the peak
 within a step. It excludes the overhead of the framework (CUDA, NCCL, allocator fragmentation).
 """
 
@@ -19,12 +19,12 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.clocks import this_host
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.stages import StageLayout
+from megapipe.layout.validation import data_parallel_size
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.report.words import bytes_told
-from megapipe.planner.runs.layout import StageLayout
-from megapipe.planner.runs.lowered import lowered_schedule
-from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.validation import data_parallel_size
 from megapipe.training.validate import validate
 
 SUGGESTIONS = 3

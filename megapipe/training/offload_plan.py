@@ -10,20 +10,20 @@ import torch
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.bert_memory import bert_activation_bytes
-from megapipe.costs.compute import layer_flops
-from megapipe.costs.memory import AttentionPath, Precision, activation_bytes, boundary_bytes
-from megapipe.costs.offload import BlockCost, DoesNotFit, Treatments, treat
-from megapipe.costs.parameters import LayerSpec
+from megapipe.layout.moves import blocks_of, named_offload
+from megapipe.layout.offload import BlockCost, DoesNotFit, Treatments, treat
+from megapipe.layout.scheduling import splits_backwards
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.models.gpt_kernels import runs_unfused
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, StageLayout
-from megapipe.planner.runs.moves import blocks_of, named_offload
-from megapipe.planner.runs.scheduling import splits_backwards
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.memory import microbatches_held
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule
+from megapipe.spec.bert_memory import bert_activation_bytes
+from megapipe.spec.compute import layer_flops
+from megapipe.spec.memory import AttentionPath, Precision, activation_bytes, boundary_bytes
+from megapipe.spec.parameters import LayerSpec
 from megapipe.training.assemble import DTYPES
 from megapipe.training.families import family_of
 from megapipe.training.matrix_product import product_flops

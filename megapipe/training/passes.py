@@ -13,10 +13,10 @@ from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput
 from megapipe.engine.wiring import LinkPool, connect
+from megapipe.layout.stages import StageLayout, lay_out
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.planner.runs.layout import StageLayout, lay_out
 from megapipe.schedules import Schedule, build
 from megapipe.training.assemble import DTYPES, Assembly
 from megapipe.training.families import family_of

@@ -15,14 +15,14 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.precision import with_named_precision
+from megapipe.layout.hardware.writer import written
 from megapipe.parallel.errors import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.hardware.precision import with_named_precision
-from megapipe.planner.hardware.writer import written
 from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, layout_told

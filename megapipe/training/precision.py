@@ -12,8 +12,8 @@ from typing import cast
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import Precision
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.memory import Precision
 from megapipe.training.matrix_product import product_seconds, product_size
 
 

@@ -9,11 +9,11 @@ from typing import cast
 
 from megapipe.checkpoint.lock import DirectoryLock
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.experts import active_parameters
-from megapipe.costs.memory import Precision
-from megapipe.costs.parameters import LayerSpec
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
+from megapipe.layout.batch_plan import BatchPlan
+from megapipe.layout.scheduling import eager_cost, schedule_name
+from megapipe.layout.validation import data_parallel_size
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,
@@ -24,9 +24,9 @@ from megapipe.parallel.launch import (
 )
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
-from megapipe.planner.runs.batch_plan import BatchPlan
-from megapipe.planner.runs.scheduling import eager_cost, schedule_name
-from megapipe.planner.runs.validation import data_parallel_size
+from megapipe.spec.experts import active_parameters
+from megapipe.spec.memory import Precision
+from megapipe.spec.parameters import LayerSpec
 from megapipe.training import loss_curve, metrics, skipping
 from megapipe.training.determinism import require_determinism
 from megapipe.training.display import LOG, LogFile, open_display

@@ -9,10 +9,10 @@ import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.recompute_auto import Resolved, resolved
 from megapipe.training.calibration.device import memory_bytes
 from megapipe.training.planning import this_machine

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import LayerSpec
 from megapipe.engine.engine import Engine
 from megapipe.engine.groups import communicators, counted_states, unit_states
 from megapipe.engine.program import Instruction
@@ -17,17 +16,18 @@ from megapipe.engine.stage import Stage
 from megapipe.engine.swaps import Swaps
 from megapipe.engine.wiring import LinkPool, connect
 from megapipe.kernels.ops import OPS
+from megapipe.layout.scheduling import build_schedule, num_stages
+from megapipe.layout.stages import lay_out
+from megapipe.layout.validation import num_microbatches
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.loss_scale import LossScaler
 from megapipe.optim.make import make_optimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
-from megapipe.planner.runs.layout import lay_out
-from megapipe.planner.runs.scheduling import build_schedule, num_stages
-from megapipe.planner.runs.validation import num_microbatches
 from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Mode
+from megapipe.spec.parameters import LayerSpec
 from megapipe.training.action_places import ActionPlaces
 from megapipe.training.assemble import (
     Assembly,

@@ -24,8 +24,8 @@ from megapipe.data.errors import DataError
 from megapipe.data.hashed_file import sampled_checksum
 from megapipe.data.identity import shard_identity
 from megapipe.kernels.preferences import VARIABLE as PREFERENCES
+from megapipe.layout.hardware.reader import PRESETS
 from megapipe.parallel.rendezvous import Start, StartError, in_words
-from megapipe.planner.hardware.reader import PRESETS
 from megapipe.training.resume import weights_folder
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".yaml", ".json")

@@ -7,8 +7,8 @@ from torch import nn
 from megapipe.engine.stage import Stage
 from megapipe.layers.sequence_products import SequenceProducts
 from megapipe.layers.sequence_shard import shard_sequence
+from megapipe.layout.stages import StageLayout
 from megapipe.parallel.groups import Group
-from megapipe.planner.runs.layout import StageLayout
 
 
 def shard_sequences(stages: Mapping[int, Stage], layout: StageLayout, group: Group, chunks: int) -> None:

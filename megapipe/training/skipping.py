@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.training.output import LineFile
 from megapipe.training.records import Listener
 

@@ -6,8 +6,8 @@ from megapipe.data.bert_blend import BlendedBertSamples
 from megapipe.data.bert_samples import BertSamples
 from megapipe.data.sample_set import SampleSet
 from megapipe.data.splits import SplitName
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.runs.batch_plan import BatchPlan
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.bert_batches import BertLoader, bert_samples
 from megapipe.training.loader import Consumer, Loader

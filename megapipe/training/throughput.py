@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.compute import model_flops_per_token
-from megapipe.costs.devices import peak_flops
-from megapipe.costs.memory import Precision
-from megapipe.costs.parameters import LayerSpec
+from megapipe.layout.devices import peak_flops
+from megapipe.spec.compute import model_flops_per_token
+from megapipe.spec.memory import Precision
+from megapipe.spec.parameters import LayerSpec
 from megapipe.training.assemble import DTYPES
 from megapipe.training.families import family_of
 from megapipe.training.matrix_product import product_flops, product_size
@@ -39,7 +39,7 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
 
 
 class UtilisationMeter:
-    """MFU: the model's FLOPs (see costs/compute.py) divided by the peak of all ranks."""
+    """MFU: the model's FLOPs (see spec/compute.py) divided by the peak of all ranks."""
 
     def __init__(
         self, config: PretrainConfig, layers: tuple[LayerSpec, ...], peak: DevicePeak, num_ranks: int

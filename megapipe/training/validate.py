@@ -5,8 +5,8 @@ config/ checks each field; here every room's own rule is asked. All problems are
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.validation import run_problems
 from megapipe.optim.learning_rate import learning_rate_problems
-from megapipe.planner.runs.validation import run_problems
 from megapipe.training.kernel_choices import kernel_problems
 
 

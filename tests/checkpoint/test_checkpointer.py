@@ -10,8 +10,8 @@ from megapipe.checkpoint import CheckpointError, read_manifest
 from megapipe.checkpoint.manifest_file import MANIFEST
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.runs import config_in, train

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.checkpoint.extents import Extent, overlaps, tiling_problem
-from megapipe.costs.parameters import Box
+from megapipe.spec.parameters import Box
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:

@@ -11,8 +11,8 @@ from megapipe.checkpoint import CheckpointError, read_manifest, save
 from megapipe.checkpoint.fit import check_run, model_differences
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import data_identity
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.schedules.text import dumps, loads
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import trained_config

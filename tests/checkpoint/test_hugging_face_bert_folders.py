@@ -17,9 +17,9 @@ from torch import Tensor
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.hugging_face import INDEX, SINGLE
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
-from megapipe.costs.bert import bert_layers
 from megapipe.models.bert_hugging_face import from_hugging_face
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.bert import bert_layers
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.toy import alone

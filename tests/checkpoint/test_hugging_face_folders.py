@@ -18,9 +18,9 @@ from megapipe.checkpoint.hugging_face import INDEX, SINGLE
 from megapipe.checkpoint.hugging_face_heads import with_stored_head
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.models.gpt_hugging_face import from_hugging_face
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.runs import config_in

@@ -11,8 +11,8 @@ from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.extents import Extent
 from megapipe.checkpoint.manifest import Chunk, DataChange, Manifest, RunState
 from megapipe.checkpoint.manifest_file import MANIFEST, _checksum, check_files, encoded, read_manifest
-from megapipe.costs.parameters import Box
 from megapipe.data.identity import DataIdentity, ShardIdentity
+from megapipe.spec.parameters import Box
 
 FILE = "rank-00000.safetensors"
 SHARD = ShardIdentity(dtype="uint16", num_documents=2, num_sequences=2, num_tokens=9, bin_sample="a", idx_sample="b")

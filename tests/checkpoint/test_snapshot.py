@@ -12,7 +12,7 @@ from megapipe.checkpoint.extents import Extent
 from megapipe.checkpoint.save import Content
 from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.tensor_file import FileTensor
-from megapipe.costs.parameters import Box
+from megapipe.spec.parameters import Box
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

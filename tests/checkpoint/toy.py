@@ -13,12 +13,12 @@ from megapipe.checkpoint import RunState, load, save
 from megapipe.checkpoint.manifest import WEIGHTS, earlier_weights
 from megapipe.checkpoint.shards import Shard, buffers, shards_of
 from megapipe.checkpoint.storage import DISK, StorageWriter
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.sharding import Sharding
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import Init, ParameterSpec
 
 MOMENTS = ("first_moment", "second_moment")
 

@@ -14,8 +14,8 @@ from megapipe.checkpoint import RunState, save
 from megapipe.config.zero import ZeroConfig
 from megapipe.conversion.command import main
 from megapipe.conversion.megapipe_source import MegapipeSource
-from megapipe.costs.gpt import gpt_layers
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.replica import Replica
 from tests.checkpoint.runs import assert_same_bits, config_in, run
 from tests.conversion.test_round_trips import logits_of

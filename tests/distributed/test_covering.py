@@ -1,7 +1,7 @@
 """Features in pairs: each pair of values of tests/support/layouts.py in some run, beside one process and the formulas.
 
 Losses, first gradients and weights are those of one process, bit for bit where no sum is reordered. What every rank
-exchanges, keeps between steps and holds of shared state for a while is what megapipe/planner/rank.py predicts, to the
+exchanges, keeps between steps and holds of shared state for a while is what megapipe/layout/rank.py predicts, to the
 byte; activations are within a tenth.
 """
 
@@ -14,8 +14,8 @@ import pytest
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
-from megapipe.planner.rank import RankPrediction
-from megapipe.planner.runs.prediction import predict_rank
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.rank import RankPrediction
 from megapipe.training.validate import validate
 from tests.support.bert_runs import write_corpus
 from tests.support.counting_groups import counts_of

@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.runs.prediction import predict_rank
+from megapipe.layout.prediction import predict_rank
 from megapipe.training.validate import validate
 from tests.distributed.test_covering import CASES, Corpora, check_costs, check_equal, name_of
 from tests.support.bert_runs import write_corpus

@@ -12,9 +12,9 @@ from torch import Tensor
 from megapipe.config.errors import ConfigError
 from megapipe.config.loss_scale import LossScaleConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.replica import Replica

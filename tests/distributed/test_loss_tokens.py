@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard

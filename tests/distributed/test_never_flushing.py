@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.loader import StepBatch
 from megapipe.training.replica import Replica

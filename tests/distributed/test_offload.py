@@ -11,9 +11,9 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training import assemble
 from megapipe.training.assemble import CompiledForward
 from megapipe.training.replica import Replica

@@ -12,13 +12,13 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes, boundary_bytes
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.command.main import main
 from megapipe.schedules.text import dumps
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import activation_bytes, boundary_bytes
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.kernel_choices import attention_kept
 from megapipe.training.replica import Replica

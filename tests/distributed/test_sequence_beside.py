@@ -14,12 +14,12 @@ import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import on_layout

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import StateBytes
-from megapipe.costs.zero import flat_elements, shared_state_bytes
 from megapipe.engine.step import StepInput
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.zero import flat_elements, shared_state_bytes
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import StateBytes
 from megapipe.training import replica as replica_module
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica

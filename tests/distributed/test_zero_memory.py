@@ -10,9 +10,9 @@ import pytest
 
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard

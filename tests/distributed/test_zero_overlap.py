@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.measured.trace_file import Event
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training import replica as replica_module
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
@@ -24,6 +23,7 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.schedules.generators.registry import Options
 from megapipe.schedules.schedule import Mode
+from megapipe.spec.parameters import Init, ParameterSpec
 from tests.engine.serial_recursion import (
     ROWS,
     Chain,

@@ -11,8 +11,6 @@ import torch
 
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import EngineError
 from megapipe.engine.host_copies import Copy, Move, ThreadCopies
@@ -26,6 +24,8 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.schedule import SectionName
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import activation_bytes
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 from tests.optim.test_optimizer import SPECS

@@ -9,22 +9,22 @@ from torch import Tensor
 
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.host_weights import HostWeightBytes, host_weight_bytes
-from megapipe.costs.memory import Precision
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import EngineError
 from megapipe.engine.host_copies import Copy, Move, ThreadCopies
 from megapipe.engine.step import StepInput
 from megapipe.engine.swaps import Swaps
 from megapipe.engine.transfers import Transfers
+from megapipe.layout.host_weights import HostWeightBytes, host_weight_bytes
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import Precision
 from megapipe.training.replica import Replica
 from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
 from tests.optim.test_optimizer import SPECS

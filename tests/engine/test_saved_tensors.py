@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes
 from megapipe.engine.compute import Piece, backward, backward_input
 from megapipe.engine.host_copies import HostPool
 from megapipe.engine.saved_tensors import SavedTensors, address_of
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import activation_bytes
 from megapipe.training.memory_report import saved_bytes
 from tests.layers.bound import GPT2, LLAMA, bind, small_model
 from tests.support.live_bytes import LiveBytes

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
@@ -22,6 +21,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, lower, order
 from megapipe.schedules.schedule import Mode
+from megapipe.spec.parameters import Init, ParameterSpec
 
 WIDTH, ROWS, SEED = 8, 3, 11
 SPEC = TensorSpec((ROWS, WIDTH), torch.float32)

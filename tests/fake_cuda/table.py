@@ -1,6 +1,6 @@
 """The table of docs/gpu_without_gpu.md: `python -m tests.fake_cuda.table` runs every row and writes it.
 
-A row's peak is compared with the prediction that a run checks before it starts (`planner.rank`).
+A row's peak is compared with the prediction that a run checks before it starts (`layout.rank`).
 """
 
 import sys
@@ -15,9 +15,9 @@ import numpy as np
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.index_writer import ShardWriter
-from megapipe.planner.runs.layout import StageLayout
-from megapipe.planner.runs.lowered import lowered_schedule
-from megapipe.planner.runs.prediction import predict_rank
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.stages import StageLayout
 from tests.fake_cuda.server import run_fake
 from tests.fake_cuda.timeline import ROOT
 

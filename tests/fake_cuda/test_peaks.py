@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megapipe.planner.runs.layout import StageLayout
-from megapipe.planner.runs.lowered import lowered_schedule
-from megapipe.planner.runs.prediction import predict_rank
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.stages import StageLayout
 from tests.fake_cuda import runs
 from tests.fake_cuda.server import run_fake
 from tests.fake_cuda.table import MODELS, Changes, config_of, write_corpus

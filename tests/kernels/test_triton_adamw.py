@@ -6,10 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from megapipe.costs.parameters import SEGMENT_ALIGNMENT
 from megapipe.kernels.reference import adamw as reference
 from megapipe.kernels.reference.adamw import Coefficients
 from megapipe.optim.adamw import AdamW, adamw_step
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 from tests.kernels import adamw_checks as checks
 from tests.kernels.cases import DEVICE, assert_same_bits, needs_triton
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.parameters import LayerSpec
 from megapipe.layers.context import MicrobatchContext
 from megapipe.models.gpt import build_layer
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.parameters import LayerSpec
 
 VOCABULARY = 61
 GPT2 = {"activation": "gelu_tanh"}

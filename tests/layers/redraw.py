@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megapipe.costs.token_order import TokenOrder, chunks_of, chunks_per_rank
 from megapipe.layers.ring_pieces import Visibility, pieces
+from megapipe.layout.token_order import TokenOrder, chunks_of, chunks_per_rank
 
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "context_ring.svg"
 RANKS, CHUNKS = 4, 8

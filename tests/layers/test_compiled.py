@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from megapipe.costs.gpt import gpt_layers
 from megapipe.layers.compiled import CompiledForward
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, BoundLayer, bind, make_context, small_model
 from tests.support.meshes import run_mesh
 

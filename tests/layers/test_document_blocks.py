@@ -12,13 +12,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from torch.nn.attention import flex_attention
 
-from megapipe.costs.attention_path import why_a_mask
 from megapipe.layers import document_blocks as blocks
 from megapipe.layers.attention import visible_within_documents
 from megapipe.layers.compiled import CompiledForward
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.document_blocks import block_lists, document_blocks
 from megapipe.layers.split import SplitTape
+from megapipe.spec.attention_path import why_a_mask
 from tests.layers.bound import GPT2, LLAMA, QWEN3, all_gradients, bind_model, make_context, run, small_model
 from tests.layers.test_document_attention import packed_context
 

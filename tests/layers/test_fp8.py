@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.costs.gpt import gpt_layers
 from megapipe.layers.fp8 import E4M3, E5M2, Fp8Products, Recipe, fp8_product, quantised
 from megapipe.layers.linear import Linear
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from tests.layers.bound import GPT2, LLAMA, bind, make_context, small_model
 from tests.support.meshes import run_mesh
 

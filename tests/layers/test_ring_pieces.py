@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.costs.token_order import TokenOrder, chunks_per_rank, token_numbers
 from megapipe.layers import ring_attention, ring_pieces
 from megapipe.layers.attention_pieces import Seen, Weighing
 from megapipe.layers.ring_pieces import Visibility, pieces
+from megapipe.layout.token_order import TokenOrder, chunks_per_rank, token_numbers
 from megapipe.parallel.groups import ThreadGroup, Work
 from tests.layers.test_shared_samples import Case, shared_attention
 from tests.support.meshes import run_threads

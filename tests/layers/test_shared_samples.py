@@ -10,16 +10,16 @@ from torch import Tensor
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.costs.gpt import transformer_block
-from megapipe.costs.token_order import ContextAttention, order_of, token_numbers
 from megapipe.kernels.ops import OPS
 from megapipe.layers.attention import Attention
 from megapipe.layers.bidirectional_attention import BidirectionalAttention
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.linear import within
 from megapipe.layers.shared_samples import share_samples
+from megapipe.layout.token_order import ContextAttention, order_of, token_numbers
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.in_process import InProcessMesh
+from megapipe.spec.gpt import transformer_block
 from tests.support.meshes import run_mesh
 
 SEED = 11

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.costs.bert import bert_layers
 from megapipe.layers.context import BertContext
 from megapipe.models.bert import build_layer
 from megapipe.models.bert_hugging_face import from_hugging_face, to_hugging_face
 from megapipe.models.gpt_hugging_face import WeightMappingError
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.bert import bert_layers
 from tests.layers.bound import BoundLayer, all_gradients
 
 MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)

@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.costs.parameters import SEGMENT_ALIGNMENT
 from megapipe.kernels.reference import adamw as reference
 from megapipe.optim.adamw import AdamW, adamw_step
 from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.flat import BLOCK
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 
 CPU = torch.device("cpu")
 DEVICES = [

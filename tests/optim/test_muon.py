@@ -13,15 +13,15 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.muon import MuonConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import num_moments, state_bytes
-from megapipe.costs.parameters import Init, ParameterSpec
-from megapipe.costs.whole_matrices import place
+from megapipe.layout.whole_matrices import place
 from megapipe.optim.make import make_optimizer
 from megapipe.optim.newton_schulz import orthogonalised
 from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.memory import num_moments, state_bytes
+from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.training.muon_shards import muon_shards
 from megapipe.training.validate import validate
 from tests.support.counting_groups import CountingGroup, Traffic

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.optim.make import make_optimizer
 from megapipe.optim.optimizer import FlatAdamW, FlatOptimizer, FlatSGD
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import Init, ParameterSpec
 
 SPECS = [
     ParameterSpec("layer.weight", (5, 7), None, Init("normal", 0.4), decay=True, matrix=True),

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import state_bytes
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.kernels.reference.stochastic_rounding import Elements, round_to
 from megapipe.optim.make import make_optimizer
 from megapipe.optim.rounding import round_weights
 from megapipe.parallel.unit_state import UnitState
 from megapipe.random.rounding import rounding_key, rounding_words
+from megapipe.spec.memory import state_bytes
+from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.training.validate import validate
 
 WHOLE = Elements(0, 1, 1)

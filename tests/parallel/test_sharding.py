@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megapipe.costs.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.norms import squared_norms
 from megapipe.parallel.sharding import Sharding, is_allocated
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
 from tests.support.meshes import run_mesh
 
 PARAMETERS = {

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megapipe.costs.parameters import Init, ParameterSpec
 from megapipe.parallel.norms import BLOCK, squared_norm, squared_norms
 from megapipe.parallel.segments import SEGMENT_ALIGNMENT, SegmentTable
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import Init, ParameterSpec
 
 
 def matrix(name: str = "unit.weight", rows: int = 6, columns: int = 5, axis: int | None = 0) -> ParameterSpec:

@@ -10,12 +10,12 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.stages import StageLayout
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.recompute_auto import RESERVE, limited, resolved
 from megapipe.planner.recompute_budget import GIB, least_recomputation, peak_bytes
-from megapipe.planner.runs.layout import StageLayout
 from megapipe.planner.search.plan import search_speed
 from tests.planner.command.plan import json_of, output, refusal
 from tests.planner.measured.machines import ROWS, machine

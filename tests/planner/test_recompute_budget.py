@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.model import predict
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.recompute_budget import Recomputation, least_recomputation, peak_bytes
-from megapipe.planner.runs.prediction import predict_rank
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.layout_runs import run_layout
 from tests.support.meshes import run_mesh

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.costs.gpt import gpt_layers
 from megapipe.kernels import triton_backend
 from megapipe.planner.cost.kernels import LayerKernels
+from megapipe.spec.gpt import gpt_layers
 from tests.kernels.cases import needs_triton
 from tests.planner.cost.runs import SMALL, config_of, machine
 

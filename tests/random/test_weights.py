@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.model import ModelConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.parameters import Box, Init
 from megapipe.random import weights
 from megapipe.random.weights import fill_box
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.parameters import Box, Init
 
 NORMAL = Init("normal", 0.02)
 PINNED = [

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import Box
 from megapipe.data.index_writer import ShardWriter
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import Box
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import StateBytes
 from megapipe.engine.shared_state import GradientReduction
 from megapipe.engine.step import StepInput
 from megapipe.engine.swaps import Swaps
@@ -22,6 +21,7 @@ from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
+from megapipe.spec.memory import StateBytes
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples

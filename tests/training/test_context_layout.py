@@ -16,9 +16,9 @@ from megapipe.config.load import parse
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.validation import context_problems, data_parallel_size
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.runs.validation import context_problems, data_parallel_size
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import on_layout

@@ -16,11 +16,11 @@ from megapipe.config.load import parse
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.transfers import Boundary, receive_slots
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.scheduling import build_schedule
+from megapipe.layout.stages import StageLayout
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.command.main import main
-from megapipe.planner.runs.layout import StageLayout
-from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.schedules import Schedule
 from megapipe.training import dry_run as module
 from megapipe.training.context_layout import HeldTokens

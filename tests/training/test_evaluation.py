@@ -9,11 +9,11 @@ import torch
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.evaluation import Evaluation, batch_sums, perplexity
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
-from megapipe.costs.experts import load_variations
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.step import StepInput
 from megapipe.layers.router import Router
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.command.main import main
+from megapipe.spec.experts import load_variations
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training import plan_commands
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica

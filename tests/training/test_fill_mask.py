@@ -13,9 +13,9 @@ import transformers
 
 from megapipe.checkpoint import RunState, save
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
-from megapipe.costs.bert import bert_layers
 from megapipe.models.bert_hugging_face import to_hugging_face
 from megapipe.parallel.launch import initialize
+from megapipe.spec.bert import bert_layers
 from megapipe.training.fill_mask_command import main
 from megapipe.training.generate_command import main as generate
 from megapipe.training.replica import Replica

@@ -14,9 +14,9 @@ import pytest
 from megapipe.checkpoint import RunState, save
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.data.preprocess.command import main as preprocess
 from megapipe.parallel.launch import initialize
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.generate_command import main
 from megapipe.training.replica import Replica
 from tests.support.launch import ROOT, environment

@@ -16,9 +16,9 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, PretrainConfig
+from megapipe.layout.validation import data_parallel_size
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.recompute_budget import peak_bytes
-from megapipe.planner.runs.validation import data_parallel_size
 from megapipe.training import assemble, memory_check
 from megapipe.training.assemble import building_progress
 from megapipe.training.families import family_of
@@ -170,7 +170,7 @@ def test_the_prediction_of_a_large_run_is_quick() -> None:
 
 
 def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megapipe.planner.runs.layout import StageLayout
+    from megapipe.layout.stages import StageLayout
 
     config, lines = _config(), list[str]()
     now = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 11.0])

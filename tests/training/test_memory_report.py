@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes
 from megapipe.engine.compute import Piece
 from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
@@ -22,6 +20,8 @@ from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import activation_bytes
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.memory_report import (
     OutOfMemory,

@@ -10,11 +10,11 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import activation_bytes
 from megapipe.training.offload_plan import GIB
 from megapipe.training.replica import Replica
 from megapipe.training.validate import validate

@@ -11,8 +11,8 @@ import torch
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import build_parser, parse_given
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.hardware.reader import load_hardware
-from megapipe.planner.hardware.writer import written
+from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.hardware.writer import written
 from megapipe.planner.recompute_auto import resolved
 from megapipe.training.planning import planned, preset_of, this_machine
 from megapipe.training.validate import validate

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
 from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
 from megapipe.schedules.measured.run import read_run
 from megapipe.schedules.measured.trace_file import read_rank
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.profile import Profiler
 from megapipe.training.replica import Replica

@@ -17,8 +17,8 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.recompute_budget import GIB, peak_bytes
 from megapipe.training import recompute_choice

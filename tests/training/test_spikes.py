@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.reliability import SpikesConfig
-from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.training.skipping import SkippingPlan
 from megapipe.training.spikes import Rewinds, SpikeError, spike_limit
 

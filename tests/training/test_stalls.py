@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe.engine.step import Counts
 from megapipe.layers.context import MicrobatchContext
-from megapipe.planner.runs.batch_plan import BatchPlan
+from megapipe.layout.batch_plan import BatchPlan
 from megapipe.training.loader import Loader, StepBatch
 from megapipe.training.stall_rates import (
     Measurement,

@@ -5,7 +5,7 @@ import torch
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig
-from megapipe.costs.gpt import gpt_layers
+from megapipe.spec.gpt import gpt_layers
 from megapipe.training import throughput
 from megapipe.training.throughput import DevicePeak, UtilisationMeter, device_peak
 

@@ -10,8 +10,8 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig, RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.config.schedule import ScheduleConfig
-from megapipe.planner.runs.scheduling import schedule_name
-from megapipe.planner.runs.validation import data_parallel_size, num_microbatches
+from megapipe.layout.scheduling import schedule_name
+from megapipe.layout.validation import data_parallel_size, num_microbatches
 from megapipe.schedules import GENERATORS, build, order
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.text import dumps

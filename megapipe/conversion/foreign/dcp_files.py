@@ -36,7 +36,7 @@ from megapipe.conversion.foreign.archive import Archive
 from megapipe.conversion.foreign.layouts import METADATA
 from megapipe.conversion.foreign.sandbox import Record, Sandbox, TensorPlace
 from megapipe.conversion.source import Index
-from megapipe.costs.parameters import Box
+from megapipe.spec.parameters import Box
 
 _DATA = "__0_0.distcp"
 _DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}

@@ -17,8 +17,8 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import Contents
 from megapipe.conversion.model_fields import model_of, parameters_of
-from megapipe.costs.gpt import tensor_problems
-from megapipe.costs.parameters import ParameterSpec
+from megapipe.spec.gpt import tensor_problems
+from megapipe.spec.parameters import ParameterSpec
 
 VOCABULARY_DIVISOR = 128
 """Megatron-LM rounds the rows of its vocabulary up to this many on each tensor rank (its default)."""

@@ -5,8 +5,8 @@ from itertools import groupby
 from typing import Any
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.arguments import Request
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.words import bytes_told, seconds_told
 
 

@@ -14,8 +14,8 @@ from megapipe.config.kinds import kind_of
 from megapipe.config.load import Given, build_parser, parse_given
 from megapipe.config.packaged_files import packaged_files
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import PRESETS, load_hardware
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.findings import Objective
 
 MOST_DEVICES = 1_000_000

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.words import DAY, HOUR, count_told, duration_told
 
 

@@ -3,12 +3,12 @@
 import json
 
 from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.writer import written
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.command.launch import check_folders, write_text
 from megapipe.planner.fitting.fit import FitResult
 from megapipe.planner.fitting.measured_rows import fit_rows
 from megapipe.planner.fitting.report import find_table, fit_table, report_lines
-from megapipe.planner.hardware.writer import written
 
 
 def run_fit(request: Request) -> int:

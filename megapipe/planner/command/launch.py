@@ -8,8 +8,8 @@ import yaml
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.arguments import NO_DATA
-from megapipe.planner.hardware.description import Hardware
 
 
 def config_yaml(config: PretrainConfig) -> str:

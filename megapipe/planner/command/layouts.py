@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.validation import run_problems
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.command.budget import check_tokens, priced, training_facts, training_told
 from megapipe.planner.command.launch import check_folders
@@ -17,12 +19,10 @@ from megapipe.planner.command.planning import (
 )
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.breakdown import Row
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
-from megapipe.planner.runs.validation import run_problems
 
 PHASES = (
     "forward", "backward_input", "backward_weight", "recompute", "tensor", "context", "update", "reduction", "gather",

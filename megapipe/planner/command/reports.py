@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.command.launch import write_text
 from megapipe.planner.command.planning import run_told
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.breakdown import Row, draw_breakdown
 from megapipe.planner.report.memory import draw_memory
 from megapipe.planner.report.page import Section, command_html, draw_page, lines_html, table_html

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from megapipe.config.errors import ConfigError
-from megapipe.costs.experts import active_parameters
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.stages import layers_of
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.command.planning import PREFERRED, measured_times, num_parameters, planned_config
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.report.table import print_table
 from megapipe.planner.report.words import DAY, bytes_told, count_told, layout_told, seconds_told
-from megapipe.planner.runs.layout import layers_of
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
 from megapipe.planner.training_time.intensity import (
     Transformer,
@@ -37,6 +36,7 @@ from megapipe.planner.training_time.layouts import (
     shortest,
 )
 from megapipe.planner.training_time.megatron import training_seconds
+from megapipe.spec.experts import active_parameters
 
 
 @dataclass(frozen=True)

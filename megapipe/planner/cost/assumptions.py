@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.device_type import hardware_device_type
 
 SLOW_DOWNS = {"cpu": 2.0, "cuda": 1.1}
 """By device type. A CPU's cores do the communication too, so that both take turns; a GPU's copies and network adapters

@@ -27,7 +27,7 @@ class RankMemory:
     weights to moments: what lives between steps. activations: the most that any moment of a step holds.
     buffers: whole weights and gradients of sharded units, and what their sums need, at the most. messages: what other
     ranks' stages send arrives in, and stays in until its backward, and what is sent until it has left. temporaries:
-    peak bytes of tensors that exist only within a backward (`costs.temporaries`).
+    peak bytes of tensors that exist only within a backward (`spec.temporaries`).
     """
 
     weights: int

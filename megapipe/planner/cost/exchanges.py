@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from megapipe.costs.communication import Exchange
-from megapipe.costs.layout import LayoutCosts
-from megapipe.costs.parameters import LayerSpec
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.hardware.collectives import CollectiveTime, GroupLinks, collective_time
+from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.layer_times import PhaseSeconds
-from megapipe.planner.hardware.collectives import CollectiveTime, GroupLinks, collective_time
-from megapipe.planner.hardware.placement import Placement
+from megapipe.spec.communication import Exchange
+from megapipe.spec.parameters import LayerSpec
 
 
 def exchanges_seconds(placement: Placement, exchanges: Iterable[Exchange], *names: str) -> float:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.costs.memory import ELEMENT_BYTES
-from megapipe.costs.units import Unit
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.units import Unit
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import Floats, StageCosts
-from megapipe.planner.runs.prediction import predict_rank
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import KIND, STAGE, VERSION, Kind
+from megapipe.spec.memory import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

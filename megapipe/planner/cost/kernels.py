@@ -12,16 +12,16 @@ from typing import Literal, cast
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.attention_path import attention_path
-from megapipe.costs.compute import ONCE_A_SAMPLE
-from megapipe.costs.experts import EXPERT_MATRICES, has_experts, rows_of_rank
-from megapipe.costs.gpt import ROUTER
-from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.costs.parameters import LayerSpec, ParameterSpec
-from megapipe.planner.hardware.description import Device
-from megapipe.planner.hardware.device_type import device_type
-from megapipe.planner.hardware.roofline import KernelTime, matrix_product_time, memory_bound_time
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
+from megapipe.layout.hardware.description import Device
+from megapipe.layout.hardware.device_type import device_type
+from megapipe.layout.hardware.roofline import KernelTime, matrix_product_time, memory_bound_time
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.spec.attention_path import attention_path
+from megapipe.spec.compute import ONCE_A_SAMPLE
+from megapipe.spec.experts import EXPERT_MATRICES, has_experts, rows_of_rank
+from megapipe.spec.gpt import ROUTER
+from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
 Phase = Literal["forward", "backward_input", "backward_weight", "again"]
 CAUSAL_SHARE = 0.5

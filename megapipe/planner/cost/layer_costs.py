@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from megapipe.costs.compute import Flops
-from megapipe.costs.parameters import LayerSpec
-from megapipe.costs.units import Unit
+from megapipe.layout.hardware.collectives import GroupLinks
+from megapipe.layout.units import Unit
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.exchanges import (
     exchanges_seconds,
@@ -16,7 +15,8 @@ from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSec
 from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.galvatron.costs import overlapped
-from megapipe.planner.hardware.collectives import GroupLinks
+from megapipe.spec.compute import Flops
+from megapipe.spec.parameters import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import LayerSpec
+from megapipe.spec.parameters import LayerSpec
 
 
 class PhaseSeconds(NamedTuple):

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.costs.communication import MESSAGES_IN_FLIGHT
-from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes
-from megapipe.costs.parameters import LayerSpec
-from megapipe.costs.temporaries import Phase
-from megapipe.costs.units import Unit, UnitCosts
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.scheduling import schedule_options
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.held_by_ranks import held_by_ranks
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.runs.scheduling import schedule_options
+from megapipe.spec.communication import MESSAGES_IN_FLIGHT
+from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes
+from megapipe.spec.parameters import LayerSpec
+from megapipe.spec.temporaries import Phase
 
 
 @dataclass(frozen=True)

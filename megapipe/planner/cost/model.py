@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Device, Hardware
+from megapipe.layout.moves import moves_to_host
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
 from megapipe.planner.cost.host_copies import host_copies, slowed
@@ -16,9 +18,7 @@ from megapipe.planner.cost.run_layout import RunLayout, lay_run
 from megapipe.planner.cost.simulated import Prediction, exact_memories, schedule_of, simulated
 from megapipe.planner.cost.stages import StageCost, StageCosts, stage_costs, stage_details
 from megapipe.planner.cost.step_time import step_terms
-from megapipe.planner.hardware.description import Device, Hardware
 from megapipe.planner.measured.times import MeasuredTimes, at_ease, is_measured, shares_a_machine
-from megapipe.planner.runs.moves import moves_to_host
 
 __all__ = ["Prediction", "estimate", "estimate_run", "explain_stages", "layer_costs", "predict"]
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.costs.communication import Exchange, scalar_exchanges
-from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.costs.units import Unit
+from megapipe.layout.hardware.collectives import GroupLinks, ring_time
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.units import Unit
 from megapipe.planner.cost.exchanges import group_seconds
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.planner.hardware.collectives import GroupLinks, ring_time
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
+from megapipe.spec.communication import Exchange, scalar_exchanges
+from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision
 
 Floats = npt.NDArray[np.float64]
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import Precision
-from megapipe.costs.parameters import LayerSpec
-from megapipe.costs.units import Unit, UnitCosts
+from megapipe.layout.hardware.description import Device
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.planner.cost.kernels import LayerKernels
 from megapipe.planner.cost.layer_times import LayerSeconds, PhaseSeconds
 from megapipe.planner.cost.updates import muon_seconds, update_seconds
-from megapipe.planner.hardware.description import Device
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
+from megapipe.spec.memory import Precision
+from megapipe.spec.parameters import LayerSpec
 
 SOURCE = "roofline of the device (Williams et al. 2009), products by its efficiency"
 

@@ -8,22 +8,22 @@ from typing import cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.attention_path import attention_path
-from megapipe.costs.compute import Flops, layer_flops
-from megapipe.costs.layout import LayoutCosts
-from megapipe.costs.memory import Precision
-from megapipe.costs.parameters import tied_names
-from megapipe.planner.hardware.description import Hardware, HostLink
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.hardware.placement import Placement
-from megapipe.planner.hardware.precision import with_named_precision
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, Keyed, StageLayout, predictions_of
-from megapipe.planner.runs.moves import moves_to_host, named_offload
-from megapipe.planner.runs.scheduling import num_stages, schedule_options
-from megapipe.planner.runs.validation import data_parallel_size, run_problems
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.hardware.description import Hardware, HostLink
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.hardware.precision import with_named_precision
+from megapipe.layout.moves import moves_to_host, named_offload
+from megapipe.layout.scheduling import num_stages, schedule_options
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, Keyed, StageLayout, predictions_of
+from megapipe.layout.validation import data_parallel_size, run_problems
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.load_file import read_file
 from megapipe.schedules.offload import Offload
+from megapipe.spec.attention_path import attention_path
+from megapipe.spec.compute import Flops, layer_flops
+from megapipe.spec.memory import Precision
+from megapipe.spec.parameters import tied_names
 
 
 @dataclass(frozen=True)

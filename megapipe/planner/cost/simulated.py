@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.costs.memory import StateBytes
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.moves import moves_to_host
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.rank import RankPrediction
+from megapipe.layout.scheduling import build_schedule
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
 from megapipe.planner.cost.host_copies import HostCopies, host_copies
@@ -14,14 +18,10 @@ from megapipe.planner.cost.replicas import scalar_seconds, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import Floats, StageCosts
 from megapipe.planner.cost.step_time import hop_seconds
-from megapipe.planner.hardware.device_type import hardware_device_type
 from megapipe.planner.measured.contended import simulate_measured, traffic_share
-from megapipe.planner.rank import RankPrediction
-from megapipe.planner.runs.moves import moves_to_host
-from megapipe.planner.runs.prediction import predict_rank
-from megapipe.planner.runs.scheduling import build_schedule
 from megapipe.schedules import Costs, Link, Schedule, Simulation, simulate
 from megapipe.schedules.actions import KIND, Kind
+from megapipe.spec.memory import StateBytes
 
 STEPS = 4
 """Steps that a schedule without a flush is simulated for, half of which fill the pipeline."""

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.layout.scheduling import schedule_options
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Term
 from megapipe.planner.cost.pipeline_time import Pipeline, waiting_of
@@ -14,7 +15,6 @@ from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side,
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import StageCosts
 from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
-from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules.generators.registry import find_generator
 
 Floats = npt.NDArray[np.float64]

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.layout.scheduling import schedule_options
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Rows, kind_mask
 from megapipe.schedules.gathers import ADDING, USES, stays_of

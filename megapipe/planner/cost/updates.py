@@ -3,10 +3,10 @@
 from math import prod
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.costs.parameters import ParameterSpec
-from megapipe.planner.hardware.description import Device
-from megapipe.planner.hardware.roofline import matrix_product_time, memory_bound_time
+from megapipe.layout.hardware.description import Device
+from megapipe.layout.hardware.roofline import matrix_product_time, memory_bound_time
+from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.parameters import ParameterSpec
 
 
 def update_seconds(config: PretrainConfig, device: Device, elements: int, precision: Precision) -> float:

@@ -12,10 +12,10 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.config.schedule import ScheduleConfig
 from megapipe.config.zero import ZeroConfig
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.published import A100
-from megapipe.planner.hardware.reader import load_hardware
 
 EARLY_ZERO = replace(A100.assumptions, slow_down=2.0, tensor_by_tensor=True)
 """ZeRO-3 as it was run beside Megatron-LM in 2021: DeepSpeed 0.3, which waits for the device before each tensor's

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.description import Efficiency, Hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.fitting.least_squares import Floats, Parameter, fit_parameters, spreads
 from megapipe.planner.fitting.priors import ROW_ERROR, Prior
-from megapipe.planner.hardware.description import Efficiency, Hardware
 
 PARAMETERS = (
     Parameter("ceiling", 0.05, 1.0, 0.7, 0.02),

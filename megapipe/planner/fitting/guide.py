@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.fitting.fit import PARAMETERS, FitResult, judge
 from megapipe.planner.fitting.priors import LINKS, MEMORY, Rate, prior_of
 from megapipe.planner.fitting.published import TABLES, PublishedRun
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import load_hardware
 
 
 def rows_lines(name: str) -> Iterator[str]:

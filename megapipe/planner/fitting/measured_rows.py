@@ -22,11 +22,11 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import decode_yaml
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import FitResult, fit
 from megapipe.planner.fitting.report import report_lines
-from megapipe.planner.hardware.description import Hardware
 
 FIELDS = ("name", "config", "overrides", "devices", "step_seconds", "model")
 REQUIRED = ("name", "config", "devices", "step_seconds")

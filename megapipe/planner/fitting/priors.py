@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.kernels import UNFUSED_LOSS_BYTES
 from megapipe.planner.fitting.least_squares import Floats
 from megapipe.planner.fitting.products import A100_FP16, H100_BF16, ceiling_of, law_of
-from megapipe.planner.hardware.reader import load_hardware
 
 WIDTH = 0.3
 """One standard deviation of a share's logarithm, for all shares and machines: as the rates of `MEMORY` scatter."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megapipe.planner.hardware.description import Device, Efficiency
-from megapipe.planner.hardware.roofline import Product, fit_efficiency
+from megapipe.layout.hardware.description import Device, Efficiency
+from megapipe.layout.hardware.roofline import Product, fit_efficiency
 
 A100_FP16 = {
     512: 23.831273, 640: 39.384616, 768: 63.195428, 896: 78.051553, 1024: 99.864382, 1152: 135.726544,

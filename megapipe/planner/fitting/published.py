@@ -16,10 +16,10 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
 from megapipe.config.schedule import ScheduleConfig
 from megapipe.config.zero import ZeroConfig
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.hardware.description import Hardware
 
 H100_TABLE = "Megatron-LM, table of training speed on H100"
 """Of its README, where it is a picture; four more rows stand there, which could not be read."""

@@ -5,10 +5,10 @@ from math import isfinite
 from typing import Any
 
 from megapipe.config.errors import ConfigError, nearest
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.fitting.fit import PARAMETERS, FitResult, RowResult, fit
 from megapipe.planner.fitting.priors import ROW_ERROR, prior_of
 from megapipe.planner.fitting.published import TABLES, Table
-from megapipe.planner.hardware.reader import load_hardware
 
 
 def fit_table(name: str, *, leave_one_out: bool = True) -> FitResult:

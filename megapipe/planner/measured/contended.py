@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megapipe.planner.hardware.description import Link
-from megapipe.planner.hardware.measured import Measurements
+from megapipe.layout.hardware.description import Link
+from megapipe.layout.hardware.measured import Measurements
 from megapipe.schedules import Costs, Schedule, ScheduleError, Simulation
 from megapipe.schedules.actions import COMPUTE_STREAM, Kind
 from megapipe.schedules.dependencies import Dependencies

@@ -9,16 +9,16 @@ from typing import TypeVar, cast
 
 from megapipe.config.recompute import RecomputedPart
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import LayerSpec
-from megapipe.costs.units import Unit, UnitCosts
+from megapipe.layout.hardware.description import Hardware, NodeGroup
+from megapipe.layout.hardware.measured import MeasuredLayer, MeasuredWait, Measurements
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.scheduling import splits_backwards
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.planner.cost.layer_times import LayerSeconds, PhaseSeconds
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.hardware.description import Hardware, NodeGroup
-from megapipe.planner.hardware.measured import MeasuredLayer, MeasuredWait, Measurements
-from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.measured.shape import differences, shape_of
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT
-from megapipe.planner.runs.scheduling import splits_backwards
+from megapipe.spec.parameters import LayerSpec
 
 ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "sequence_chunks": "tensor"}
 """Parts of a shape that say nothing of a layer which one rank has alone."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.differences import exposed_seconds, faster_or_slower, gigabytes, seconds, term_differences
 from megapipe.planner.search.explorer import Explorer
 from megapipe.planner.search.findings import Alternative

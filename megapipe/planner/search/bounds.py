@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.search.figures import LayerFigures, LayerWork, Work
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
@@ -25,6 +24,7 @@ from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.planner.search.stage_limits import StageLimiter
 from megapipe.planner.search.stage_seconds import StageSeconds
 from megapipe.schedules.generators.registry import find_generator
+from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision
 
 Floats = npt.NDArray[np.float64]
 

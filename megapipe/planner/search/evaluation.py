@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.scheduling import splits_backwards
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory
 from megapipe.planner.cost.layer_costs import LayerCost
@@ -13,9 +16,6 @@ from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.memory import LayerSizes, StateSizes, rank_memories
 from megapipe.planner.cost.model import estimate, estimate_run, layer_costs
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.placement import Placement
-from megapipe.planner.runs.scheduling import splits_backwards
 from megapipe.planner.search.layouts import Configurations, Layout
 from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.schedules import ScheduleError

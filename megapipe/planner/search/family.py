@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.runs.layout import layers_of
+from megapipe.layout.stages import layers_of
 
 STEPS = 4
 """Models to every doubling of width and depth."""

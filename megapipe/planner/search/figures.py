@@ -5,19 +5,19 @@ from functools import cache
 from typing import NamedTuple
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.attention_path import attention_path
-from megapipe.costs.layout import LayoutCosts
-from megapipe.costs.memory import Precision
-from megapipe.costs.parameters import LayerSpec, tied_names
-from megapipe.costs.units import Unit, UnitCosts
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.planner.cost.exchanges import group_seconds, layer_exchange_seconds, shard_groups
 from megapipe.planner.cost.layer_times import LayerTimes, PhaseSeconds
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.hardware.placement import Placement
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, layers_of
 from megapipe.planner.search.layouts import Shape
 from megapipe.planner.search.space import Recompute, ZeroStage
+from megapipe.spec.attention_path import attention_path
+from megapipe.spec.memory import Precision
+from megapipe.spec.parameters import LayerSpec, tied_names
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from itertools import groupby
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.hardware.description import Hardware
 
 Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
 """Returns the best layout of a run on a number of devices. Raises ConfigError if none can run."""

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar, cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import tensor_problems
-from megapipe.planner.runs.scheduling import schedule_problems
-from megapipe.planner.runs.validation import context_problems
+from megapipe.layout.scheduling import schedule_problems
+from megapipe.layout.validation import context_problems
 from megapipe.planner.search.space import MIN_CONTEXT_TOKENS, Recompute, SearchSpace, ZeroStage, check_request
 from megapipe.schedules.generators.registry import find_generator
+from megapipe.spec.gpt import tensor_problems
 
 Value = TypeVar("Value")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import tensor_problems
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.galvatron.costs import STATES, LayerProfile, Machine
 from megapipe.planner.galvatron.search import Plan, search
 from megapipe.planner.galvatron.strategies import Strategy
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.search.profiles import layer_figures, machine_figures
+from megapipe.spec.gpt import tensor_problems
 
 ADVICE = "this is a paper's method; megapipe cannot train it, because it uses one strategy for all layers"
 

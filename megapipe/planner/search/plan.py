@@ -8,12 +8,12 @@ from typing import cast
 from megapipe.config.errors import ConfigError
 from megapipe.config.progress import Report
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.alternatives import alternatives, out_of_memory
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.evaluation import Evaluation

@@ -6,14 +6,14 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
-from megapipe.costs.attention_path import attention_path
-from megapipe.costs.layout import LayoutCosts
-from megapipe.costs.memory import Precision
-from megapipe.costs.units import Unit, UnitCosts
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.spec.attention_path import attention_path
+from megapipe.spec.memory import Precision
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.config.errors import ConfigError
-from megapipe.costs.memory import FULL_BYTES, Precision, boundary_bytes
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.node_order import OrderCost, best_node_order
+from megapipe.layout.scheduling import num_stages
+from megapipe.layout.stages import StageLayout, layers_of
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.node_order import OrderCost, best_node_order
-from megapipe.planner.runs.layout import StageLayout, layers_of
-from megapipe.planner.runs.scheduling import num_stages
 from megapipe.planner.search.findings import Found
 from megapipe.schedules.balance import balance_layers
+from megapipe.spec.memory import FULL_BYTES, Precision, boundary_bytes
 
 
 @dataclass

@@ -9,9 +9,9 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.progress import Report
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.search.family import family, members
 from megapipe.planner.search.findings import Findings, NothingFits, Objective, Trial
 from megapipe.planner.search.plan import QUICK, Effort, search_speed

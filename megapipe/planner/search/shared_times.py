@@ -1,9 +1,9 @@
 """Times of layers for the many layouts of one search: what layouts have in common is found once."""
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.parameters import LayerSpec
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSeconds
 from megapipe.planner.cost.roofline_times import RooflineTimes, layer_seconds
+from megapipe.spec.parameters import LayerSpec
 
 
 def shared(times: LayerTimes) -> LayerTimes:

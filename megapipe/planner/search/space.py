@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.runs.moves import moves_to_host
+from megapipe.layout.moves import moves_to_host
 from megapipe.schedules import ScheduleError
 from megapipe.schedules.generators.registry import GENERATORS, find_generator
 

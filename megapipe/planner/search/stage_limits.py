@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.compute import layer_flops
-from megapipe.planner.runs.layout import layers_of, predictions_of
+from megapipe.layout.stages import layers_of, predictions_of
+from megapipe.spec.compute import layer_flops
 
 SLACK = 1e-9
 """Relative, on the side of more blocks, against the rounding of sums of FLOPs."""

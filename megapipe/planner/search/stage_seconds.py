@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.replicas import side_by_side
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.search.figures import NO_TRAFFIC, LayerFigures, Work
 from megapipe.planner.search.layouts import Configurations, Layout
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.hardware.description import Hardware
 from megapipe.planner.pipedream.memory import Footprint
 from megapipe.planner.pipedream.two_buffered import BlockModel, Configuration, Machine, plan
 from megapipe.planner.search.profiles import LayerFigures, layer_figures, machine_figures, single_device

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.layout.hardware.measured import MeasuredCollective, Transport
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.links import Edge, Link, LinkKind, make_links
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.measured import MeasuredCollective, Transport
 
 SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 """Bytes of the whole buffer."""

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from megapipe.planner.hardware.roofline import Product
+from megapipe.layout.hardware.roofline import Product
 from megapipe.training.assemble import DTYPES
 
 PRODUCTS = ((64, 64, 64), (256, 256, 256), (256, 256, 1024), (1024, 256, 256), (1024, 256, 1024), (512, 512, 512))

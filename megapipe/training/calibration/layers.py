@@ -16,8 +16,8 @@ import torch
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
+from megapipe.layout.hardware.measured import LAYER_KINDS, MeasuredLayer
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.measured import LAYER_KINDS, MeasuredLayer
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
 from megapipe.training.calibration.samples import samples_for
 from megapipe.training.calibration.silent_group import silent_mesh

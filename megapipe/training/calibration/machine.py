@@ -10,16 +10,16 @@ import torch
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import tensor_problems
 from megapipe.data.durable import write_whole
+from megapipe.layout.hardware.description import Device, Hardware, HostLink, Link, Network, NodeGroup
+from megapipe.layout.hardware.measured import Contention, MeasuredLayer, Measurements
+from megapipe.layout.hardware.reader import read_hardware
+from megapipe.layout.hardware.roofline import Product, fit_efficiency
+from megapipe.layout.hardware.writer import written
+from megapipe.layout.validation import context_problems
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.description import Device, Hardware, HostLink, Link, Network, NodeGroup
-from megapipe.planner.hardware.measured import Contention, MeasuredLayer, Measurements
-from megapipe.planner.hardware.reader import read_hardware
-from megapipe.planner.hardware.roofline import Product, fit_efficiency
-from megapipe.planner.hardware.writer import written
 from megapipe.planner.measured.shape import shape_of
-from megapipe.planner.runs.validation import context_problems
+from megapipe.spec.gpt import tensor_problems
 from megapipe.training.calibration.device import device_name, measured_bandwidth, measured_products, memory_bytes
 from megapipe.training.calibration.layers import Cell, StepTimes, cells, measure_cell
 from megapipe.training.calibration.ranks import on_ranks

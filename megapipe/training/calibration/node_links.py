@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.description import Hardware, Network, NodeGroup
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.description import Hardware, Network, NodeGroup
 
 REPEATS = 5
 """Medians over so many, behind a warm-up."""

@@ -9,9 +9,9 @@ from dataclasses import astuple, fields
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.measured import LayerKind, MeasuredLayer, MeasuredWait
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.measured import LayerKind, MeasuredLayer, MeasuredWait
 from megapipe.training.calibration.layers import Cell, measure_cell
 
 

@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from megapipe.config.load import parse
-from megapipe.costs.checkpoints import save_interval
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.model import predict
-from megapipe.planner.hardware.reader import load_hardware
+from megapipe.planner.save_interval import save_interval
 from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal
 
 

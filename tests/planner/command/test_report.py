@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.load import parse
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.model import predict
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.report.breakdown import Row, draw_breakdown
 from megapipe.planner.report.memory import draw_memory
 from megapipe.planner.report.page import MOST_BARS, Section, draw_page

@@ -8,8 +8,8 @@ import pytest
 
 from megapipe.config import progress
 from megapipe.config.load import parse
+from megapipe.layout.validation import run_problems
 from megapipe.planner.command.main import main
-from megapipe.planner.runs.validation import run_problems
 from tests.planner.command.plan import ROOT, json_of, output, refusal
 
 MODEL = str(ROOT / "examples" / "models" / "gpt3_6.7b.yaml")

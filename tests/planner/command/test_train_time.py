@@ -81,7 +81,7 @@ def test_formulas_of_dense_models_are_not_used_on_experts(capsys):
 
 
 def test_no_more_devices_are_taken_than_the_file_has(capsys, tmp_path):
-    text = (ROOT / "megapipe" / "planner" / "hardware" / "presets" / "h100.yaml").read_text()
+    text = (ROOT / "megapipe" / "layout" / "hardware" / "presets" / "h100.yaml").read_text()
     node = "  devices_per_node: 8\n"
     (tmp_path / "two.yaml").write_text(text.replace(node, f"{node}  num_nodes: 2\n"))
     file = ROOT / "examples" / "models" / "gpt3_6.7b.yaml"

@@ -5,8 +5,8 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
-from megapipe.planner.hardware.reader import load_hardware
+from megapipe.layout.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.reader import load_hardware
 
 NOMINAL = Efficiency()
 SMALL = ModelConfig(

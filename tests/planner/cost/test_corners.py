@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from megapipe.costs.units import Unit
+from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.units import Unit
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.cost.pipeline_time import waiting_of
 from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
 from megapipe.planner.cost.run_layout import lay_run
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.schedules import build, rank_costs, simulate
 from megapipe.schedules.simulation import Link
 from tests.planner.cost.runs import SMALL, config_of, even_stages, machine

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.fitting.published import A100
-from megapipe.planner.hardware.description import Hardware
 from tests.planner.cost.runs import SELENE, SMALL, config_of, even_stages, machine
 
 PLAIN = Assumptions(slow_down=1.0)

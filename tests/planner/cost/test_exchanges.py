@@ -2,13 +2,13 @@
 
 import pytest
 
-from megapipe.costs.attention_path import attention_path
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.layout import LayoutCosts
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.hardware.collectives import GroupLinks
+from megapipe.layout.hardware.description import Link
+from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.exchanges import exchanges_seconds, layer_exchange_seconds, shard_groups
-from megapipe.planner.hardware.collectives import GroupLinks
-from megapipe.planner.hardware.description import Link
-from megapipe.planner.hardware.placement import Placement
+from megapipe.spec.attention_path import attention_path
+from megapipe.spec.gpt import gpt_layers
 from tests.planner.cost.runs import SELENE, SMALL, config_of
 
 INSIDE = Link(1e-6, 100.0, 50.0)

@@ -8,10 +8,10 @@ import pytest
 
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.hardware.device_type import hardware_device_type
-from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.schedules import dumps, order
 from tests.planner.cost.runs import SELENE, SMALL, config_of
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.gpt import gpt_layers
-from megapipe.costs.memory import activation_bytes
+from megapipe.layout.hardware.description import Hardware, HostLink
+from megapipe.layout.hardware.reader import PRESETS, load_hardware, read_hardware
+from megapipe.layout.hardware.writer import written
+from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.hardware.description import Hardware, HostLink
-from megapipe.planner.hardware.reader import PRESETS, load_hardware, read_hardware
-from megapipe.planner.hardware.writer import written
-from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.search.plan import search_speed
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.memory import activation_bytes
 from tests.planner.command.plan import ROOT, json_of, output
 from tests.planner.cost.runs import SMALL, config_of, machine
 from tests.planner.measured.machines import machine as measured_machine

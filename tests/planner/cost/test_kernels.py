@@ -6,13 +6,13 @@ import pytest
 
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.bert import bert_layers
-from megapipe.costs.compute import layer_flops
-from megapipe.costs.gpt import gpt_layers
+from megapipe.layout.hardware.description import Efficiency
 from megapipe.planner.cost.kernels import UNFUSED_LOSS_BYTES, LayerKernels
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.hardware.description import Efficiency
+from megapipe.spec.bert import bert_layers
+from megapipe.spec.compute import layer_flops
+from megapipe.spec.gpt import gpt_layers
 from tests.planner.cost.runs import SMALL, config_of, machine
 
 DEVICE = machine().groups[0].device

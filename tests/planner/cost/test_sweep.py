@@ -9,9 +9,9 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.hardware.reader import load_hardware
 from tests.planner.cost.runs import SMALL, config_of, even_stages, machine
 
 PLAIN = Assumptions(slow_down=1.0)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.findings import (
     GPT_175B,
@@ -17,7 +18,6 @@ from megapipe.planner.fitting.findings import (
     zero_against_pipeline,
 )
 from megapipe.planner.fitting.published import A100
-from megapipe.planner.hardware.reader import load_hardware
 
 
 def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -> None:

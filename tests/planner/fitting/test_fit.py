@@ -7,6 +7,8 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import PARAMETERS, FitResult, fit, judge, with_shares
@@ -15,8 +17,6 @@ from megapipe.planner.fitting.least_squares import Floats, fit_parameters
 from megapipe.planner.fitting.priors import WIDTH, Belief, Prior, prior_of
 from megapipe.planner.fitting.published import TABLES, PublishedRun
 from megapipe.planner.fitting.report import fit_json, fit_report, fit_table, report_lines
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import load_hardware
 from tests.planner.cost.runs import SMALL, config_of
 from tests.planner.fitting.test_cost_model_guide import GUIDE
 

@@ -8,10 +8,10 @@ import yaml
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import with_shares
 from megapipe.planner.fitting.measured_rows import read_rows, rows_report
-from megapipe.planner.hardware.reader import load_hardware
 
 RUN = """
 model: {num_layers: 8, hidden_size: 2048, num_heads: 16, vocabulary_size: 50304, max_positions: 1024}

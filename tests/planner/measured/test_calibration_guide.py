@@ -9,8 +9,8 @@ from pathlib import Path
 import megapipe
 from megapipe.config.load import parse_as
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.hardware.reader import read_hardware
-from megapipe.planner.hardware.writer import written
+from megapipe.layout.hardware.reader import read_hardware
+from megapipe.layout.hardware.writer import written
 
 ROOT = Path(megapipe.__file__).parent.parent
 GUIDE = (ROOT / "docs" / "calibration.md").read_text(encoding="utf-8")

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.costs.gpt import gpt_layers
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.measured import Contention, MeasuredLayer, MeasuredWait, Measurements
+from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.cost.stages import MEASURED_WAITS
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.measured import Contention, MeasuredLayer, MeasuredWait, Measurements
-from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.measured.times import MeasuredTimes, at_ease, between, is_measured, shares_a_machine
 from megapipe.planner.search.plan import Effort
 from megapipe.planner.search.search import QUICK, search
 from megapipe.planner.search.space import SearchSpace
+from megapipe.spec.gpt import gpt_layers
 from tests.planner.measured.machines import DEVICE, MODEL, machine, run
 
 EMBEDDING, BLOCK, *_, HEAD = gpt_layers(MODEL)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
-from megapipe.planner.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
 
 
 def run(**model: Any) -> PretrainConfig:

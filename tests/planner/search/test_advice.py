@@ -7,13 +7,13 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.memory import FULL_BYTES
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.search.per_layer import per_layer
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.profiles import layer_figures, machine_figures
 from megapipe.planner.search.two_buffered import two_buffered_plan
+from megapipe.spec.memory import FULL_BYTES
 from tests.planner.search.runs import machine, run
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import megapipe.planner.search.bounds as bounds_module
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.scheduling import schedule_options
+from megapipe.layout.stages import StageLayout
 from megapipe.planner.cost.in_flight import most_held
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.runs.layout import StageLayout
-from megapipe.planner.runs.scheduling import schedule_options
 from megapipe.planner.search.bounds import FILLS, LayoutBounds
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Layouts, Shape

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megapipe.config.run import BatchConfig, PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.hints import hints, neighbour_batches, neighbour_devices, single_groups
 
 

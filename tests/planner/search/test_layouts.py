@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.runs.validation import run_problems
+from megapipe.layout.validation import run_problems
 from megapipe.planner.search.layouts import Layout, Layouts, Shape, divisors
 from megapipe.planner.search.space import SearchSpace
 from megapipe.schedules import Kind, Schedule, lower, order, rank_costs, simulate

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.published import A100
-from megapipe.planner.hardware.reader import load_hardware
-from megapipe.planner.runs.validation import run_problems
 from megapipe.planner.search.differences import differences
 from megapipe.planner.search.findings import Findings, NothingFits
 from megapipe.planner.search.layouts import Layouts

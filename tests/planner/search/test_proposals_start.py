@@ -15,11 +15,11 @@ import pytest
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import predict
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.reader import load_hardware
-from megapipe.planner.runs.prediction import predict_rank
 from megapipe.planner.search.findings import Findings
 from megapipe.planner.search.plan import Effort, search_speed
 from megapipe.planner.search.space import SearchSpace

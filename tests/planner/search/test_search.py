@@ -9,9 +9,9 @@ import pytest
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.search.family import family
 from megapipe.planner.search.findings import Findings, NothingFits
 from megapipe.planner.search.layouts import Layouts

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.stages import layers_of
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.measured.times import MeasuredTimes
-from megapipe.planner.runs.layout import layers_of
 from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.shared_times import SharedRoofline, shared
 from megapipe.planner.search.space import SearchSpace

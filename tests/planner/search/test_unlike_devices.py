@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.hardware.description import Hardware
-from megapipe.planner.hardware.placement import Placement
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer, order

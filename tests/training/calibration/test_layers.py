@@ -9,8 +9,8 @@ from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.costs.units import Unit, UnitCosts
-from megapipe.planner.runs.layout import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.schedules.actions import Kind
 from megapipe.training.calibration.layers import Cell, LayerRun, cells, measure_cell, measured_config
 from megapipe.training.calibration.samples import RandomSamples, samples_for

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.reader import load_hardware
 from megapipe.parallel.errors import CommunicationError
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.hardware.reader import load_hardware
 from megapipe.planner.measured.shape import shape_of
 from megapipe.training.calibration import profile
 from megapipe.training.calibration.collectives import Call, fitted

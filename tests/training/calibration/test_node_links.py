@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.hardware.writer import written
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.reader import load_hardware
-from megapipe.planner.hardware.writer import written
 from megapipe.training.calibration.node_links import NodeLinks, Place, measure_node_links, rounds, with_node_links
 from megapipe.training.calibration.ranks import on_ranks
 from tests.planner.measured.machines import machine

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.measured import MeasuredLayer
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.hardware.measured import MeasuredLayer
 from megapipe.training.calibration.layers import Cell, cells
 from megapipe.training.calibration.ranks import on_ranks
 from megapipe.training.calibration.waits import measure_shared, shared_cells, waits

@@ -1,0 +1,122 @@
+"""How the layers of a model fall into the stages of a pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from megapipe.config.bert import BertModelConfig, BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.scheduling import num_stages
+from megapipe.schedules.balance import balance_layers, check_assignment
+from megapipe.spec.bert import bert_layers
+from megapipe.spec.compute import layer_flops
+from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.parameters import LayerSpec, tied_stages
+
+VOCABULARY_ALIGNMENT = 64
+"""Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """An unhashable value beside what it is known by, for caches."""
+
+    key: object
+    value: Any = field(compare=False)
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """How a model's layers fall into stages.
+
+    ranges[s]: layers of stage s. tied[g]: stages that use the g-th tied weight, one entry a stage.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    ranges: tuple[range, ...]
+    tied: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, config: PretrainConfig) -> "StageLayout":
+        """The layout that a configuration asks for. Raises ScheduleError."""
+        return lay_out(
+            layers_of(config),
+            config.model,
+            num_stages(config),
+            config.data.sequence_length,
+            config.parallel.layers_per_stage,
+            predictions_of(config),
+            config.recompute.logits,
+        )
+
+    @cached_property
+    def units_per_stage(self) -> tuple[int, ...]:
+        """Layers in each stage; a unit is a layer."""
+        return tuple(len(each) for each in self.ranges)
+
+    def recomputed(self, config: RecomputeConfig) -> list[list[range]]:
+        """Per stage, the runs of units that are computed again: blocks alone, `every` at a time. Embeddings keep
+        nothing of note, and the backward of a head follows its forward.
+
+        Raises ConfigError for the method auto, from which `planner.recompute_auto.resolved` makes another first.
+        """
+        if config.method == "auto":
+            raise ConfigError(
+                "recompute.method auto must be resolved before layers are placed: call "
+                "planner.recompute_auto.resolved, or set none, selective or full"
+            )
+        if config.method != "full":
+            return []
+        found = []
+        for members in self.ranges:
+            blocks = [unit for unit, layer in enumerate(members) if self.layers[layer].kind == "block"]
+            blocks = blocks[: config.num_blocks]
+            chunks = (blocks[at : at + config.every] for at in range(0, len(blocks), config.every))
+            found.append([range(chunk[0], chunk[-1] + 1) for chunk in chunks])
+        return found
+
+
+def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
+    """The layers of a GPT, or of a BERT for the configuration of a BERT run."""
+    return _layers_of(Keyed(repr(config.model), config.model))
+
+
+@lru_cache(maxsize=16)
+def _layers_of(keyed: Keyed) -> tuple[LayerSpec, ...]:
+    model: ModelConfig = keyed.value
+    return bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
+
+
+def predictions_of(config: PretrainConfig) -> int | None:
+    """Tokens of a sample that the head predicts, None for all."""
+    return config.data.max_predictions if isinstance(config, BertPretrainConfig) else None
+
+
+def lay_out(
+    layers: tuple[LayerSpec, ...],
+    model: ModelConfig,
+    num_stages: int,
+    sequence_length: int,
+    layers_per_stage: Sequence[int] | None = None,
+    predictions: int | None = None,
+    recompute_logits: bool = False,
+) -> StageLayout:
+    """Split layers into contiguous stages, by hand or balanced by their FLOPs.
+
+    predictions: tokens of a sample that the head predicts, by default all. recompute_logits: as in `layer_flops`.
+
+    Raises ScheduleError with more stages than layers, or numbers by hand that do not fit.
+    """
+    if layers_per_stage is None:
+        flops = [
+            layer_flops(model, layer, 1, sequence_length, predictions, recompute_logits).executed for layer in layers
+        ]
+        bounds = balance_layers(flops, num_stages)
+    else:
+        bounds = check_assignment(layers_per_stage, len(layers), num_stages)
+    ranges = tuple(range(first, stop) for first, stop in bounds)
+    return StageLayout(layers, ranges, tied_stages(layers, ranges))

@@ -1,0 +1,127 @@
+"""Where parameters lie in a flat buffer that is cut into equal shards, matrices not cut where that can be.
+
+An optimizer that steps whole matrices (Muon) then finds most of them whole on one rank. What it does not treat as
+matrices lies first and is cut anywhere. Matrices longer than an equal share of the buffer lie last and are cut: whole,
+each would make every shard as long as itself. The others are placed between the two by the longest-first rule of
+scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies"), in the shortest shards that take them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import prod
+
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT, ParameterSpec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Elements of a unit's flat buffer, `num_shards` equal shards of `shard_size`.
+
+    starts, stops: parameter -> its first element, a multiple of 64, and the one behind its last. decayed, elementwise:
+    where the parameters end that are no matrices and are decayed, and all that are no matrices; matrices lie from
+    there on. cut: names of the matrices that no shard holds whole.
+    """
+
+    shard_size: int
+    num_shards: int
+    starts: dict[str, int]
+    stops: dict[str, int]
+    decayed: int
+    elementwise: int
+    cut: frozenset[str]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the buffer, padding included.
+
+        At most those of the parameters, 64 a shard, and the longest matrix that is whole times the shards; so never
+        more than twice the parameters and 64 a shard.
+        """
+        return self.shard_size * self.num_shards
+
+    @property
+    def gathered_elements(self) -> int:
+        """Elements, in fp32, that the ranks of a copy gather in an update for the matrices that are cut."""
+        return self.num_elements if self.cut else 0
+
+    def elementwise_in(self, shard: int) -> int:
+        """Elements of a shard that are no matrix's."""
+        return min(max(self.elementwise - shard * self.shard_size, 0), self.shard_size)
+
+    def has_some(self, name: str, shard: int) -> bool:
+        """Whether a shard has elements of a parameter."""
+        start, stop = shard * self.shard_size, (shard + 1) * self.shard_size
+        return self.starts[name] < stop and start < self.stops[name]
+
+
+def place(specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int = 1, alignment: int = 1) -> Placement:
+    """Where the parameters of a unit lie. tensor_size, alignment: as in `ParameterSpec.local_shape`."""
+    ordered = sorted(specs, key=lambda spec: (spec.matrix, not spec.decay))
+    lengths = {spec.name: prod(spec.local_shape(tensor_size, alignment)) for spec in ordered}
+    sizes = {name: _aligned(length) for name, length in lengths.items()}
+    total = sum(sizes.values())
+    starts: dict[str, int] = {}
+    position = decayed = 0
+    for spec in ordered:
+        if not spec.matrix:
+            starts[spec.name] = position
+            position += sizes[spec.name]
+            decayed = position if spec.decay else decayed
+    matrices = {spec.name: sizes[spec.name] for spec in ordered if spec.matrix}
+    long = {name: size for name, size in matrices.items() if size * num_shards > total}
+    whole = {name: size for name, size in matrices.items() if name not in long}
+    order = sorted(whole, key=lambda name: -whole[name])
+    behind = sum(long.values())
+
+    def found(shard_size: int) -> list[int] | None:
+        stop = num_shards * shard_size - behind
+        bins = [(max(i * shard_size, position), min((i + 1) * shard_size, stop)) for i in range(num_shards)]
+        return _packed([whole[name] for name in order], bins)
+
+    shard_size = _smallest(found, -(-total // num_shards), max(whole.values(), default=0))
+    packed = found(shard_size)
+    assert packed is not None
+    starts |= dict(zip(order, packed, strict=True))
+    first = num_shards * shard_size - behind
+    for name, size in long.items():
+        starts[name] = first
+        first += size
+    cut = frozenset(
+        name for name in long if starts[name] // shard_size != (starts[name] + sizes[name] - 1) // shard_size
+    )
+    stops = {name: start + lengths[name] for name, start in starts.items()}
+    return Placement(shard_size, num_shards, starts, stops, decayed, position, cut)
+
+
+def _smallest(found: Callable[[int], list[int] | None], share: int, longest: int) -> int:
+    """The shortest shard, by bisection, that `found` has places for; `share` and `longest` more always suffice."""
+    low, high = (-(-size // SEGMENT_ALIGNMENT) for size in (max(share, longest), share + longest))
+    while low < high:
+        middle = (low + high) // 2
+        if found(middle * SEGMENT_ALIGNMENT) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low * SEGMENT_ALIGNMENT
+
+
+def _packed(sizes: Sequence[int], bins: Sequence[tuple[int, int]]) -> list[int] | None:
+    """A start for each size, longest first, in the bin with most room, the first of several; None if one finds none.
+
+    bins: start and stop of each.
+    """
+    room = [(start - stop, number, start) for number, (start, stop) in enumerate(bins)]
+    heapify(room)
+    starts = []
+    for size in sizes:
+        negative, number, start = room[0]
+        if size > -negative:
+            return None
+        heapreplace(room, (negative + size, number, start + size))
+        starts.append(start)
+    return starts
+
+
+def _aligned(size: int) -> int:
+    return -(-size // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT

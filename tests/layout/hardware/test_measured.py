@@ -1,0 +1,106 @@
+"""Measurements in hardware files: written and read back, and what a wrong section is told."""
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.measured import (
+    LAYER_KINDS,
+    OPERATIONS,
+    TRANSPORTS,
+    Contention,
+    MeasuredCollective,
+    MeasuredLayer,
+    MeasuredWait,
+)
+from megapipe.layout.hardware.reader import PRESETS, load_hardware, read_hardware
+from megapipe.layout.hardware.writer import written
+from tests.planner.measured.machines import machine
+
+SECONDS = st.floats(0.0, 1e3).map(lambda value: float(f"{value:.6g}"))
+RATES = st.floats(1.0, 1e12).map(lambda value: float(f"{value:.6g}"))
+COUNTS = st.integers(1, 64)
+LAYERS = st.builds(MeasuredLayer, st.sampled_from(LAYER_KINDS), *[COUNTS] * 3, *[SECONDS] * 5)
+WAITS = st.builds(MeasuredWait, st.sampled_from(LAYER_KINDS), *[COUNTS] * 3, *[SECONDS] * 4)
+CONTENTION = st.lists(st.integers(2, 64), unique=True, max_size=3).map(
+    lambda ranks: tuple(Contention(each, 1.0 + each / 8) for each in sorted({1, *ranks}))
+)
+
+
+@given(
+    layers=st.lists(LAYERS, min_size=1, max_size=4).map(tuple),
+    contention=CONTENTION,
+    seconds=SECONDS,
+    waits=st.lists(WAITS, max_size=3).map(tuple),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_machine_is_read_back_as_it_was_written(layers, contention, seconds, waits) -> None:  # type: ignore[no-untyped-def]
+    hardware = machine(layers=layers, contention=contention, update_seconds=seconds, waits=waits)
+    assert read_hardware(written(hardware, "two lines\nof remarks")) == hardware
+
+
+@given(
+    row=st.builds(
+        MeasuredCollective, st.sampled_from(OPERATIONS), COUNTS, st.sampled_from(TRANSPORTS), SECONDS, RATES, SECONDS
+    )
+)
+@settings(deadline=None, max_examples=40)
+def test_a_row_of_a_link_is_read_back(row: MeasuredCollective) -> None:
+    text = yaml.safe_load(written(machine()))
+    text["groups"][0]["inside"]["collectives"] = [vars(row)]
+    assert read_hardware(yaml.safe_dump(text)).groups[0].inside.collectives == (row,)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_written_as_they_were_read(name: str) -> None:
+    hardware = load_hardware(name)
+    assert read_hardware(written(hardware)) == hardware
+
+
+def broken(hardware: Hardware, *path: str | int, value: object) -> str:
+    """What is told of the file with one value changed."""
+    root = found = yaml.safe_load(written(hardware))
+    for step in path[:-1]:
+        found = found[step]
+    found[path[-1]] = value
+    with pytest.raises(ConfigError) as caught:
+        read_hardware(yaml.safe_dump(root), "machine.yaml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (
+            ("measured", "date"),
+            "yesterday",
+            "measured.date is 'yesterday', which is not a date: write it as 2026-01-31",
+        ),
+        (("measured", "layers"), [], "measured.layers is not a list: write one or more `- ` items"),
+        (
+            ("measured", "layers", 0, "kind"),
+            "blok",
+            "is 'blok', but must be one of embedding, block, head; did you mean 'block'?",
+        ),
+        (("measured", "layers", 0, "forward"), -1, "measured.layers[0].forward is -1, but must be 0 or more"),
+        (("measured", "layers", 0, "speed"), 1, "measured.layers[0].speed is an unknown key"),
+        (
+            ("measured", "contention", 0, "ranks"),
+            3,
+            "is for 3, 2, 4 ranks: write each number once, in ascending order",
+        ),
+        (("measured", "contention", 1, "factor"), 0, "measured.contention[1].factor is 0, but must be above 0"),
+        (("measured", "action_seconds"), "quick", "measured.action_seconds is 'quick', which is not a number"),
+        (
+            ("groups", 0, "inside", "collectives", 0, "over"),
+            "tcp",
+            "is 'tcp', but must be one of gloo, shared_memory, nccl",
+        ),
+        (("groups", 0, "inside", "collectives", 0, "bandwidth"), 0, "bandwidth is 0, but must be above 0"),
+    ],
+)
+def test_a_wrong_measurement_is_told(path: tuple[str | int, ...], value: object, told: str) -> None:
+    assert told in broken(machine(), *path, value=value)

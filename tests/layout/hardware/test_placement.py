@@ -1,0 +1,222 @@
+"""Which groups cross nodes: rank by rank, by hand, and by the closed form where nodes are cut evenly."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.layout.hardware.collectives import GroupLinks
+from megapipe.layout.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.hardware.reader import load_hardware
+
+FITTED = load_hardware("a100-80")
+_DEVICE = replace(FITTED.groups[0].device, efficiency=Efficiency())
+SELENE = replace(FITTED, groups=(replace(FITTED.groups[0], device=_DEVICE),))
+"""With its nominal bandwidths."""
+DEVICE = Device("a", {"bf16": 1e12}, 1e9, 1e9)
+
+
+def machine(
+    devices: int, adapters: int = 1, matrix: tuple[tuple[float, ...], ...] | None = None, bandwidth: float = 24.0
+) -> Hardware:
+    inside, outside = Link(1.0, 100.0, 50.0), Network(10.0, bandwidth, adapters)
+    return Hardware("m", (NodeGroup("n", DEVICE, devices, inside, outside),), matrix)
+
+
+def test_selene_as_the_megatron_paper_lays_out_a_trillion() -> None:
+    """8 tensor ranks fill a node, so 64 stages and 6 replicas meet over InfiniBand (arXiv 2104.04473, table 1)."""
+    placement = Placement(SELENE, {"tensor": 8, "pipeline": 64, "data": 6})
+    assert placement.num_ranks == 3072
+    assert [placement.crosses(name) for name in ("tensor", "pipeline", "data")] == [False, True, True]
+    (replicas,) = placement.groups("data")
+    assert (replicas.members, replicas.crossing) == ((1,) * 6, 25e9)  # an adapter to each device
+    assert placement.send(25e6, 3).transfer == pytest.approx(1e-3)
+    assert placement.slowest("all_reduce", 3e9, "data").transfer == pytest.approx(2 * 5 / 6 * 3e9 / 25e9)
+    assert placement.slowest("all_gather", 3e8, "tensor").transfer == pytest.approx(7 / 8 * 3e8 / 300e9)
+
+
+def test_links_reach_their_devices_share_of_the_nominal_bandwidth_and_measured_ones_are_what_they_are() -> None:
+    sizes = {"tensor": 8, "pipeline": 4, "data": 2}
+    nominal, reached = Placement(SELENE, sizes), Placement(FITTED, sizes)
+    share = FITTED.groups[0].device.efficiency.links
+    assert share < 1
+    for names in (("tensor",), ("data",), ("data", "pipeline")):
+        slow, fast = (each.slowest("all_reduce", 3e9, *names) for each in (reached, nominal))
+        assert slow.transfer == pytest.approx(fast.transfer / share)
+        assert slow.latency == fast.latency
+    assert reached.send(25e6, 1).transfer == pytest.approx(nominal.send(25e6, 1).transfer / share)
+    assert reached.inside == nominal.inside
+    device = replace(DEVICE, efficiency=Efficiency(links=0.5))
+    measured = machine(2, matrix=((0.0, 3.0), (3.0, 0.0)))
+    (group,) = measured.groups
+    slower = replace(measured, groups=(replace(group, device=device),))
+    pair = {"pipeline": 2, "tensor": 2}
+    assert Placement(slower, pair).boundary(0)[0].crossing == Placement(measured, pair).boundary(0)[0].crossing
+
+
+def test_one_adapter_is_shared_by_all_that_send() -> None:
+    """2 tensor, 2 stages, 4 replicas on nodes of 4: a node's 24 B/s go to 4 rings of replicas, 6 B/s each. No message
+    between stages leaves its node."""
+    placement = Placement(machine(4), {"tensor": 2, "pipeline": 2, "data": 4})
+    assert placement.inside == {"tensor": 2, "context": 1, "pipeline": 2, "data": 1}
+    (replicas,) = placement.groups("data")
+    assert (replicas.members, replicas.crossing, replicas.crossing_latency) == ((1,) * 4, 6.0, 10.0)
+    assert placement.boundary(0) == [GroupLinks((2,), Link(1.0, 100.0, 50.0))]
+    assert placement.send(50.0, 0).seconds == 1.0 + 50 / 50
+
+
+def test_only_the_stages_at_a_nodes_border_send_out() -> None:
+    """4 stages, 2 on each node of 4, 2 tensor ranks: two devices of a node send at the border, 12 B/s each."""
+    placement = Placement(machine(4), {"tensor": 2, "pipeline": 4})
+    assert [pair.crosses for stage in range(4) for pair in placement.boundary(stage)] == [False, True, False, True]
+    assert placement.boundary(1)[0].crossing == 12.0
+    assert Placement(machine(4), {"tensor": 4}).send(1.0, 0).seconds == 0
+
+
+def test_groups_over_two_dimensions_share_nodes_by_their_product() -> None:
+    placement = Placement(machine(8, adapters=4), {"data": 4, "pipeline": 2, "context": 2, "tensor": 2})
+    (group,) = placement.groups("data", "context")
+    assert (group.members, group.crossing) == ((2,) * 4, 2 * 24 / 8)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries({name: st.sampled_from([1, 2, 3, 4, 6]) for name in DIMENSIONS}),
+    devices=st.sampled_from([1, 2, 4, 6, 8]),
+    adapters=st.sampled_from([1, 2, 8]),
+    names=st.sets(st.sampled_from(DIMENSIONS), min_size=1),
+)
+def test_the_closed_form_is_what_counting_ranks_gives(
+    sizes: dict[str, int], devices: int, adapters: int, names: set[str]
+) -> None:
+    hardware = machine(devices, adapters)
+    placement = Placement(hardware, sizes)
+    num_nodes = math.ceil(placement.num_ranks / devices)
+    same_rates = tuple((24.0,) * num_nodes for _ in range(num_nodes))
+    counted = Placement(replace(hardware, link_matrix=same_rates), sizes)  # a matrix of equal rates is counted
+    assert placement.groups(*names) == counted.groups(*names)
+    for stage in range(sizes["pipeline"] if sizes["pipeline"] > 1 else 0):
+        assert placement.boundary(stage) == counted.boundary(stage)
+    per_node = {
+        tuple(sorted(Counter(rank // devices for rank in ranks).values())) for ranks in placement.partition(*names)
+    }
+    assert {tuple(sorted(group.members)) for group in placement.groups(*names)} == per_node
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries({name: st.integers(1, 4) for name in DIMENSIONS}),
+    names=st.sets(st.sampled_from(DIMENSIONS)),
+)
+def test_a_partition_holds_every_rank_once_and_its_lists_differ_in_the_named_dimensions_alone(
+    sizes: dict[str, int], names: set[str]
+) -> None:
+    placement = Placement(machine(8), sizes)
+    lists = placement.partition(*names)
+    assert sorted(rank for ranks in lists for rank in ranks) == list(range(placement.num_ranks))
+    for ranks in lists:
+        assert len(ranks) == math.prod(sizes[name] for name in names)
+        for rank in ranks:
+            for name in set(DIMENSIONS) - names:
+                stride = math.prod(sizes[each] for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
+                assert rank // stride % sizes[name] == ranks[0] // stride % sizes[name]
+
+
+def test_a_group_that_cuts_a_node_unevenly_is_counted() -> None:
+    """3 tensor ranks on nodes of 4: the second group lies on two nodes, the others on one."""
+    placement = Placement(machine(4), {"tensor": 3, "data": 4})
+    assert placement.inside is None
+    assert [group.members for group in placement.groups("tensor")] == [(3,), (1, 2), (2, 1)]
+    assert placement.slowest("all_gather", 3.0, "tensor").latency == 2 * 10.0
+
+
+def test_of_a_border_the_side_with_the_smaller_share_counts() -> None:
+    """As above: of the first node 1 device sends out, of the second 4. To the second the link gives 16 B/s, so its 2
+    members get 2 / 4 of that; back it gives 80."""
+    matrix = ((0.0, 16.0, 80.0), (80.0, 0.0, 80.0), (80.0, 80.0, 0.0))
+    groups = Placement(machine(4, matrix=matrix), {"tensor": 3, "data": 4}).groups("tensor")
+    assert [(group.members, group.crossing) for group in groups] == [((3,), 0.0), ((1, 2), 8.0), ((2, 1), 40.0)]
+
+
+def test_nodes_of_several_kinds_go_at_the_slower_ones_pace() -> None:
+    fast = NodeGroup("fast", DEVICE, 4, Link(1.0, 100.0, 50.0), Network(10.0, 80.0, 4), num_nodes=1)
+    slow = NodeGroup("slow", replace(DEVICE, name="b"), 2, Link(2.0, 60.0, 60.0), Network(20.0, 6.0, 1), num_nodes=2)
+    placement = Placement(Hardware("mixed", (fast, slow)), {"tensor": 2, "data": 4})
+    assert [placement.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert [placement.device_of(rank).name for rank in (3, 4)] == ["a", "b"]
+    assert {group.inside.bandwidth for group in placement.groups("tensor")} == {50.0 * 2, 60.0}
+    (replicas,) = placement.groups("data")
+    assert (replicas.members, replicas.inside) == ((2, 1, 1), Link(2.0, 60.0, 50.0))
+    assert (replicas.crossing, replicas.crossing_latency) == (3.0, 20.0)
+
+
+def test_measured_links_count_along_the_ring_in_its_order() -> None:
+    matrix = ((0.0, 9.0, 1.0), (9.0, 0.0, 9.0), (9.0, 9.0, 0.0))
+    hardware = machine(1, matrix=matrix)
+    assert Placement(hardware, {"data": 3}).groups("data")[0].crossing == 9.0  # 0 -> 1 -> 2 -> 0
+    assert Placement(hardware, {"data": 3}, (0, 2, 1)).groups("data")[0].crossing == 1.0  # 0 -> 2
+    chain = Placement(hardware, {"pipeline": 3}, (0, 2, 1))
+    assert [chain.boundary(stage)[0].crossing for stage in range(3)] == [1.0, 9.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "told"),
+    [
+        ({"tensr": 2}, None, "unknown mesh dimension 'tensr'; did you mean 'tensor'"),
+        ({"tensor": 0}, None, "dimension tensor has size 0; it must be at least 1"),
+        ({"data": 3}, (0, 0, 1), r"node_order \[0, 0, 1\] must contain each of the nodes 0 to 2 once"),
+    ],
+)
+def test_wrong_placements_are_told(sizes: dict[str, int], order: tuple[int, ...] | None, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Placement(machine(1), sizes, order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries({name: st.sampled_from([1, 2, 3, 4]) for name in ("data", "pipeline", "tensor")}),
+    names=st.lists(st.sampled_from(["data", "pipeline", "tensor"]), min_size=1, max_size=3, unique=True),
+    per_node=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    matrix=st.booleans(),
+)
+def test_groups_on_any_nodes_are_those_of_counting_rank_by_rank(
+    sizes: dict[str, int], names: list[str], per_node: list[int], matrix: bool
+) -> None:
+    """Nodes of several kinds and sizes, cut where ranks happen to end: each group's members node by node, and its
+    slowest border by the shares of what is active on both sides."""
+    kinds = [
+        NodeGroup(f"n{size}", DEVICE, size, Link(1.0, 50.0 + 10 * at, 50.0), Network(10.0 + at, 12.0, 2), num_nodes=2)
+        for at, size in enumerate(per_node)
+    ]
+    kinds.append(NodeGroup("rest", DEVICE, 4, Link(1.0, 100.0, 50.0), Network(10.0, 24.0, 1), num_nodes=64))
+    count = sum(kind.num_nodes or 0 for kind in kinds)
+    links = tuple(tuple(1.0 + (3 * a + 5 * b) % 7 for b in range(count)) for a in range(count)) if matrix else None
+    placement = Placement(Hardware("mixed", tuple(kinds), links), sizes)
+    groups = [Counter(placement.node_of(rank) for rank in ranks) for ranks in placement.partition(*names)]
+    active: Counter[int] = sum((each for each in groups if len(each) > 1), Counter())
+    expected = set()
+    for each in groups:
+        order, nodes = list(each), [placement.nodes[node] for node in each]
+        inside = tuple(
+            worst(getattr(node.inside, name) for node in nodes)
+            for name, worst in (("latency", max), ("bandwidth", min), ("pair_bandwidth", min))
+        )
+        crossing = 0.0
+        if len(order) > 1:
+            crossing = min(
+                each[node] * placement.nodes[node].outside.of_device(active[node], links and links[a][b])
+                for a, b in zip(order, [*order[1:], order[0]], strict=True)
+                for node in (a, b)
+            )
+        expected.add((tuple(each.values()), inside, crossing))
+    found = [
+        (each.members, (each.inside.latency, each.inside.bandwidth, each.inside.pair_bandwidth), each.crossing)
+        for each in placement.groups(*names)
+    ]
+    assert set(found) == expected

@@ -1,0 +1,138 @@
+"""Keep, move or recompute: held against every combination, and against the simulator for whether copies hide."""
+
+from itertools import product
+from math import ceil
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from megapipe.layout.offload import BlockCost, DoesNotFit, treat
+from megapipe.schedules import GENERATORS, Offload, build, rank_costs, simulate
+
+BLOCKS = st.lists(
+    st.builds(
+        BlockCost,
+        forward=st.integers(2, 6).map(float),
+        backward=st.integers(1, 12).map(float),
+        kept=st.integers(4, 12),
+        input=st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def copies_hide(blocks, moved, bandwidth, prefetch):
+    """The rule as docs/offload.md words it, window by window."""
+    for place, block in enumerate(moved):
+        seconds = blocks[block].kept / bandwidth
+        behind = range(block + 1, len(blocks))
+        between = [blocks[each].forward for each in behind] + [blocks[each].backward for each in reversed(behind)]
+        windows = [sum(between[: max(0, len(between) - prefetch)])]
+        if block == moved[-1]:
+            windows.append(sum(blocks[each].forward for each in behind) + blocks[0].forward)
+        else:
+            behind = range(block + 1, moved[place + 1] + 1)
+            windows.append(sum(blocks[each].forward for each in behind))
+        windows.append(sum(blocks[each].backward for each in behind[:prefetch]))
+        if seconds > min(windows):
+            return False
+    return True
+
+
+def best_of_all(blocks, microbatches, memory, bandwidth, prefetch):
+    """(recomputed, moved bytes) of the best combination, None where none fits; and the least bytes of any."""
+    most = max(block.kept for block in blocks)
+    found, least = [], []
+    for names in product(("keep", "move", "recompute"), repeat=len(blocks)):
+        moved = [index for index, name in enumerate(names) if name == "move"]
+        if not copies_hide(blocks, moved, bandwidth, prefetch):
+            continue
+        held = ceil(microbatches * sum(
+            {"keep": block.kept, "move": 0, "recompute": block.input}[name]
+            for block, name in zip(blocks, names, strict=True)
+        ))  # fmt: skip
+        held += most * ("recompute" in names) + most * min(prefetch + 2, ceil(microbatches * len(moved)))
+        least.append(held)
+        again = sum(block.forward for block, name in zip(blocks, names, strict=True) if name == "recompute")
+        if held <= memory:
+            found.append((again, sum(blocks[index].kept for index in moved)))
+    return min(found, default=None), min(least)
+
+
+@settings(max_examples=300, deadline=None)
+@given(BLOCKS, st.integers(1, 4), st.integers(3, 10), st.integers(2, 12), st.integers(1, 3))
+def test_it_is_the_best_of_all_combinations(blocks, microbatches, tenths, bandwidth, prefetch):
+    memory = microbatches * sum(block.kept for block in blocks) * tenths / 10
+    best, least = best_of_all(blocks, microbatches, memory, bandwidth, prefetch)
+    arguments = {"microbatches": microbatches, "memory": memory, "bandwidth": bandwidth, "prefetch": prefetch}
+    if best is None:
+        event("does not fit")
+        with pytest.raises(DoesNotFit) as error:
+            treat(blocks, **arguments)
+        assert error.value.least <= least
+        return
+    found = treat(blocks, **arguments)
+    event("+".join(sorted(set(found.of_blocks))))
+    assert (found.recomputed, found.moved) == best
+    assert found.bytes <= memory
+    moved = [index for index, name in enumerate(found.of_blocks) if name == "move"]
+    assert copies_hide(blocks, moved, bandwidth, prefetch)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1", "zb_v", "2bw"]), st.integers(4, 8),
+    st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.sampled_from([0.5, 1.0, 1.5]),
+    st.sampled_from([0.4, 0.6, 0.8]),
+)  # fmt: skip
+def test_what_is_to_hide_adds_no_time_in_the_simulator(name, units, ranks, rounds, prefetch, copy, share):
+    """Equal blocks of a forward of 1 and a backward of 2, in halves where it is split; a copy takes `copy`."""
+    generator = GENERATORS[name]
+    held = ranks
+    blocks = [BlockCost(1.0, 1.0 if generator.splits else 2.0, kept=100, input=10)] * units
+    memory = share * held * units * 100
+    try:
+        found = treat(blocks, microbatches=held, memory=memory, bandwidth=100 / copy, prefetch=prefetch)
+    except DoesNotFit:
+        return
+    moves = tuple(unit for unit, treatment in enumerate(found.of_blocks) if treatment == "move")
+    again = [range(unit, unit + 1) for unit, treatment in enumerate(found.of_blocks) if treatment == "recompute"]
+    event(f"{name}: {'some' if moves else 'none'} move")
+    stages = ranks * generator.chunks
+    schedule = build(
+        name, ranks, rounds * ranks, units_per_stage=[units] * stages, recompute=[again] * stages,
+        offload=Offload((moves,) * stages, prefetch),
+    )  # fmt: skip
+    a_rank = float(units * generator.chunks)
+    finish = [
+        simulate(
+            schedule, rank_costs(schedule.header, forward=a_rank, offload=a_rank * each), 1 if schedule.flushes else 3
+        ).finish
+        for each in (0.0, copy)
+    ]
+    assert finish[1] == pytest.approx(finish[0], abs=1e-9)
+
+
+def test_with_memory_for_all_nothing_leaves_and_with_less_the_first_blocks_do():
+    blocks = [BlockCost(1.0, 2.0, kept=100, input=10)] * 6
+    everything = treat(blocks, microbatches=2, memory=1200, bandwidth=100.0)
+    assert everything.of_blocks == ("keep",) * 6
+    less = treat(blocks, microbatches=2, memory=900, bandwidth=100.0)
+    assert less.of_blocks.count("move") == 3
+    assert less.recomputed == 0.0
+    # A copy that takes longer than a block's forward hides behind two: every other block moves, at most.
+    slow = treat(blocks, microbatches=2, memory=850, bandwidth=60.0, prefetch=1)
+    assert "move" in slow.of_blocks
+    assert slow.recomputed == 1.0 * slow.of_blocks.count("recompute") > 0
+    assert "movemove" not in "".join(slow.of_blocks)
+
+
+def test_what_cannot_fit_says_what_it_needs():
+    blocks = [BlockCost(1.0, 2.0, kept=100, input=10)] * 3
+    with pytest.raises(
+        DoesNotFit,
+        match=r"need at least 130 bytes with any offloading and recomputation, but offload.memory allows 99",
+    ):
+        treat(blocks, microbatches=1, memory=99, bandwidth=1e-9)

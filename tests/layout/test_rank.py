@@ -1,0 +1,87 @@
+"""Predictions of a rank beside closed forms; tests/distributed/test_covering.py holds them to counted runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.config.zero import ZeroConfig
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.rank import RankPrediction
+from megapipe.layout.timeline import timeline
+from megapipe.layout.zero import flat_elements, shared_state_bytes
+from megapipe.schedules import build
+from megapipe.spec.communication import merged, replica_exchanges
+from megapipe.spec.gpt import gpt_layers
+
+MODEL = ModelConfig(
+    vocabulary_size=128, num_layers=4, hidden_size=64, num_heads=4, max_positions=32, tie_embeddings=False
+)
+LAYERS = gpt_layers(MODEL)
+UNITS = len(LAYERS)
+REPLICAS = 4
+
+
+def layered(microbatches: int, buffers: int = 2, **groups: Any) -> RankPrediction:
+    """One of four replicas that share all state, each of whose layers takes all micro-batches in a row."""
+    config = PretrainConfig(model=MODEL, zero=ZeroConfig(stage=3, weight_buffers=buffers, **groups.pop("zero", {})))
+    config.data = replace(config.data, sequence_length=32)
+    config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+    sharded = {"weight_buffers": buffers, "whole_gradients": 2}
+    units = (1,) * UNITS
+    schedule = build(
+        "modular", 1, microbatches, units_per_stage=units, data_parallel=True, chunks=UNITS, **sharded  # type: ignore[arg-type]
+    )  # fmt: skip
+    costs = LayoutCosts(config, LAYERS, REPLICAS, "sdpa", alignment=64)
+    return RankPrediction(costs, schedule, tuple(range(index, index + 1) for index in range(UNITS)), (), 0)
+
+
+def sizes() -> list[int]:
+    return [flat_elements(layer.parameters.values(), alignment=64, num_shards=REPLICAS) for layer in LAYERS]
+
+
+@pytest.mark.parametrize("microbatches", [1, 7])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_layered_accumulation_gathers_twice_and_reduces_once_whatever_the_micro_batches(
+    microbatches: int, buffers: int
+) -> None:
+    """The volumes of `replica_exchanges`, but for the layers that are still gathered when the backward begins."""
+    traffic = layered(microbatches, buffers).traffic()
+    expected = merged([each for size in sizes() for each in replica_exchanges(size, "fp32", stage=3)])
+    assert traffic["data+context", "reduce_scatter"] == expected["reduce_scatter"]
+    calls, elements, _ = expected["all_gather"]
+    saved = sum(sizes()[-buffers:])
+    assert traffic["data+context", "all_gather"] == (calls - buffers, elements - saved, 4 * (elements - saved))
+
+
+def test_state_and_what_comes_and_goes_of_it_are_the_peak_of_rajbhandari() -> None:
+    rank = layered(3)
+    peak, lasting = rank.peak(), rank.state()
+    expected = shared_state_bytes(
+        [tuple(layer.parameters.values()) for layer in LAYERS], "fp32", stage=3, num_shards=REPLICAS, alignment=64
+    )
+    assert lasting.weights + peak.weights == expected.weights
+    assert lasting.gradients + peak.gradients == expected.gradients
+    assert lasting.moments == expected.moments
+
+
+def test_a_step_begins_and_ends_without_activations() -> None:
+    held = [each.activations for each in timeline(layered(3))]
+    assert held[0] == held[-1] == 0
+    assert max(held) >= 3 * layered(3).costs.kept(LAYERS[1])
+
+
+def test_nccl_sums_without_memory_of_its_own() -> None:
+    rank = layered(3)
+    largest = sorted(sizes())[-2:]
+    assert rank.peak().summands == sum(4 * size * (REPLICAS - 1) // REPLICAS for size in largest)
+    assert replace(rank, over_gloo=False).peak().summands == 0
+
+
+def test_hybrid_shards_are_summed_over_their_copies_once() -> None:
+    traffic = layered(3, zero={"shard_size": 2}).traffic()
+    elements = sum(flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in LAYERS)
+    assert traffic["shards", "reduce_scatter"] == (UNITS, elements, 4 * elements)
+    assert traffic["shard copies", "all_reduce"] == (UNITS, elements // 2, 2 * elements)

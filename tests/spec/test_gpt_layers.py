@@ -1,0 +1,200 @@
+import math
+from typing import Any
+
+import pytest
+
+from megapipe.config.model import LARGEST, ModelConfig
+from megapipe.spec.gpt import gpt_layers, tensor_problems
+from megapipe.spec.parameters import LayerSpec, ParameterSpec, tied_names
+
+
+def unique_parameters(layers: tuple[LayerSpec, ...]) -> dict[str, ParameterSpec]:
+    return {spec.name: spec for layer in layers for spec in layer.parameters.values()}
+
+
+def total(model: ModelConfig) -> int:
+    return sum(spec.num_elements for spec in unique_parameters(gpt_layers(model)).values())
+
+
+def llama(**changes: object) -> ModelConfig:
+    return ModelConfig(
+        **{  # type: ignore[arg-type]
+            "normalization": "rms_norm",
+            "activation": "swiglu",
+            "positions": "rotary",
+            "bias": "none",
+            "tie_embeddings": False,
+            **changes,
+        }
+    )
+
+
+# The published sizes of these models, as their checkpoints hold them.
+PUBLISHED = {
+    "gpt2": (ModelConfig(), 124_439_808),
+    "gpt2-xl": (ModelConfig(num_layers=48, hidden_size=1600, num_heads=25), 1_557_611_200),
+    "llama-2-7b": (
+        llama(vocabulary_size=32000, num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008),
+        6_738_415_616,
+    ),
+    "llama-3-8b": (
+        llama(
+            vocabulary_size=128256,
+            num_layers=32,
+            hidden_size=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            ffn_hidden_size=14336,
+        ),
+        8_030_261_248,
+    ),
+    "qwen2-0.5b": (
+        llama(
+            vocabulary_size=151936,
+            num_layers=24,
+            hidden_size=896,
+            num_heads=14,
+            num_kv_heads=2,
+            ffn_hidden_size=4864,
+            bias="qkv",
+            tie_embeddings=True,
+        ),
+        494_032_768,
+    ),
+    "qwen3-0.6b": (
+        llama(
+            vocabulary_size=151936,
+            num_layers=28,
+            hidden_size=1024,
+            num_heads=16,
+            num_kv_heads=8,
+            head_size=128,
+            ffn_hidden_size=3072,
+            qk_norm=True,
+            tie_embeddings=True,
+        ),
+        596_049_920,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_equals_the_published_one(name: str) -> None:
+    model, count = PUBLISHED[name]
+    assert model.problems() == []
+    assert total(model) == count
+
+
+@pytest.mark.parametrize(
+    ("heads", "hidden", "layers", "billions"),
+    [(24, 2304, 24, 1.7), (32, 4096, 36, 7.5), (64, 8192, 48, 39.1), (96, 12288, 80, 145.6), (128, 20480, 105, 529.6)],
+)
+def test_megatrons_models_have_their_published_size(heads: int, hidden: int, layers: int, billions: float) -> None:
+    """arXiv 2104.04473, table 1; its equation 2 leaves out the final norm."""
+    model = ModelConfig(
+        vocabulary_size=51200, num_layers=layers, hidden_size=hidden, num_heads=heads, max_positions=2048
+    )
+    equation = 12 * layers * hidden**2 + 13 * layers * hidden + (51200 + 2048) * hidden
+    assert total(model) == equation + 2 * hidden
+    assert round(total(model) / 1e9, 1) == billions
+
+
+def test_layers_come_in_order_and_names_carry_their_layer() -> None:
+    layers = gpt_layers(ModelConfig(num_layers=3))
+    assert [(layer.name, layer.kind, layer.index) for layer in layers] == [
+        ("embedding", "embedding", 0),
+        ("blocks.0", "block", 0),
+        ("blocks.1", "block", 1),
+        ("blocks.2", "block", 2),
+        ("head", "head", 0),
+    ]
+    for layer in layers:
+        for path, spec in layer.parameters.items():
+            assert spec.name in (f"{layer.name}.{path}", "embedding.word.weight")
+
+
+def test_a_tied_head_uses_the_word_embedding_itself() -> None:
+    tied = gpt_layers(ModelConfig(tie_embeddings=True))
+    assert tied[-1].parameters["output.weight"] is tied[0].parameters["word.weight"]
+    assert tied_names(tied) == ("embedding.word.weight",)
+    untied = gpt_layers(ModelConfig(tie_embeddings=False))
+    assert untied[-1].parameters["output.weight"].name == "head.output.weight"
+    assert tied_names(untied) == ()
+
+
+def test_only_what_multiplies_or_embeds_is_decayed_and_only_block_matrices_are_matrices() -> None:
+    for model in (ModelConfig(), llama(qk_norm=True, bias="all")):
+        for spec in unique_parameters(gpt_layers(model)).values():
+            assert spec.decay == (spec.init.kind == "normal")
+            assert spec.matrix == (spec.decay and spec.name.startswith("blocks."))
+            assert (spec.init.kind == "ones") == (spec.name.endswith("norm.weight"))
+
+
+def test_matrices_that_write_to_the_residual_stream_start_smaller() -> None:
+    block = gpt_layers(ModelConfig(num_layers=8, init_std=0.02))[1].parameters
+    assert block["attention.output.weight"].init.std == pytest.approx(0.02 / 4)
+    assert block["mlp.down.weight"].init.std == pytest.approx(0.02 / 4)
+    assert block["attention.qkv.weight"].init.std == 0.02
+    plain = gpt_layers(ModelConfig(num_layers=8, init_std=0.02, scale_residual_init=False))[1].parameters
+    assert plain["mlp.down.weight"].init.std == 0.02
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_boxes_of_the_tensor_ranks_tile_every_parameter(tensor_size: int, activation: str) -> None:
+    model = ModelConfig(
+        vocabulary_size=101, num_layers=1, hidden_size=32, num_heads=8, num_kv_heads=4, ffn_hidden_size=48
+    )
+    model.activation = activation  # type: ignore[assignment]
+    for spec in unique_parameters(gpt_layers(model)).values():
+        boxes = [spec.box(rank, tensor_size) for rank in range(tensor_size)]
+        if spec.partition_axis is None:
+            assert all(box.shape == spec.shape for box in boxes)
+            continue
+        assert sum(box.num_elements for box in boxes) == spec.num_elements
+        axis = spec.partition_axis
+        assert [box.starts[axis] for box in boxes[1:]] == [box.stops[axis] for box in boxes[:-1]]
+        assert all(math.prod(box.shape) <= math.prod(spec.local_shape(tensor_size)) for box in boxes)
+
+
+def test_a_tensor_size_that_does_not_divide_is_named_with_those_that_do() -> None:
+    model = ModelConfig(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=100)
+    assert tensor_problems(model, 1) == []
+    assert tensor_problems(model, 2) == []
+    assert tensor_problems(model, 4) == []
+    way_out = "tensor sizes that divide this model: 1, 2, 4"
+    assert tensor_problems(model, 3) == [
+        f"model.ffn_hidden_size 100 is not divisible by parallel.tensor 3; {way_out}",
+        f"model.num_kv_heads 4 is not divisible by parallel.tensor 3; {way_out}",
+    ]
+    model.num_kv_heads = None
+    assert tensor_problems(model, 8)[0] == f"model.num_heads 12 is not divisible by parallel.tensor 8; {way_out}"
+    assert tensor_problems(model, 0) == ["parallel.tensor is 0; it must be at least 1"]
+
+
+@pytest.mark.parametrize("tensor_size", range(1, 9))
+def test_the_rule_on_the_tensor_size_agrees_with_the_shapes(tensor_size: int) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=48, num_heads=12, num_kv_heads=6, ffn_hidden_size=72)
+    try:
+        for spec in unique_parameters(gpt_layers(model)).values():
+            if "output.weight" not in spec.name:
+                spec.local_shape(tensor_size)
+        fits = True
+    except ValueError:
+        fits = False
+    assert fits == (tensor_problems(model, tensor_size) == [])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("without", ["ffn_hidden_size", "num_experts"])
+def test_elements_of_the_largest_model_fit_in_64_bits(activation: str, without: str) -> None:
+    sizes: dict[str, Any] = {**LARGEST, "num_layers": 1, without: None}
+    model = ModelConfig(**sizes, activation=activation)  # type: ignore[arg-type]
+    assert not any("at most" in problem for problem in model.problems())
+    assert all(spec.num_elements < 1 << 63 for spec in unique_parameters(gpt_layers(model)).values())
+    for name, largest in LARGEST.items():
+        if name != without:
+            assert (
+                f"model.{name} is {largest + 1}; it must be at most {largest}"
+                in ModelConfig(**{**sizes, name: largest + 1}).problems()
+            )
