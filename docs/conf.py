@@ -80,7 +80,7 @@ class Contents(SphinxDirective):
 
 
 class Package(SphinxDirective):
-    """`.. package:: megapipe.costs` documents every module of a package from its docstrings."""
+    """`.. package:: megapipe.spec` documents every module of a package from its docstrings."""
 
     required_arguments = 1
 

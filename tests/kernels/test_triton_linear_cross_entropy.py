@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.costs import temporaries
 from megapipe.kernels.reference import linear_cross_entropy as reference
+from megapipe.spec import temporaries
 from tests.kernels.cases import DEVICE, DTYPES, needs_triton
 from tests.kernels.linear_cross_entropy_checks import Case, check_exactness, run, run_with_bias
 from tests.support.live_bytes import LiveBytes
