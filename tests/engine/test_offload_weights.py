@@ -15,8 +15,8 @@ from megapipe.engine.host_copies import Copy, Move, ThreadCopies
 from megapipe.engine.step import StepInput
 from megapipe.engine.swaps import Swaps
 from megapipe.engine.transfers import Transfers
-from megapipe.layout.host_weights import HostWeightBytes, host_weight_bytes
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.zero import flat_elements
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
@@ -24,7 +24,7 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import Precision
+from megapipe.spec.memory import FULL_BYTES
 from megapipe.training.replica import Replica
 from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
 from tests.optim.test_optimizer import SPECS
@@ -33,6 +33,9 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_threads
 
 LAYERS = 4
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+STATE_BYTES = {"fp32": 8, "bf16": 12}
+"""Of an element, which updates change: Adam's two moments, and the fp32 master weight of bf16."""
 ONE_COEFFICIENT = 4
 """Bytes of what gradients are multiplied by where nothing is clipped."""
 
@@ -106,18 +109,6 @@ def home_bytes(states: Sequence[UnitState]) -> int:
     return sum(buffer.nbytes for state in states for buffer in state.update_buffers().values() if state.in_host)
 
 
-def formula(config: PretrainConfig) -> HostWeightBytes:
-    layers, tied = gpt_layers(config.model), config.model.tie_embeddings
-    table = layers[0].parameters["word.weight"]
-    return host_weight_bytes(
-        [[s for s in layer.parameters.values() if not tied or s.name != table.name] for layer in layers],
-        config.training.precision,  # type: ignore[arg-type]
-        weight_buffers=config.offload.weight_buffers,
-        tied=[(table, 2)] if tied else [],
-        alignment=VOCABULARY_ALIGNMENT,
-    )
-
-
 @pytest.mark.parametrize(("precision", "buffers", "tied"), [("fp32", 2, False), ("bf16", 1, True), ("bf16", 3, False)])
 def test_no_more_units_than_buffers_are_on_the_device(
     config: PretrainConfig, precision: str, buffers: int, tied: bool
@@ -129,17 +120,22 @@ def test_no_more_units_than_buffers_are_on_the_device(
         offload=replace(config.offload, weight_buffers=buffers),
     )
     found = run_threads({}, counted_run, config)[0]
-    expected = formula(config)
-    assert (found.units, found.weights) == (buffers, expected.computing)
-    assert found.created == expected.gradients + expected.tied + found.new_home + ONE_COEFFICIENT
-    assert found.home == expected.host
-    assert found.copied_out == expected.update_traffic
-    assert found.copied_in == expected.update_traffic + found.gathered
+    layers = gpt_layers(config.model)
+    table = layers[0].parameters["word.weight"]
+    units = [[each for each in layer.parameters.values() if not tied or each.name != table.name] for layer in layers]
+    sizes = [flat_elements(unit, alignment=VOCABULARY_ALIGNMENT) for unit in units]
+    shared = flat_elements([table], alignment=VOCABULARY_ALIGNMENT) if tied else 0
+    weight, state = WEIGHT_BYTES[precision], STATE_BYTES[precision]
+    gradients, home = FULL_BYTES * (sum(sizes) + 2 * shared), (weight + state) * sum(sizes) + state * shared
+    assert (found.units, found.weights) == (buffers, weight * sum(sorted(sizes)[-buffers:]))
+    assert found.created == gradients + weight * shared + found.new_home + ONE_COEFFICIENT
+    assert (found.home, found.copied_out) == (home, home)
+    assert found.copied_in == home + found.gathered
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
 def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_the_host(
-    dtype: torch.dtype, precision: Precision
+    dtype: torch.dtype, precision: str
 ) -> None:
     swaps, states = Swaps(CPU), [HostWeights(f"layer{index}", SPECS, compute_dtype=dtype) for index in range(4)]
     for state in states:
@@ -159,7 +155,7 @@ def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_th
             swaps.offload_state(state)
         swaps.end_section()
         assert live.current == 0
-        assert live.peak == host_weight_bytes([SPECS] * len(states), precision).updating
+        assert live.peak == 2 * flat_elements(SPECS) * (WEIGHT_BYTES[precision] + STATE_BYTES[precision])
     for state, home in zip(states, homes, strict=True):
         assert state.weight_shards[0] is home
         state.gather_weights(0, swaps)
