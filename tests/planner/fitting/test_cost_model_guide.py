@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import megapipe
-from megapipe.planner.fitting.findings import findings_lines
-from megapipe.planner.fitting.guide import prior_lines, rows_lines
 from megapipe.planner.fitting.published import TABLES
+from tests.planner.fitting.findings import findings_lines
+from tests.planner.fitting.guide import prior_lines, rows_lines
 
 GUIDE = (Path(megapipe.__file__).parent.parent / "docs" / "cost_model.md").read_text(encoding="utf-8")
 

@@ -4,7 +4,8 @@ import pytest
 
 from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.findings import (
+from megapipe.planner.fitting.published import A100
+from tests.planner.fitting.findings import (
     GPT_175B,
     ZERO_ROWS,
     Layout,
@@ -17,7 +18,6 @@ from megapipe.planner.fitting.findings import (
     tensor_against_pipeline,
     zero_against_pipeline,
 )
-from megapipe.planner.fitting.published import A100
 
 
 def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -> None:

@@ -12,12 +12,12 @@ from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import PARAMETERS, FitResult, fit, judge, with_shares
-from megapipe.planner.fitting.guide import left_out_line
 from megapipe.planner.fitting.least_squares import Floats, fit_parameters
 from megapipe.planner.fitting.priors import WIDTH, Belief, Prior, prior_of
 from megapipe.planner.fitting.published import TABLES, PublishedRun
 from megapipe.planner.fitting.report import fit_json, fit_report, fit_table, report_lines
 from tests.planner.cost.runs import SMALL, config_of
+from tests.planner.fitting.guide import left_out_line
 from tests.planner.fitting.test_cost_model_guide import GUIDE
 
 TRUTH = {"ceiling": 0.62, "memory": 0.45, "links": 0.8}
