@@ -1,4 +1,4 @@
-"""Memory of a pipeline stage under PipeDream-2BW and the schedules that its paper sets beside it.
+"""Memory of a pipeline stage under PipeDream-2BW.
 
 Narayanan et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503, appendix A.
 """
@@ -10,8 +10,6 @@ from megapipe.planner.checks import require_counts
 
 Execution = Literal["no_pipelining", "pipelined", "recomputed"]
 """The planner's r: one micro-batch in the pipeline at a time, a full pipeline, or that with recomputation."""
-
-Schedule = Literal["2bw", "flush", "gpipe"]
 
 
 @dataclass(frozen=True)
@@ -31,31 +29,20 @@ def stage_bytes(
     footprint: Footprint,
     depth: int,
     execution: Execution = "pipelined",
-    *,
-    schedule: Schedule = "2bw",
-    microbatches: int | None = None,
 ) -> float:
     """Bytes of one of `depth` equal stages at its fullest, appendix A.
 
-    2BW keeps two versions of the weights, a pipeline flush one; activations of depth micro-batches are in flight, of
-    which recomputation keeps the stage inputs and one micro-batch whole. GPipe keeps the inputs of all micro-batches.
-    Without pipelining there is one version and one micro-batch: 2BW's weights and activations at one in flight.
+    2BW keeps two versions of the weights; activations of depth micro-batches are in flight, of which recomputation
+    keeps the stage inputs and one micro-batch whole. Without pipelining there is one version and one micro-batch.
 
     Raises:
-        ValueError: a name that is not in the literals, a depth below 1, or GPipe without a number of micro-batches.
+        ValueError: a name that is not in the literal, or a depth below 1.
     """
     require_counts({"depth": depth})
-    if schedule not in get_args(Schedule):
-        raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}, got {schedule!r}")
     if execution not in get_args(Execution):
         raise ValueError(f"execution must be one of {', '.join(get_args(Execution))}, got {execution!r}")
     weights, activations = footprint.weights / depth, footprint.activations / depth
     if execution == "no_pipelining":
         return weights + activations + footprint.boundary
-    versions, in_flight = (2 if schedule == "2bw" else 1), depth
-    if schedule == "gpipe":
-        if microbatches is None:
-            raise ValueError("microbatches is missing; GPipe's memory depends on the number of micro-batches")
-        in_flight = microbatches
-    whole = 1 if execution == "recomputed" else in_flight
-    return versions * weights + whole * activations + in_flight * footprint.boundary
+    whole = 1 if execution == "recomputed" else depth
+    return 2 * weights + whole * activations + depth * footprint.boundary

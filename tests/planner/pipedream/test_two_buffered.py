@@ -19,8 +19,6 @@ def test_memory_is_that_of_appendix_a() -> None:
     footprint, depth = Footprint(weights=800, activations=160, boundary=3), 8
     assert stage_bytes(footprint, depth) == 2 * 100 + 160 + 8 * 3
     assert stage_bytes(footprint, depth, "recomputed") == 2 * 100 + 20 + 8 * 3
-    assert stage_bytes(footprint, depth, schedule="flush") == 100 + 160 + 8 * 3
-    assert stage_bytes(footprint, depth, "recomputed", schedule="gpipe", microbatches=32) == 100 + 20 + 32 * 3
     assert stage_bytes(footprint, depth, "no_pipelining") == 100 + 20 + 3
 
 
@@ -85,9 +83,7 @@ def test_what_cannot_be_is_refused() -> None:
         plan(TransformerShape(2, 64, 1).blocks(1e12), small, 4)
     with pytest.raises(ValueError, match="a stage of one layer of hidden size 64 needs"):
         largest_that_fits(TransformerShape(2, 64, 1), small)
-    with pytest.raises(ValueError, match="microbatches is missing"):
-        stage_bytes(Footprint(1, 1, 1), 2, schedule="gpipe")
-    with pytest.raises(ValueError, match="schedule must be one of 2bw, flush, gpipe, got 'zb'"):
-        stage_bytes(Footprint(1, 1, 1), 2, schedule="zb")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="execution must be one of no_pipelining, pipelined, recomputed, got 'zb'"):
+        stage_bytes(Footprint(1, 1, 1), 2, "zb")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got 0"):
         plan(TransformerShape(2, 64, 1).blocks(1e12), small, 0)
