@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.groups import communicators, counted_states
@@ -61,7 +62,7 @@ class Pipeline:
         loss: Loss,
         sample: Tensors,
         microbatches: int,
-        schedule: str = "1f1b",
+        schedule: str = ScheduleConfig.name,
         optimizer: OptimizerConfig | None = None,
         layers_per_stage: Sequence[int] | None = None,
         count: Callable[..., float] | None = None,

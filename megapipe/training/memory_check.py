@@ -18,6 +18,7 @@ import torch
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.engine.clocks import this_host
 from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
@@ -25,6 +26,7 @@ from megapipe.layout.stages import StageLayout
 from megapipe.layout.validation import data_parallel_size
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.report.words import bytes_told
+from megapipe.schedules.generators.registry import find_generator
 from megapipe.training.validate import validate
 
 SUGGESTIONS = 3
@@ -241,8 +243,9 @@ def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]
     yield one("batch", *({"micro_size": each} for each in small))
     if training.precision == "fp32":
         yield one("training", {"precision": "bf16"})
-    if config.schedule.name not in ("1f1b", "interleaved_1f1b") and not config.schedule.file:
-        yield one("schedule", {"name": "1f1b", "chunks": None})
+    plain = find_generator(ScheduleConfig.name)
+    if config.schedule.name not in (plain.name, plain.looped) and not config.schedule.file:
+        yield one("schedule", {"name": plain.name, "chunks": None})
     for name, size in (("tensor", tensor), ("pipeline", pipeline)):
         yield one("parallel", *({name: size * each, "data": _less(parallel.data, each)} for each in more))
     least: dict[str, dict[str, Any]] = {

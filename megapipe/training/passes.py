@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
@@ -20,9 +21,6 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.training.assemble import DTYPES, Assembly
 from megapipe.training.families import family_of
-
-SCHEDULE = "gpipe"
-"""Forwards alone have one order, whatever schedule the model was trained with."""
 
 Restore = Callable[[Sequence[UnitState]], object]
 """Fills this rank's unit states with trained weights."""
@@ -77,9 +75,9 @@ class LoadedModel:
         return self.mesh.shape.rank_of(place)
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Forwards of that many micro-batches through the stages."""
+        """Forwards of that many micro-batches through the stages, which are in the same order in every schedule."""
         return build(
-            SCHEDULE,
+            ScheduleConfig.name,
             self.config.parallel.pipeline,
             num_microbatches,
             mode="forward",

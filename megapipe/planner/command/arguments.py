@@ -17,6 +17,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.reader import PRESETS, load_hardware
 from megapipe.planner.search.findings import Objective
+from megapipe.planner.search.space import SearchSpace
 
 MOST_DEVICES = 1_000_000
 """Maximum number of ranks of a plan, above any real machine; the time grows with the number of nodes."""
@@ -147,7 +148,8 @@ def _search(parser: ArgumentParser) -> None:
         "--schedules",
         type=str,
         help=(
-            "names to try with every division of ranks, separated by commas (default 1f1b,interleaved_1f1b, and "
+            "names to try with every division of ranks, separated by commas "
+            f"(default {','.join(SearchSpace.schedules)}, and "
             "other schedules with the most promising divisions)"
         ),
     )

@@ -20,6 +20,7 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
+from megapipe.schedules.generators.registry import find_generator
 
 H100_TABLE = "Megatron-LM, table of training speed on H100"
 """Of its README, where it is a picture; four more rows stand there, which could not be read."""
@@ -129,7 +130,7 @@ class PublishedRun:
                     sequence_chunks=row.tensor if self.table.pieces and sequence else 1,
                     layers_per_stage=_even_stages(row, chunks),
                 )
-                interleaved = ScheduleConfig(name="interleaved_1f1b", chunks=chunks)
+                interleaved = ScheduleConfig(name=find_generator(ScheduleConfig.name).looped, chunks=chunks)
                 yield replace(
                     base,
                     model=model,

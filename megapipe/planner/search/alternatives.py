@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import Estimate
@@ -52,7 +53,8 @@ def _kinds(base: PretrainConfig, devices: int) -> Iterator[Kind]:
     yield Kind("without ZeRO", lambda layout: layout.zero == 0, _as_it_is)
     yield Kind("without recomputation", lambda layout: layout.recompute == "none", _as_it_is)
     yield Kind("without sequence parallelism", lambda layout: not layout.sequence, _as_it_is)
-    yield Kind("with plain 1f1b", lambda layout: layout.shape.schedule == "1f1b", _as_it_is)
+    plain = ScheduleConfig.name
+    yield Kind(f"with plain {plain}", lambda layout: layout.shape.schedule == plain, _as_it_is)
 
 
 def _spread(config: PretrainConfig, dimension: str, devices: int, zero: ZeroStage) -> PretrainConfig:
@@ -69,7 +71,7 @@ def _spread(config: PretrainConfig, dimension: str, devices: int, zero: ZeroStag
         ),
         batch=replace(config.batch, micro_size=1),
         zero=replace(config.zero, stage=zero),
-        schedule=replace(config.schedule, name="1f1b", chunks=None),
+        schedule=replace(config.schedule, name=ScheduleConfig.name, chunks=None),
     )
 
 

@@ -224,8 +224,8 @@ class Layouts:
         return self._sizes("batch.micro_size", own, self._samples // data, most)
 
     def _schedules(self, pipeline: int, names: Collection[str]) -> Iterator[tuple[str, int | None]]:
-        """Names with numbers of chunks. On one rank a looped 1f1b takes as long as the plain one and holds as much: it
-        is left out beside that."""
+        """Names with numbers of chunks. On one rank a looped schedule takes as long as the plain one and holds as
+        much, so that it is left out if the plain one is tried."""
         schedule = self.base.schedule
         most = self._stages // pipeline
         if self.space.max_chunks is not None:
@@ -236,7 +236,7 @@ class Layouts:
                 yield name, schedule.chunks
             elif find_generator(name).chunks == 1:
                 yield name, None
-            elif pipeline > 1 or name != "interleaved_1f1b" or "1f1b" not in names:
+            elif pipeline > 1 or all(find_generator(other).looped != name for other in names):
                 tried = range(2, most + 1)
                 yield from ((name, each) for each in tried if each <= every or blocks % (pipeline * each) == 0)
 

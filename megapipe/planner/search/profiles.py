@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from megapipe.config.errors import ConfigError
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware
@@ -87,7 +88,9 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
         parallel=parallel,
         zero=ZeroConfig(),
         recompute=RecomputeConfig(logits=config.recompute.logits),
-        schedule=replace(config.schedule, name="1f1b", chunks=None, group_size=None, update=None, file=""),
+        schedule=replace(
+            config.schedule, name=ScheduleConfig.name, chunks=None, group_size=None, update=None, file=""
+        ),
         batch=replace(config.batch, micro_size=micro_size),
     )
 

@@ -32,14 +32,15 @@ class SearchSpace:
     evenly. The fields below limit these.
 
     schedules: names of pipeline schedules, tried with every division of ranks. other_schedules: names tried only with
-    the `PROMISING` best divisions. 2bw and pipedream train with older weights, so the caller must name them.
+    the `PROMISING` best divisions. By default generators say which these are; those that train with older weights must
+    be named.
     sequence: 0 for no sequence parallelism, 1 for sequence parallelism, n above 1 for sequence parallelism with
     parallel.sequence_chunks n, whose traffic overlaps with products. max_context: by default, each context rank has
     at least `MIN_CONTEXT_TOKENS` tokens.
     """
 
-    schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b")
-    other_schedules: tuple[str, ...] = ("modular", "zb_h1", "zb_h2", "zb_v")
+    schedules: tuple[str, ...] = tuple(name for name, each in GENERATORS.items() if each.search == "all")
+    other_schedules: tuple[str, ...] = tuple(name for name, each in GENERATORS.items() if each.search == "promising")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     sequence: tuple[int, ...] = (0, 1, 4)

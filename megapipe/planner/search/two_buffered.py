@@ -6,6 +6,7 @@ from typing import Any
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate
@@ -86,13 +87,13 @@ def _configured(config: PretrainConfig, found: Configuration) -> PretrainConfig:
 
 def _settings(found: Configuration) -> dict[str, Any]:
     """Without pipelining one micro-batch is in a pipeline at a time, which no schedule here does: then a depth of 1 is
-    plain accumulation, and deeper ones run as 1f1b, which is never slower."""
+    plain accumulation, and deeper ones run with the default schedule, which is never slower."""
     pipelined = found.execution != "no_pipelining"
     return {
         "parallel.data": found.width,
         "parallel.pipeline": found.depth,
         "parallel.tensor": 1,
         "batch.micro_size": found.micro_size,
-        "schedule.name": "2bw" if pipelined else "1f1b",
+        "schedule.name": "2bw" if pipelined else ScheduleConfig.name,
         "recompute.method": "full" if found.execution == "recomputed" else "none",
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megapipe.config.command_line import finite, tool_parser, with_hyphens
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.schedules.build import MOST_FORWARDS, build, order
 from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         ("write", "the schedule as a text file to edit"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(GENERATORS)}")
+        command.add_argument("--schedule", default=ScheduleConfig.name, help=f"one of {', '.join(GENERATORS)}")
         command.add_argument("--file", type=Path, help="schedule file instead of a named schedule")
         _flags(command)
         if name == "draw":

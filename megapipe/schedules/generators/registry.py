@@ -48,7 +48,8 @@ class Generator:
 
     ``order`` takes ``(num_ranks, num_microbatches)`` and keyword options, ``policy`` the same and says when weights
     are written. ``chunks`` is the number of stages a rank where none is asked for. ``takes_two_bp``: its backwards may
-    be split; ``splits``: they always are. ``check`` raises what the schedule cannot run.
+    be split; ``splits``: they always are. ``check`` raises what the schedule cannot run. ``looped``: the schedule of
+    the same order with several chunks. ``search``: the layouts with which a planner's search tries it unasked.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Generator:
     chunks: int = 1
     takes_two_bp: bool = False
     splits: bool = False
+    looped: str = ""
+    search: Literal["all", "promising", "none"] = "none"
     policy: Callable[..., Policy] = flush_policy
     check: Callable[[str, int, int], None] | None = None
     order_options: tuple[str, ...] = field(init=False)
@@ -105,16 +108,24 @@ GENERATORS: dict[str, Generator] = {
     generator.name: generator
     for generator in (
         Generator("gpipe", gpipe, linear, "A", takes_two_bp=True),
-        Generator("1f1b", one_forward_one_backward, linear, "A", takes_two_bp=True),
-        Generator("interleaved_1f1b", interleaved_1f1b, round_robin, "A", chunks=2, takes_two_bp=True),
+        Generator(
+            "1f1b",
+            one_forward_one_backward,
+            linear,
+            "A",
+            takes_two_bp=True,
+            looped="interleaved_1f1b",
+            search="all",
+        ),
+        Generator("interleaved_1f1b", interleaved_1f1b, round_robin, "A", chunks=2, takes_two_bp=True, search="all"),
         Generator("pipedream", pipedream, linear, "B", policy=pipedream_policy, check=check_enough_microbatches),
         Generator(
             "2bw", two_buffered_weights, linear, "B", policy=two_buffered_policy, check=check_enough_microbatches
         ),
-        Generator("modular", modular, round_robin, "A", chunks=2, takes_two_bp=True),
-        Generator("zb_h1", zb_h1, linear, "A", splits=True),
-        Generator("zb_h2", zb_h2, linear, "A", splits=True),
-        Generator("zb_v", zb_v, v_shape, "A", chunks=2, splits=True),
+        Generator("modular", modular, round_robin, "A", chunks=2, takes_two_bp=True, search="promising"),
+        Generator("zb_h1", zb_h1, linear, "A", splits=True, search="promising"),
+        Generator("zb_h2", zb_h2, linear, "A", splits=True, search="promising"),
+        Generator("zb_v", zb_v, v_shape, "A", chunks=2, splits=True, search="promising"),
         Generator("zb_auto", zb_auto, linear, "A", splits=True),
     )
 }

@@ -16,6 +16,7 @@ from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.published import A100
+from megapipe.schedules.generators.registry import find_generator
 
 EARLY_ZERO = replace(A100.assumptions, slow_down=2.0, tensor_by_tensor=True)
 """ZeRO-3 as it was run beside Megatron-LM in 2021: DeepSpeed 0.3, which waits for the device before each tensor's
@@ -66,7 +67,7 @@ def run(shape: Shape, layout: Layout) -> Estimate:
     layers = [shape.layers // stages] * stages
     layers[0] += 1
     layers[-1] += 1
-    interleaved = ScheduleConfig(name="interleaved_1f1b", chunks=layout.chunks)
+    interleaved = ScheduleConfig(name=find_generator(ScheduleConfig.name).looped, chunks=layout.chunks)
     config: PretrainConfig = replace(
         base,
         model=replace(base.model, num_layers=shape.layers, num_heads=shape.heads, hidden_size=shape.hidden),

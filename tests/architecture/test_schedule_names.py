@@ -1,0 +1,43 @@
+"""Code outside the generators asks a generator for its properties, and does not know it by name."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from megapipe.schedules.generators.registry import GENERATORS
+from tests.architecture.source import Source, product
+
+GENERATOR_FILES = "megapipe/schedules/generators/"
+
+STILL_NAMED = {
+    "megapipe/config/schedule.py": "the default",
+    "megapipe/planner/cost/in_flight.py": "closed forms of memory",
+    "megapipe/planner/cost/message_slots.py": "closed forms of memory",
+    "megapipe/planner/cost/pipeline_time.py": "closed forms of time",
+    "megapipe/planner/cost/step_time.py": "closed forms of time",
+    "megapipe/planner/cost/traffic_counts.py": "closed forms of traffic",
+    "megapipe/planner/search/bounds.py": "lower bounds of time",
+    "megapipe/planner/search/in_flight.py": "lower bounds of memory",
+    "megapipe/planner/search/stage_seconds.py": "lower bounds of time",
+    "megapipe/planner/search/two_buffered.py": "plans of a paper for its own schedule",
+    "megapipe/planner/command/train_time.py": "methods of a paper, of which one is called as a schedule is",
+    "megapipe/planner/training_time/layouts.py": "methods of a paper, of which one is called as a schedule is",
+    "megapipe/training/calibration/layers.py": "measures each layer as a stage of its own",
+}
+"""Files that know a schedule by name, and why. Nothing may be added."""
+
+
+def test_no_other_file_knows_a_schedule_by_name() -> None:
+    found = {source.path: sorted(set(names_in(source))) for source in product()}
+    assert {path: names for path, names in found.items() if names and path not in STILL_NAMED} == {}
+
+
+def names_in(source: Source) -> Iterator[str]:
+    """Yield names of schedules in code: whole strings, or items of lists with commas, and identifiers."""
+    if source.path.startswith(GENERATOR_FILES) or not re.search("|".join(GENERATORS), source.text):
+        return
+    for node in ast.walk(source.tree):
+        words: list[object] = [getattr(node, "id", ""), getattr(node, "name", ""), getattr(node, "attr", "")]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = [word.strip() for word in node.value.split(",")]
+        yield from (str(word).strip("_") for word in words if str(word).strip("_") in GENERATORS)
