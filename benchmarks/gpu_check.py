@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 from megapipe.kernels import apex_backend, preferences  # noqa: E402
 from megapipe.kernels.cuda_backend import build, library  # noqa: E402
 from megapipe.kernels.ops import OPS  # noqa: E402
-from megapipe.kernels.preferences import Preferences, Row  # noqa: E402
+from megapipe.kernels.preferences import MeasuredPreference, Preferences  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 ALL_SECONDS = 460.0
@@ -327,7 +327,9 @@ def measured_preferences(output: str, device: str) -> Preferences | None:
             if None not in seconds:
                 totals[backend] = sum(each for each in seconds if each is not None)
         if len(totals) > 1:
-            rows.append(Row(op, dtype, width, tuple(sorted(totals, key=lambda name: (totals[name], name)))))
+            rows.append(
+                MeasuredPreference(op, dtype, width, tuple(sorted(totals, key=lambda name: (totals[name], name))))
+            )
     if not rows:
         return None
     return Preferences(device, f"{datetime.date.today()} with {versions()}", tuple(rows))

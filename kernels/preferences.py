@@ -27,7 +27,7 @@ class PreferenceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredPreference:
     """One measured size: backends of `op` for tensors of `dtype` with a last axis of `width`, the fastest first."""
 
     op: str
@@ -42,7 +42,7 @@ class Preferences:
 
     device: str
     measured: str
-    rows: tuple[Row, ...]
+    rows: tuple[MeasuredPreference, ...]
 
     def order(self, op: str, dtype: torch.dtype, width: int) -> tuple[str, ...]:
         """Return the backends at the nearest measured width (by ratio), the fastest first; empty if there is none."""
@@ -62,7 +62,7 @@ class Preferences:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedPreferences:
     """Preferences for the GPU at hand, or None; note: a line for the start of a run, or None."""
 
     preferences: Preferences | None = None
@@ -96,38 +96,40 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
-def find(device: str, environment: Mapping[str, str] = os.environ) -> Found:
+def find(device: str, environment: Mapping[str, str] = os.environ) -> LoadedPreferences:
     """Return the preferences for a GPU of this name, and what a run should say about them."""
     requested = environment.get(VARIABLE)
     if requested == "none":
-        return Found(note=f"preferences are switched off by {VARIABLE}")
+        return LoadedPreferences(note=f"preferences are switched off by {VARIABLE}")
     path = Path(requested) if requested else file_of(device)
     if not requested and not path.exists():
-        return Found()
+        return LoadedPreferences()
     try:
         preferences = parse(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, PreferenceError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        return Found(note=f"ignored {path.name}: {why}; run make gpu-check again, or set {VARIABLE}=none")
+        return LoadedPreferences(note=f"ignored {path.name}: {why}; run make gpu-check again, or set {VARIABLE}=none")
     if preferences.device != device:
-        return Found(note=f"ignored {path.name}: it was measured on {preferences.device}, and this is {device}")
-    return Found(preferences, f"order of backends from {path.name}, measured {preferences.measured}")
+        return LoadedPreferences(
+            note=f"ignored {path.name}: it was measured on {preferences.device}, and this is {device}"
+        )
+    return LoadedPreferences(preferences, f"order of backends from {path.name}, measured {preferences.measured}")
 
 
 @functools.cache
-def current() -> Found:
+def current() -> LoadedPreferences:
     """Return what there is for the current GPU; read once."""
-    return find(torch.cuda.get_device_name()) if torch.cuda.is_available() else Found()
+    return find(torch.cuda.get_device_name()) if torch.cuda.is_available() else LoadedPreferences()
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def _row(row: Mapping[str, Any]) -> MeasuredPreference:
     backends: Sequence[str] = row["backends"]
     if not isinstance(backends, list) or not backends:
         raise ValueError(f"backends are {backends!r}")
     width = row["width"]
     if type(width) is not int or width < 1:
         raise ValueError(f"width is {width!r}")
-    return Row(_text(row["op"]), _text(row["dtype"]), width, tuple(map(_text, backends)))
+    return MeasuredPreference(_text(row["op"]), _text(row["dtype"]), width, tuple(map(_text, backends)))
 
 
 def _text(value: object) -> str:

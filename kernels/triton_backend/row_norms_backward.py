@@ -52,7 +52,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Partition:
+class RowTiling:
     """How rows are cut into groups, and groups into tiles of `rows` x `block`."""
 
     num_rows: int
@@ -63,21 +63,21 @@ class Partition:
     num_groups: int
 
     @staticmethod
-    def of(x: Tensor) -> "Partition":
+    def of(x: Tensor) -> "RowTiling":
         """That of [..., h], a function of its shape alone."""
         width = x.shape[-1]
         num_rows = x.numel() // width
         block = power_of_two(width)
         rows = max(1, _TILE // block)
         tiles = max(_LEAST_TILES, ceiling_division(num_rows, _MOST_GROUPS * rows))
-        return Partition(num_rows, width, block, rows, tiles * rows, ceiling_division(num_rows, tiles * rows))
+        return RowTiling(num_rows, width, block, rows, tiles * rows, ceiling_division(num_rows, tiles * rows))
 
 
 def input_launch(operands: Operands, dx: Tensor) -> Launch:
     """Writes the gradient of x."""
     if _is_resident(operands):
         return whole_launch(operands, dx, None)
-    partition = Partition.of(operands.x)
+    partition = RowTiling.of(operands.x)
     arguments = vars(operands) | {"dx": dx, "width": partition.width}
     constants = {"CENTER": operands.mean is not None, "BESIDE": operands.dx_beside is not None, "BLOCK": _CHUNK}
     warps = _CHUNK // _ELEMENTS_PER_WARP
@@ -91,7 +91,7 @@ def weight_launch(operands: Operands, parts: Tensor) -> Launch:
     """
     if _is_resident(operands):
         return whole_launch(operands, None, parts)
-    partition = Partition.of(operands.x)
+    partition = RowTiling.of(operands.x)
     arguments = {
         "dy": operands.dy,
         "x": operands.x,
@@ -109,7 +109,7 @@ def weight_launch(operands: Operands, parts: Tensor) -> Launch:
 
 def whole_launch(operands: Operands, dx: Tensor | None, parts: Tensor | None) -> Launch:
     """Writes what is given, for rows that stay on chip."""
-    partition = Partition.of(operands.x)
+    partition = RowTiling.of(operands.x)
     arguments = {
         **vars(operands),
         "dx": dx,
@@ -178,7 +178,7 @@ def whole_backward_of(operands: Operands) -> tuple[Tensor, ...]:
 
 
 def _empty_parts(operands: Operands) -> Tensor:
-    partition = Partition.of(operands.x)
+    partition = RowTiling.of(operands.x)
     num_gradients = 1 if operands.mean is None else 2
     return operands.x.new_empty(num_gradients, partition.num_groups, partition.width, dtype=torch.float32)
 

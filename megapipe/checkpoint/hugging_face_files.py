@@ -73,7 +73,7 @@ def _indexed(folder: Path, name: str) -> dict[str, Path]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FolderReader:
     """How folders of a kind of model are read.
 
     names: stored names -> the canonical name of each. fields: config.json and canonical names -> what
@@ -87,15 +87,15 @@ class Kind:
     redundant: Callable[[str], bool]
 
 
-def kind_of(model: ModelConfig) -> Kind:
+def kind_of(model: ModelConfig) -> FolderReader:
     if isinstance(model, BertModelConfig):
-        return Kind(
+        return FolderReader(
             hugging_face_bert.canonical_names,
             lambda config, names: hugging_face_bert.model_fields(config, names, model),
             lambda config: bert_hugging_face.correspondences(model),
             lambda name: hugging_face_bert.is_redundant(name, model),
         )
-    return Kind(
+    return FolderReader(
         _gpt_names,
         model_fields,
         lambda config: correspondences(model, family_of(config)),
@@ -130,7 +130,9 @@ def fitting(
     return {pair.spec.name: pair for pair in pairs}
 
 
-def fields_of_config(folder: Path, kind: Kind, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+def fields_of_config(
+    folder: Path, kind: FolderReader, config: Mapping[str, Any], names: Collection[str]
+) -> Mapping[str, Any]:
     """Return `kind.fields`. Raises CheckpointError, with the file, for a config.json of another structure."""
     try:
         return kind.fields(config, names)

@@ -33,7 +33,7 @@ WIDTH = 1024
 
 
 @dataclass
-class Findings:
+class Diagnosis:
     """Lines by topic, and what is wrong, each with a way to fix it."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Findings:
 def main(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit status."""
     tool_parser("megapipe doctor", DESCRIPTION, EXAMPLES).parse_args(list(arguments))
-    findings = Findings()
+    findings = Diagnosis()
     missing_packages(findings)
     if not findings.problems:  # the other checks import packages
         for check in CHECKS:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if findings.problems else 0
 
 
-def missing_packages(findings: Findings) -> None:
+def missing_packages(findings: Diagnosis) -> None:
     """Look for packages that megapipe needs and that are not installed."""
     try:
         requirements = importlib.metadata.requires("megapipe") or []
@@ -78,13 +78,13 @@ def missing_packages(findings: Findings) -> None:
             findings.problems.append(f"the package {requirement} is not installed: install megapipe with pip again")
 
 
-def versions(findings: Findings) -> None:
+def versions(findings: Diagnosis) -> None:
     from megapipe.training.run_folder import package_versions
 
     findings.add("versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()))
 
 
-def devices(findings: Findings) -> None:
+def devices(findings: Diagnosis) -> None:
     import torch
 
     from megapipe.planner.report.words import bytes_told
@@ -112,7 +112,7 @@ def devices(findings: Findings) -> None:
         )
 
 
-def communication(findings: Findings) -> None:
+def communication(findings: Diagnosis) -> None:
     import torch
     import torch.distributed as dist
 
@@ -132,7 +132,7 @@ def communication(findings: Findings) -> None:
         )
 
 
-def kernels(findings: Findings) -> None:
+def kernels(findings: Diagnosis) -> None:
     import torch
 
     from megapipe.kernels import apex_backend
@@ -147,7 +147,7 @@ def kernels(findings: Findings) -> None:
         findings.problems.append("triton is not installed, so GPUs run slower kernels: pip install triton")
 
 
-def compilers(findings: Findings) -> None:
+def compilers(findings: Diagnosis) -> None:
     import torch
 
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -160,7 +160,7 @@ def compilers(findings: Findings) -> None:
         )
 
 
-def space(findings: Findings) -> None:
+def space(findings: Diagnosis) -> None:
     import torch
 
     from megapipe.planner.report.words import bytes_told
@@ -186,4 +186,4 @@ def space(findings: Findings) -> None:
         )
 
 
-CHECKS: tuple[Callable[[Findings], None], ...] = (versions, devices, communication, kernels, compilers, space)
+CHECKS: tuple[Callable[[Diagnosis], None], ...] = (versions, devices, communication, kernels, compilers, space)

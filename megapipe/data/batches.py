@@ -9,7 +9,7 @@ from megapipe.data.errors import DataError
 from megapipe.data.sample_set import SampleSet
 
 
-class Microbatch(NamedTuple):
+class TokenBatch(NamedTuple):
     """b samples of s tokens."""
 
     tokens: np.ndarray
@@ -74,15 +74,15 @@ class MicrobatchSource:
             num_microbatches=num_microbatches,
         )
 
-    def microbatch(self, consumed: int, microbatch: int, num_microbatches: int) -> Microbatch:
+    def microbatch(self, consumed: int, microbatch: int, num_microbatches: int) -> TokenBatch:
         """One micro-batch of the step that starts after `consumed` samples."""
         ordinals = self.ordinals(consumed, microbatch, num_microbatches)
         windows = self.samples.tokens(ordinals)
         boundaries = self._boundaries(ordinals)
         mask, starts = self._loss_mask(ordinals, boundaries), self._document_starts(boundaries)
-        return Microbatch(windows[:, :-1], windows[:, 1:], mask, ordinals, starts)
+        return TokenBatch(windows[:, :-1], windows[:, 1:], mask, ordinals, starts)
 
-    def step(self, consumed: int, num_microbatches: int) -> list[Microbatch]:
+    def step(self, consumed: int, num_microbatches: int) -> list[TokenBatch]:
         """All micro-batches of the step that starts after `consumed` samples."""
         return [self.microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megapipe.engine.errors import UnitError
-from megapipe.engine.stage import TensorSpec, Unit
+from megapipe.engine.stage import TensorSpec, UnitForward
 from megapipe.layers import split
 from megapipe.layers.graph import accumulate, gradient_edge
 from megapipe.layers.split import SplitTape
@@ -19,7 +19,7 @@ WHOLE = -1
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedGraph:
     """What a forward leaves for its backward: the graph between `inputs` (leaves) and `edges`.
 
     edges: where the gradients of the outputs enter, one for each output that requires grad. Not the outputs, so that
@@ -31,7 +31,7 @@ class Piece:
     tape: SplitTape | None
 
     @classmethod
-    def between(cls, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tape: SplitTape | None) -> "Piece":
+    def between(cls, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tape: SplitTape | None) -> "SavedGraph":
         """The graph that made `outputs` out of `inputs`."""
         return cls(inputs, tuple([gradient_edge(output) for output in outputs if output.requires_grad]), tape)
 
@@ -55,14 +55,14 @@ def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tup
     return tuple(tensor.requires_grad for tensor in tensors)
 
 
-def unsplit_parameters(units: Sequence[Unit]) -> tuple[nn.Parameter, ...]:
+def unsplit_parameters(units: Sequence[UnitForward]) -> tuple[nn.Parameter, ...]:
     """Parameters whose gradients the input half computes: their modules cannot split."""
     modules = (unit for unit in units if isinstance(unit, nn.Module))
     return tuple(parameter for module in modules for parameter in split.unsplit_parameters(module))
 
 
 def run_units(
-    units: Sequence[Unit], inputs: tuple[Tensor, ...], context: Any, ready: Callable[[int], None] | None = None
+    units: Sequence[UnitForward], inputs: tuple[Tensor, ...], context: Any, ready: Callable[[int], None] | None = None
 ) -> tuple[Tensor, ...]:
     """Run a chain of units. ready: called ahead of each. Raises UnitError from what one of them raises."""
     for index, unit in enumerate(units):
@@ -75,7 +75,7 @@ def run_units(
     return inputs
 
 
-def backward(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def backward(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Whole backward: adds into the parameters' `.grad` views; returns gradients of inputs that require grad.
 
     gradients: one for each output that requires grad, in order.
@@ -84,7 +84,7 @@ def backward(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(_or_zeros(leaf.grad, leaf) for leaf in piece.inputs if leaf.requires_grad)
 
 
-def backward_input(piece: Piece, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def backward_input(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Input half of a split backward; what the weight half needs stays on the piece's tape.
 
     That may be `gradients` themselves: lowering keeps their receive slot until the weight half is done. What is

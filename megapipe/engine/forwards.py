@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapipe.engine.compute import (
     WHOLE,
-    Piece,
+    SavedGraph,
     apart,
     as_leaves,
     requires_grad_flags,
@@ -18,7 +18,7 @@ from megapipe.engine.compute import (
 )
 from megapipe.engine.moves import Moves
 from megapipe.engine.shared_state import shared_states
-from megapipe.engine.stage import Stage, Unit
+from megapipe.engine.stage import Stage, UnitForward
 from megapipe.engine.step import StepState, UnitKey
 from megapipe.engine.transfers import Transfers
 from megapipe.layers.split import SplitTape
@@ -38,7 +38,7 @@ class Chain:
     shared: by unit, states whose weights replicas share out or host memory has; empty where there are none.
     """
 
-    twins: Sequence[Sequence[Unit]]
+    twins: Sequence[Sequence[UnitForward]]
     unsplit: Sequence[tuple[torch.nn.Parameter, ...]]
     split: bool
     shared: Sequence[tuple[UnitState, ...]]
@@ -137,7 +137,7 @@ class Forwards:
             if slots is not None and not leaves_in_time:
                 outputs = apart(outputs, inputs)
             if run_bare is None:
-                step.pieces[place] = Piece.between(leaves, outputs, tape)
+                step.pieces[place] = SavedGraph.between(leaves, outputs, tape)
             hand_on(step, outputs)
 
         return run
@@ -154,7 +154,7 @@ class Forwards:
             inputs = step.kept.pop(place)
             copy = (step.input.step * per_step + version) % len(chain.twins)
             outputs, tape = chain.run(copy, inputs, step.input.contexts[microbatch])
-            step.pieces[place] = Piece.between(inputs, outputs, tape)
+            step.pieces[place] = SavedGraph.between(inputs, outputs, tape)
             if goes_on:
                 step.kept[following] = as_leaves(outputs, requires_grad_flags(outputs))
 

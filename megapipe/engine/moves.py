@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megapipe.engine.errors import EngineError
 from megapipe.engine.saved_tensors import SavedTensors, address_of
-from megapipe.engine.stage import Stage, Unit
+from megapipe.engine.stage import Stage, UnitForward
 from megapipe.engine.step import StepState, UnitKey
 from megapipe.engine.swaps import Swaps
 from megapipe.layers.split import SplitTape
@@ -101,7 +101,7 @@ class Moves:
 
     @staticmethod
     def run_forward(
-        step: StepState, key: UnitKey, units: Sequence[Unit], inputs: Tensors, lent: bool, forward: Forward
+        step: StepState, key: UnitKey, units: Sequence[UnitForward], inputs: Tensors, lent: bool, forward: Forward
     ) -> tuple[Tensors, Tensors, SplitTape | None]:
         """A forward whose saved tensors can leave: the leaves of its graph, its outputs and tape.
 
@@ -124,7 +124,7 @@ class Moves:
         return self._swaps
 
 
-def _weights(units: Sequence[Unit]) -> Iterator[Tensor]:
+def _weights(units: Sequence[UnitForward]) -> Iterator[Tensor]:
     for unit in units:
         if isinstance(unit, nn.Module):
             yield from unit.parameters()

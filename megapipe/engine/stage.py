@@ -33,7 +33,7 @@ def described(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> str:
     return ", ".join(f"{list(each.shape)} {short(each.dtype)}" for each in tensors) or "nothing"
 
 
-class Unit(Protocol):
+class UnitForward(Protocol):
     """One version of a unit: tensors and a micro-batch's context in, a tuple of tensors out."""
 
     def __call__(self, *inputs: Tensor, context: Any) -> tuple[Tensor, ...]: ...
@@ -50,7 +50,7 @@ class Stage:
     several terms.
     """
 
-    units: Sequence[Sequence[Unit]]
+    units: Sequence[Sequence[UnitForward]]
     states: dict[int, UnitState]
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()

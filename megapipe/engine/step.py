@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.engine.compute import Piece
+from megapipe.engine.compute import SavedGraph
 from megapipe.engine.saved_tensors import SavedTensors
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
@@ -139,7 +139,7 @@ class StepState:
     input: StepInput
     updates: int = 1
     kept: dict[UnitKey, tuple[Tensor, ...]] = field(default_factory=dict)
-    pieces: dict[UnitKey, Piece] = field(default_factory=dict)
+    pieces: dict[UnitKey, SavedGraph] = field(default_factory=dict)
     tapes: dict[UnitKey, SplitTape] = field(default_factory=dict)
     saved: dict[UnitKey, SavedTensors] = field(default_factory=dict)
     activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)

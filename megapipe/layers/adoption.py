@@ -23,7 +23,7 @@ SPLIT_TYPES: dict[type[nn.Module], type[Adopted]] = {
 
 
 @dataclass(frozen=True)
-class Report:
+class AdoptionReport:
     """Which modules split their backward, and which do not.
 
     split: path -> name of the type, e.g. `blocks.0.out` -> `Linear`. whole: path -> why the gradients of the module's
@@ -55,7 +55,7 @@ def adopt(module: Module) -> Module:
     return module
 
 
-def report(module: nn.Module) -> Report:
+def report(module: nn.Module) -> AdoptionReport:
     """What is split and what is not inside `module`, by path."""
     split, whole = {}, {}
     for path, part in module.named_modules():
@@ -68,7 +68,7 @@ def report(module: nn.Module) -> Report:
             whole[path] = f"{type(part).__name__} is not one of {', '.join(each.__name__ for each in SPLIT_TYPES)}"
         else:
             whole[path] = _obstacle(part, base) or f"{type(part).__name__} has not been adopted"
-    return Report(split, whole)
+    return AdoptionReport(split, whole)
 
 
 def adopted_modules(module: nn.Module) -> Iterator[Adopted]:

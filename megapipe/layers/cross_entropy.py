@@ -75,9 +75,9 @@ class VocabParallelHead(Linear, OnShards):
         if tape is None:
             # Inside of the function autograd is always off.
             keep = torch.is_grad_enabled()
-            return _Fused.apply(rows, self.weight, self, targets, row_weight, keep, self._kept(x, rows))
+            return _FusedCrossEntropy.apply(rows, self.weight, self, targets, row_weight, keep, self._kept(x, rows))
         record = tape.record(self, (), rows.new_empty((), dtype=wide))
-        loss, gradient = _Probed.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
+        loss, gradient = _ProbedCrossEntropy.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
         kept = self._kept(x, rows)
         record.saved = (kept, gradient) if row_weight is None else (kept, gradient, row_weight)
         return loss
@@ -176,7 +176,7 @@ def _row_scale(row_weight: Tensor | None, dloss: Tensor) -> Tensor:
     return dloss.view(1, 1) if row_weight is None else (dloss * row_weight).unsqueeze(1)
 
 
-class _Fused(torch.autograd.Function):
+class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -235,7 +235,7 @@ class _Recomputed(torch.autograd.Function):
         return (*found, *[None] * (7 - len(found)))
 
 
-class _Probed(torch.autograd.Function):
+class _ProbedCrossEntropy(torch.autograd.Function):
     """The input half: the weight comes detached, the probe receives the loss's gradient."""
 
     @staticmethod

@@ -29,7 +29,7 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
     return gradient.index_add_(0, rows.flatten(), dy.flatten(0, -2).to(wide)).to(dy.dtype)
 
 
-class _Fused(torch.autograd.Function):
+class _FusedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, absent)
@@ -42,7 +42,7 @@ class _Fused(torch.autograd.Function):
         return _table_gradient(rows, absent, dy, ctx.num_rows), None, None
 
 
-class _Probed(torch.autograd.Function):
+class _ProbedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probe: Tensor, weight: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
         return _look_up(weight, rows, absent)
@@ -71,10 +71,10 @@ class _Table(SplitModule):
     def look_up(self, rows: Tensor, absent: Tensor | None, tape: SplitTape | None) -> Tensor:
         """Rows [...] to [..., h]; zero where `absent` (bool [...])."""
         if tape is None:
-            return _Fused.apply(self.weight, rows, absent)
+            return _FusedEmbedding.apply(self.weight, rows, absent)
         record = tape.record(self, (*rows.shape, self.weight.shape[-1]), self.weight)
         record.saved = (rows,) if absent is None else (rows, absent)
-        return _Probed.apply(record.probe, self.weight.detach(), rows, absent)
+        return _ProbedEmbedding.apply(record.probe, self.weight.detach(), rows, absent)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         absent = saved[1] if len(saved) == 2 else None

@@ -32,13 +32,13 @@ class GroupedLinear(SplitModule):
         again: makes x again for the gradient of W, so that x need not be kept.
         """
         if tape is None:
-            return _Fused.apply(x, self.weight, self.bias, counts, again)
+            return _FusedGroupedLinear.apply(x, self.weight, self.bias, counts, again)
         width = self.weight[0].numel() // self.weight.shape[-1]
         record = tape.record(self, (len(x), width), x)
         record.saved, record.again = ((x.detach(),), None) if again is None else (again.sources, again)
         record.beside = (torch.tensor(counts),)
         bias = None if self.bias is None else self.bias.detach()
-        return _Probed.apply(x, record.probe, self.weight.detach(), bias, counts)
+        return _ProbedGroupedLinear.apply(x, record.probe, self.weight.detach(), bias, counts)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         x, counts = saved
@@ -92,7 +92,7 @@ def _spans(counts: Counts) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-class _Fused(torch.autograd.Function):
+class _FusedGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, again: Remade | None
@@ -115,7 +115,7 @@ class _Fused(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-class _Probed(torch.autograd.Function):
+class _ProbedGroupedLinear(torch.autograd.Function):
     """The input half: weight and bias come detached, the probe receives dy."""
 
     @staticmethod

@@ -103,7 +103,7 @@ class AccumulatingProducts(Products):
         return None
 
 
-class _Fused(torch.autograd.Function):
+class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -133,7 +133,7 @@ class _Fused(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None
 
 
-class _Probed(torch.autograd.Function):
+class _ProbedLinear(torch.autograd.Function):
     """The input half: weight and bias come detached, the probe receives dy."""
 
     @staticmethod
@@ -171,7 +171,7 @@ class Linear(SplitModule):
         again: makes x again for the gradient of W, so that x need not be kept.
         """
         if tape is None:
-            return _Fused.apply(x, self.weight, self.bias, add_bias, again, self.products)
+            return _FusedLinear.apply(x, self.weight, self.bias, add_bias, again, self.products)
         width = self.weight.numel() // self.weight.shape[-1]
         record = tape.record(self, (*x.shape[:-1], width), x)
         if again is None:
@@ -179,7 +179,7 @@ class Linear(SplitModule):
         else:
             record.saved, record.again = again.sources, again
         bias = self.bias.detach() if self.bias is not None and add_bias else None
-        return _Probed.apply(x, record.probe, self.weight.detach(), bias, self.products)
+        return _ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         yield from self.weight_gradients(saved[0], gradient)

@@ -15,7 +15,7 @@ from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
 
 
-class _Fused(torch.autograd.Function):
+class _FusedNorm(torch.autograd.Function):
     """With a residual, its sum with x is normalised, and a second output."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class _Fused(torch.autograd.Function):
         return dx, None if dtotal is None else dx, None, *norm.summed(gradients)
 
 
-class _Probed(torch.autograd.Function):
+class _ProbedNorm(torch.autograd.Function):
     """The input half: parameters come detached, the probe receives dy."""
 
     @staticmethod
@@ -88,10 +88,10 @@ class Norm(SplitModule, OnShards):
         """[..., h] to [..., h]."""
         parameters = self._parameters_in_order()
         if tape is None:
-            return _Fused.apply(x, None, self, *parameters)
+            return _FusedNorm.apply(x, None, self, *parameters)
         record = tape.record(self, x.shape, x)
         detached = [parameter.detach() for parameter in parameters]
-        y, *statistics = _Probed.apply(x, None, record.probe, self, *detached)
+        y, *statistics = _ProbedNorm.apply(x, None, record.probe, self, *detached)
         record.saved = (x.detach(), *statistics)
         return y
 
@@ -99,10 +99,10 @@ class Norm(SplitModule, OnShards):
         """(normalised sum, sum) of x and residual [..., h]: one pass where the backend has one for both."""
         parameters = self._parameters_in_order()
         if tape is None:
-            return _Fused.apply(x, residual, self, *parameters)
+            return _FusedNorm.apply(x, residual, self, *parameters)
         record = tape.record(self, x.shape, x)
         detached = [parameter.detach() for parameter in parameters]
-        y, total, *statistics = _Probed.apply(x, residual, record.probe, self, *detached)
+        y, total, *statistics = _ProbedNorm.apply(x, residual, record.probe, self, *detached)
         record.saved = (total.detach(), *statistics)
         return y, total
 

@@ -43,11 +43,11 @@ class Router(SplitModule, OnShards):
         """
         record = None
         if tape is None:
-            scores = _Fused.apply(x, self.weight, again)
+            scores = _FusedRouter.apply(x, self.weight, again)
         else:
             record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
             record.saved, record.again = ((x.detach(),), None) if again is None else (again.sources, again)
-            scores = _Probed.apply(x, record.probe, self.weight.detach())
+            scores = _ProbedRouter.apply(x, record.probe, self.weight.detach())
         ranked = scores.detach()
         if self.bias is not None:
             ranked = (ranked.softmax(-1) if self.biased == "shares" else ranked) + self.bias.detach()
@@ -105,7 +105,7 @@ class _Loaded(torch.autograd.Function):
         return gradient, load.to(gradient.dtype), None
 
 
-class _Fused(torch.autograd.Function):
+class _FusedRouter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, again: Remade | None) -> Tensor:
         save_input(ctx, x, again, weight)
@@ -123,7 +123,7 @@ class _Fused(torch.autograd.Function):
         return dx, dweight, None
 
 
-class _Probed(torch.autograd.Function):
+class _ProbedRouter(torch.autograd.Function):
     """The input half: the weight comes detached, the probe receives the scores' gradient."""
 
     @staticmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.whole_matrices import Placement, place
+from megapipe.layout.whole_matrices import MatrixPlacement, place
 from megapipe.layout.zero import flat_elements
 from megapipe.spec.communication import Exchange
 from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes, num_moments
@@ -67,7 +67,7 @@ class UnitCosts:
         """Whether shards are Muon's, which cut as few matrices as they can."""
         return self.config.optimizer.name == "muon" and self.shards > 1
 
-    def _placement(self, unit: Unit) -> Placement:
+    def _placement(self, unit: Unit) -> MatrixPlacement:
         """Where Muon's shards have a unit's parameters."""
         return place(unit.specs, self.shards, tensor_size=self.config.parallel.tensor, alignment=self.alignment)
 

@@ -15,7 +15,7 @@ from megapipe.spec.parameters import SEGMENT_ALIGNMENT, ParameterSpec
 
 
 @dataclass(frozen=True)
-class Placement:
+class MatrixPlacement:
     """Elements of a unit's flat buffer, `num_shards` equal shards of `shard_size`.
 
     starts, stops: parameter -> its first element, a multiple of 64, and the one behind its last. decayed, elementwise:
@@ -55,7 +55,9 @@ class Placement:
         return self.starts[name] < stop and start < self.stops[name]
 
 
-def place(specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int = 1, alignment: int = 1) -> Placement:
+def place(
+    specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int = 1, alignment: int = 1
+) -> MatrixPlacement:
     """Where the parameters of a unit lie. tensor_size, alignment: as in `ParameterSpec.local_shape`."""
     ordered = sorted(specs, key=lambda spec: (spec.matrix, not spec.decay))
     lengths = {spec.name: prod(spec.local_shape(tensor_size, alignment)) for spec in ordered}
@@ -91,7 +93,7 @@ def place(specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int =
         name for name in long if starts[name] // shard_size != (starts[name] + sizes[name] - 1) // shard_size
     )
     stops = {name: start + lengths[name] for name, start in starts.items()}
-    return Placement(shard_size, num_shards, starts, stops, decayed, position, cut)
+    return MatrixPlacement(shard_size, num_shards, starts, stops, decayed, position, cut)
 
 
 def _smallest(found: Callable[[int], list[int] | None], share: int, longest: int) -> int:

@@ -25,7 +25,7 @@ MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterGroup:
     """Elements of flat buffers that take the same step: the decayed ones of some units, or the others.
 
     step: number of the units' update, from 1. moments: name -> one view a unit. decay: weight decay, 0 for the others.
@@ -78,7 +78,7 @@ class FlatOptimizer(ABC):
             state.add_moment(name, state.within_shard(slice(0, state.table.num_elements)), self.moment_dtype)
 
     @abstractmethod
-    def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
+    def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
         """Change parameters, moments and copies in place; gradients are multiplied by `coefficient`."""
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
@@ -124,11 +124,13 @@ class FlatOptimizer(ABC):
         for decayed in (True, False):
             self._step(self._part(states, masters, step, decayed), rate, coefficient)
 
-    def _part(self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, decayed: bool) -> Part:
+    def _part(
+        self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, decayed: bool
+    ) -> ParameterGroup:
         ranges = [(state, self._range(state, decayed)) for state in states]
         filled = [(state, part) for state, part in ranges if part.stop > part.start]
         given = zip(masters, ranges, strict=True)
-        return Part(
+        return ParameterGroup(
             step,
             [master[part] for master, (_, part) in given if part.stop > part.start],
             # A version's number is that of the update behind it plus the versions, a multiple of the gradient buffers.
@@ -170,7 +172,7 @@ class FlatAdamW(FlatOptimizer):
     def moment_names(self) -> tuple[str, ...]:
         return FIRST, SECOND
 
-    def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
+    def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
         update = AdamW(part.step, learning_rate, self._config.betas, self._config.epsilon, part.decay)
         adamw_step(
             part.parameters,
@@ -191,6 +193,6 @@ class FlatSGD(FlatOptimizer):
     def moment_names(self) -> tuple[str, ...]:
         return (MOMENTUM,) if self._config.momentum else ()
 
-    def _step(self, part: Part, learning_rate: float, coefficient: Tensor) -> None:
+    def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
         update = SGD(learning_rate, self._config.momentum, part.decay)
         sgd_step(part.parameters, part.gradients, part.moments.get(MOMENTUM, []), update, gradient_scale=coefficient)

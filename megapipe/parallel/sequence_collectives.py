@@ -16,7 +16,7 @@ from megapipe.parallel.groups import Group
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All ranks' tokens [b, s / t, h] as [b, s, h]; the gradient of each is the sum of the ranks' gradients."""
-    return _Gather.apply(x, group)
+    return _SequenceGather.apply(x, group)
 
 
 def scatter_sum(x: Tensor, group: Group) -> Tensor:
@@ -54,7 +54,7 @@ def joined(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(batch, size * tokens, *channels)
 
 
-class _Gather(torch.autograd.Function):
+class _SequenceGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group

@@ -21,7 +21,7 @@ BLOCK = 1 << 15
 """Elements computed at a time: the temporaries stay in the processor's cache."""
 
 
-class Box(Protocol):
+class BoxLike(Protocol):
     """A rectangular part of a global tensor: `starts[i] <= index[i] < stops[i]`."""
 
     @property
@@ -30,7 +30,7 @@ class Box(Protocol):
     def stops(self) -> tuple[int, ...]: ...
 
 
-class Init(Protocol):
+class InitLike(Protocol):
     """`kind` is normal (with standard deviation `std`), zeros or ones."""
 
     @property
@@ -40,7 +40,7 @@ class Init(Protocol):
 
 
 def fill_box(
-    name: str, shape: tuple[int, ...], box: Box, init: Init, seed: int, dtype: DTypeLike = np.float32
+    name: str, shape: tuple[int, ...], box: BoxLike, init: InitLike, seed: int, dtype: DTypeLike = np.float32
 ) -> NDArray[Any]:
     """The initial values of one box of the tensor `name` of global `shape`; an array of the box's shape.
 
@@ -64,7 +64,7 @@ def fill_box(
     return values.reshape(box_shape)
 
 
-def _check(name: str, shape: tuple[int, ...], box: Box, seed: int) -> None:
+def _check(name: str, shape: tuple[int, ...], box: BoxLike, seed: int) -> None:
     inside = len(box.starts) == len(box.stops) == len(shape) and all(
         0 <= start <= stop <= length for start, stop, length in zip(box.starts, box.stops, shape, strict=True)
     )
@@ -80,7 +80,7 @@ def _key(name: str, seed: int) -> Words:
     return np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
 
 
-def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+def _runs(shape: tuple[int, ...], box: BoxLike) -> Iterator[tuple[int, int]]:
     """The box's flat index ranges (start, stop) in order, each contiguous and at most BLOCK long."""
     lengths = list(zip(box.starts, box.stops, shape, strict=True))
     cut = max((axis for axis, (start, stop, length) in enumerate(lengths) if stop - start != length), default=0)

@@ -25,7 +25,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import SECTIONS, Origin, Schedule, SectionName, Sections
 from megapipe.schedules.text_header import MAGIC, HeaderReader, write_header
 from megapipe.schedules.tokens import read_action, write_action
-from megapipe.schedules.words import Line, split_lines
+from megapipe.schedules.words import TextLine, split_lines
 
 
 def dumps(schedule: Schedule) -> str:
@@ -70,7 +70,7 @@ def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:
     ]
 
 
-def _section_name(line: Line, found: dict[SectionName, tuple[Rows, ...]]) -> SectionName:
+def _section_name(line: TextLine, found: dict[SectionName, tuple[Rows, ...]]) -> SectionName:
     line.expect_length(1)
     name = next(name for name in SECTIONS if name == line.words[0].text)
     if found and SECTIONS.index(name) <= max(SECTIONS.index(earlier) for earlier in found):
@@ -80,7 +80,7 @@ def _section_name(line: Line, found: dict[SectionName, tuple[Rows, ...]]) -> Sec
     return name
 
 
-def _read_ranks(start: Line, lines: list[Line], num_ranks: int) -> tuple[Rows, ...]:
+def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int) -> tuple[Rows, ...]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
             raise line.error(line.words[0], f"the stages are on {num_ranks} ranks, but this is one line more")
@@ -93,7 +93,7 @@ def _read_ranks(start: Line, lines: list[Line], num_ranks: int) -> tuple[Rows, .
     return tuple(_read_rank(line) for line in lines)
 
 
-def _read_rank(line: Line) -> Rows:
+def _read_rank(line: TextLine) -> Rows:
     actions: list[Action] = []
     for word in line.words[2:]:
         try:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import FORMAT_VERSION, Header, StagePlace
-from megapipe.schedules.words import Line
+from megapipe.schedules.words import TextLine
 
 MAGIC: Final = "megapipe schedule"
 
@@ -63,7 +63,7 @@ def write_header(header: Header) -> list[str]:
 class HeaderReader:
     """Collects header lines into a :class:`Header`."""
 
-    def __init__(self, first: Line) -> None:
+    def __init__(self, first: TextLine) -> None:
         if first.number_at(2) != FORMAT_VERSION:
             raise first.error(
                 first.words[2],
@@ -75,7 +75,7 @@ class HeaderReader:
         self._routes: list[tuple[int, ...]] = []
         self._tied: list[tuple[int, ...]] = []
 
-    def read(self, line: Line) -> None:
+    def read(self, line: TextLine) -> None:
         """Take in one header line."""
         key = line.words[0].text
         if key == "stage":
@@ -132,13 +132,13 @@ class HeaderReader:
             **slots,
         )
 
-    def _once(self, line: Line, field: str, value: object) -> None:
+    def _once(self, line: TextLine, field: str, value: object) -> None:
         line.expect_length(2)
         if field in self._fields:
             raise line.error(line.words[0], f"{line.words[0].text!r} appears twice")
         self._fields[field] = value
 
-    def _read_stage(self, line: Line) -> None:
+    def _read_stage(self, line: TextLine) -> None:
         number = len(self._stages)
         if line.number_at(1) != number:
             raise line.error(line.words[1], f"stages must be numbered from 0 in order: expected stage {number}")
@@ -155,7 +155,7 @@ class HeaderReader:
         defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
         self._stages.append(defaults | given)
 
-    def _stage_list(self, line: Line) -> tuple[int, ...]:
+    def _stage_list(self, line: TextLine) -> tuple[int, ...]:
         stages = tuple(line.number_at(index) for index in range(1, max(2, len(line.words))))
         for index, stage in enumerate(stages, start=1):
             if stage >= len(self._stages):

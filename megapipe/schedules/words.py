@@ -14,7 +14,7 @@ class Word(NamedTuple):
     column: int
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line that says something: its number from 1, its words, its text without the comment."""
 
     source: str
@@ -51,10 +51,10 @@ class Line(NamedTuple):
         return word.text
 
 
-def split_lines(text: str, source: str) -> Iterator[Line]:
+def split_lines(text: str, source: str) -> Iterator[TextLine]:
     """The lines that hold more than a comment."""
     for number, raw in enumerate(text.split("\n"), start=1):
         content = raw.split("#", 1)[0].rstrip()
         words = tuple(Word(match.group(), match.start() + 1) for match in re.finditer(r"\S+", content))
         if words:
-            yield Line(source, number, words, content.strip())
+            yield TextLine(source, number, words, content.strip())

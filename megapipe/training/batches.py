@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from megapipe.config.run import PretrainConfig
-from megapipe.data.batches import Microbatch, MicrobatchSource
+from megapipe.data.batches import MicrobatchSource, TokenBatch
 from megapipe.data.blend import BlendedSamples
 from megapipe.data.blend_order import BlendOrder
 from megapipe.data.checked_shards import check_one_tokenizer
@@ -68,7 +68,7 @@ class BatchLoader(Loader):
         ordinals = self._source.ordinals(consumed, index, num_microbatches)
         return self._context_without_tokens(ordinals, self._source.document_starts(ordinals)), None
 
-    def _context(self, microbatch: Microbatch) -> MicrobatchContext:
+    def _context(self, microbatch: TokenBatch) -> MicrobatchContext:
         context = self._context_without_tokens(microbatch.ordinals, microbatch.document_starts)
         if self._is_first:
             context.tokens = tensor_on(self._held.part(microbatch.tokens), self._device)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megapipe.training.output import LineFile, write_line
 from megapipe.training.records import EvaluationRecord, Listener, StepRecord
-from megapipe.training.throughput import Window
+from megapipe.training.throughput import RateWindow
 
 LOG = "log.txt"
 """File in the run's folder that contains every printed line."""
@@ -35,7 +35,7 @@ def open_display(steps: int, log_every: int) -> Listener:
     steps: of the whole run. log_every: steps between lines.
     """
     if sys.stdout is not None and sys.stdout.isatty():
-        return ProgressBar(steps, log_every, Console())
+        return TrainingBar(steps, log_every, Console())
     return PlainLines(steps, log_every, write_line)
 
 
@@ -55,7 +55,7 @@ class PlainLines(Listener):
         self._print = printer
         self._least_seconds = least_seconds
         self._total_samples = 0
-        self._window = Window(log_every)
+        self._window = RateWindow(log_every)
         self._first = True
         self._seconds = 0.0
 
@@ -114,7 +114,7 @@ class LogFile(PlainLines):
             self._file.write(f"{now} {each}")
 
 
-class ProgressBar(Listener):
+class TrainingBar(Listener):
     """A bar with the rates and a line with the losses, at the bottom of the terminal; other lines scroll above.
 
     The lines of PlainLines are left in the scrollback, at least BAR_LINE_SECONDS apart.
@@ -125,7 +125,7 @@ class ProgressBar(Listener):
         self._console = console
         self._lines = PlainLines(steps, log_every, self.say, least_seconds=BAR_LINE_SECONDS)
         self._total_samples = 0
-        self._window = Window(BAR_WINDOW)
+        self._window = RateWindow(BAR_WINDOW)
         self._validation = ""
         columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[rates]}")
         self._bar = Progress(*columns, expand=True)
@@ -180,7 +180,7 @@ def vital_signs(record: StepRecord) -> str:
     )
 
 
-def rates(window: Window) -> str:
+def rates(window: RateWindow) -> str:
     """Return tokens per second and MFU."""
     return f"{window.tokens_per_second:,.0f} tokens/s | MFU {window.mfu:.1%}"
 

@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
     from megapipe.training import generation_request as request
     from megapipe.training.display import evaluation_line
-    from megapipe.training.evaluation import Evaluation
+    from megapipe.training.evaluation import Evaluator
     from megapipe.training.families import family_of
     from megapipe.training.replica import Replica
     from megapipe.training.sources import open_samples
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> None:
     try:
         replica = Replica(config, mesh, family_of(config).layers)
         load_weights(checkpoint, replica.states(), mesh)
-        record = Evaluation(config, mesh, replica, samples).run(run.step)
+        record = Evaluator(config, mesh, replica, samples).run(run.step)
         assert record is not None  # nothing stops it
         if mesh.rank != 0:
             return

@@ -19,7 +19,7 @@ from megapipe.training.replica import Replica
 from megapipe.training.sources import Samples, open_loader
 
 
-class Evaluation:
+class Evaluator:
     """Forward passes over the same validation samples every time, in order, without dropout, on the newest weights.
 
     samples: the validation split. The first `evaluation.samples` of it are used, rounded up to whole batches of

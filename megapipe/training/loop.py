@@ -16,7 +16,7 @@ from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.experts import load_variations
 from megapipe.training import skipping
-from megapipe.training.evaluation import Evaluation
+from megapipe.training.evaluation import Evaluator
 from megapipe.training.flags import any_rank
 from megapipe.training.guards import Guards
 from megapipe.training.listeners import Listeners
@@ -76,7 +76,7 @@ class TrainingLoop:
         mesh: Mesh,
         replica: Replica,
         loader: Loader,
-        evaluation: Evaluation | None,
+        evaluation: Evaluator | None,
         checkpointer: Checkpointer,
         meter: UtilisationMeter,
         listeners: Listeners,

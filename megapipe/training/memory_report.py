@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.engine.compute import WHOLE, Piece
+from megapipe.engine.compute import WHOLE, SavedGraph
 from megapipe.engine.errors import EngineError
 from megapipe.engine.groups import unit_states
 from megapipe.engine.stage import Stage
@@ -73,7 +73,7 @@ def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str
     )
 
 
-def saved_bytes(pieces: Iterable[Piece]) -> dict[int, int]:
+def saved_bytes(pieces: Iterable[SavedGraph]) -> dict[int, int]:
     """Storages that autograd keeps for the backward of these pieces: address -> bytes.
 
     Weights are among them. Integer tensors, the micro-batch's own, are not counted.
@@ -101,7 +101,7 @@ def _failed_unit(error: EngineError, stages: Mapping[int, Stage]) -> str:
     return f"unit {stage.states[unit].name}" if unit in stage.states else f"stage {action.stage}"
 
 
-def _unit_in_backward(stage: Stage, piece: Piece) -> int | None:
+def _unit_in_backward(stage: Stage, piece: SavedGraph) -> int | None:
     """The unit that a whole chain's backward had come to: the last one whose parameters it still needs.
 
     Autograd runs from the last unit to the first and frees what a node saved once it has run.
@@ -123,7 +123,7 @@ def _unit_in_backward(stage: Stage, piece: Piece) -> int | None:
     return max(waiting, default=None)
 
 
-def _nodes(piece: Piece) -> Iterator[Any]:
+def _nodes(piece: SavedGraph) -> Iterator[Any]:
     """The autograd nodes between where gradients enter a piece and its leaves."""
     waiting: list[Any] = [edge.node for edge in piece.edges]
     seen = set(waiting)

@@ -30,7 +30,7 @@ from megapipe.spec.parameters import LayerSpec
 from megapipe.training import loss_curve, metrics, skipping
 from megapipe.training.determinism import require_determinism
 from megapipe.training.display import LOG, LogFile, open_display
-from megapipe.training.evaluation import Evaluation
+from megapipe.training.evaluation import Evaluator
 from megapipe.training.families import family_of
 from megapipe.training.folders import locked_folder, make_folders
 from megapipe.training.guards import Guards
@@ -147,7 +147,7 @@ def _train(
                 f"{end}; raise training.steps to train more, or choose another training.directory for another run"
             )
             return 0
-        evaluation = None if validation is None else Evaluation(config, mesh, replica, validation)
+        evaluation = None if validation is None else Evaluator(config, mesh, replica, validation)
         for line in told(choices, config.kernels.backends):
             say(line)
         remarks = [find(config, mesh.device) for find in (document_attention, attention_kept, fp8_products)]
@@ -162,7 +162,7 @@ def _run(
     mesh: Mesh,
     replica: Replica,
     samples: Samples,
-    evaluation: Evaluation | None,
+    evaluation: Evaluator | None,
     checkpointer: Checkpointer,
     position: Position,
     listeners: Listeners,
@@ -223,7 +223,7 @@ def rehearse(
     mesh: Mesh,
     replica: Replica,
     samples: Samples,
-    evaluation: Evaluation | None,
+    evaluation: Evaluator | None,
     step: int,
     say: Say,
 ) -> None:

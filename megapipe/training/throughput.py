@@ -53,7 +53,7 @@ class UtilisationMeter:
         return self._flops_per_token * tokens / (seconds * self._flops_per_second)
 
 
-class Window:
+class RateWindow:
     """The last steps, over which rates are averaged."""
 
     def __init__(self, num_steps: int) -> None:

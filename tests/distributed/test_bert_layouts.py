@@ -21,7 +21,7 @@ from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import GENERATORS
-from megapipe.training.evaluation import Evaluation
+from megapipe.training.evaluation import Evaluator
 from megapipe.training.families import family_of
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
@@ -216,7 +216,7 @@ def test_other_masks_are_another_run(tmp_path: Path, corpus: BertDataConfig) -> 
 
 def evaluated(mesh: Mesh, config: BertPretrainConfig) -> EvaluationRecord:
     replica = Replica(config, mesh, family_of(config).layers)
-    return Evaluation(config, mesh, replica, open_samples(config, "validation")).run(3)
+    return Evaluator(config, mesh, replica, open_samples(config, "validation")).run(3)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import assemble
 from megapipe.training.assemble import CompiledForward
-from megapipe.training.evaluation import Evaluation
+from megapipe.training.evaluation import Evaluator
 from megapipe.training.families import family_of
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
@@ -111,7 +111,7 @@ def traced(mesh: Mesh, config: PretrainConfig) -> RankRun:
 
 def evaluated(mesh: Mesh, config: PretrainConfig) -> EvaluationRecord:
     replica = Replica(config, mesh, family_of(config).layers)
-    return Evaluation(config, mesh, replica, open_samples(config, "validation")).run(3)
+    return Evaluator(config, mesh, replica, open_samples(config, "validation")).run(3)
 
 
 @pytest.mark.parametrize("kind", ["ring", pytest.param("all_to_all", marks=EXHAUSTIVE)])

@@ -20,7 +20,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
 from megapipe.spec.gpt import gpt_layers
-from megapipe.training.evaluation import Evaluation
+from megapipe.training.evaluation import Evaluator
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import on_layout
 from megapipe.training.records import EvaluationRecord
@@ -103,7 +103,7 @@ def test_bf16_follows_one_process(corpus: str) -> None:
 
 def evaluated(mesh: Mesh, config: PretrainConfig) -> EvaluationRecord:
     replica = Replica(config, mesh, family_of(config).layers)
-    return Evaluation(config, mesh, replica, open_samples(config, "validation")).run(3)
+    return Evaluator(config, mesh, replica, open_samples(config, "validation")).run(3)
 
 
 def test_evaluation_runs_on_shards_too(corpus: str) -> None:

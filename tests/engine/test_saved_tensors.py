@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.engine.compute import Piece, backward, backward_input
+from megapipe.engine.compute import SavedGraph, backward, backward_input
 from megapipe.engine.host_copies import HostPool
 from megapipe.engine.saved_tensors import SavedTensors, address_of
 from megapipe.layers.context import MicrobatchContext
@@ -23,13 +23,13 @@ SIZE = 64
 
 def forward(
     run: Callable[[Tensor], Tensor], data: Tensor, tape: SplitTape | None = None, *resident: Tensor
-) -> tuple[SavedTensors, Piece]:
+) -> tuple[SavedTensors, SavedGraph]:
     saved = SavedTensors(address_of(tensor) for tensor in resident)
     leaves, inputs = saved.entered((data.requires_grad_(),))
     with saved.collecting():
         outputs = (run(*inputs),)
     saved.finish(outputs, tape)
-    return saved, Piece.between(leaves, outputs, tape)
+    return saved, SavedGraph.between(leaves, outputs, tape)
 
 
 def move_away(saved: SavedTensors, pool: HostPool) -> int:

@@ -33,7 +33,7 @@ from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.groups.threads import Deposit
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.evaluation import Evaluation
+from megapipe.training.evaluation import Evaluator
 from megapipe.training.families import family_of
 from megapipe.training.generate import Limits, generate
 from megapipe.training.kernel_choices import kernel_choices
@@ -210,7 +210,7 @@ def train(
         kernel_choices(config, mesh.device, replica.kernels)
         samples = open_samples(config, "train")
         loader = open_loader(config, mesh, replica, samples)
-        evaluation = Evaluation(config, mesh, replica, open_samples(config, "validation")) if evaluate else None
+        evaluation = Evaluator(config, mesh, replica, open_samples(config, "validation")) if evaluate else None
     if rehearsed and mesh.size("pipeline") > 1:
         with fake.phase("rehearsal"):
             rehearse(config, mesh, replica, samples, evaluation, 0, lambda line: None)

@@ -24,7 +24,7 @@ from megapipe.parallel.groups.distributed import DistributedGroup
 from megapipe.training import pretrain
 from megapipe.training.batches import BatchLoader
 from megapipe.training.command import run_program
-from megapipe.training.evaluation import Evaluation
+from megapipe.training.evaluation import Evaluator
 from megapipe.training.guards import Guards
 from megapipe.training.replica import Replica
 
@@ -144,7 +144,7 @@ PLACES: dict[str, Callable[[Fault], None]] = {
     "process groups": lambda fault: wrap(dist, "init_process_group", once(fault)),
     "model": lambda fault: wrap(pretrain, "Replica", once(fault)),
     "compile": in_compile,
-    "evaluation": lambda fault: wrap(Evaluation, "run", once(fault)),
+    "evaluation": lambda fault: wrap(Evaluator, "run", once(fault)),
     "save": lambda fault: wrap(importlib.import_module("megapipe.checkpoint.save"), "write_share", once(fault)),
     "save beside training": beside_training,
     "step": lambda fault: wrap(Engine, "feed", lambda _, given: fault.strike() if given.step == fault.step else None),

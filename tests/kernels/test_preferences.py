@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megapipe.kernels import preferences
-from megapipe.kernels.preferences import VARIABLE, PreferenceError, Preferences, Row, find, parse
+from megapipe.kernels.preferences import VARIABLE, MeasuredPreference, PreferenceError, Preferences, find, parse
 from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
 from megapipe.training.kernel_choices import told
 
@@ -17,9 +17,9 @@ MEASURED = Preferences(
     GPU,
     "2026-11-23 with torch 2.13",
     (
-        Row("gelu", "bfloat16", 1024, ("cuda", "triton")),
-        Row("gelu", "bfloat16", 16384, ("apex", "triton", "cuda")),
-        Row("rotary", "bfloat16", 64, ("apex", "triton")),
+        MeasuredPreference("gelu", "bfloat16", 1024, ("cuda", "triton")),
+        MeasuredPreference("gelu", "bfloat16", 16384, ("apex", "triton", "cuda")),
+        MeasuredPreference("rotary", "bfloat16", 64, ("apex", "triton")),
     ),
 )
 
@@ -77,7 +77,7 @@ def test_the_nearest_measured_size_decides(folder: Path) -> None:
 
 def test_without_a_file_the_table_decides_in_silence(folder: Path) -> None:
     assert chosen(registry(), 1024) == "triton"
-    assert preferences.current() == preferences.Found()
+    assert preferences.current() == preferences.LoadedPreferences()
 
 
 @pytest.mark.parametrize(

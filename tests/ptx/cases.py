@@ -156,7 +156,7 @@ def _norm_backward(
     def launch() -> Launch:
         operands = _norm_operands(rows, width, center, beside, dtype)
         dx = torch.empty_like(operands.x)
-        group = numbers.get("group", row_norms_backward.Partition.of(operands.x).group)
+        group = numbers.get("group", row_norms_backward.RowTiling.of(operands.x).group)
         groups = ceiling_division(rows, group)
         # The bias's parts start at a multiple of 16 bytes, as they do after the weight's of a large tensor.
         parts = torch.empty(1 + center, 4 * groups, width)[:, :groups]

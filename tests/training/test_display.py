@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megapipe.training.display import LogFile, PlainLines, ProgressBar, vital_signs
+from megapipe.training.display import LogFile, PlainLines, TrainingBar, vital_signs
 from tests.training.records import evaluation_record, step_record
 
 
@@ -55,7 +55,7 @@ def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:
 def test_the_bar_shows_the_same_and_leaves_the_terminal_as_it_was() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=90, color_system=None, legacy_windows=False)
-    bar = ProgressBar(steps=4, log_every=10, console=console)
+    bar = TrainingBar(steps=4, log_every=10, console=console)
     bar.say("resumed [here]")
     bar.event("start", total_samples=16)
     for step in (1, 2):
@@ -73,7 +73,7 @@ def test_the_bar_shows_the_same_and_leaves_the_terminal_as_it_was() -> None:
 def test_the_bar_leaves_its_losses_in_the_scrollback() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160, color_system=None, legacy_windows=False)
-    bar = ProgressBar(steps=40, log_every=2, console=console)
+    bar = TrainingBar(steps=40, log_every=2, console=console)
     bar.event("start", total_samples=160)
     for step in range(1, 41):
         bar.step(step_record(step, seconds=1.5))

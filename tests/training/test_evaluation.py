@@ -14,7 +14,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.gpt import gpt_layers
-from megapipe.training.evaluation import Evaluation, batch_sums, perplexity
+from megapipe.training.evaluation import Evaluator, batch_sums, perplexity
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
@@ -43,7 +43,7 @@ def configuration(corpus: str, samples: int, sizes: dict[str, int] | None = None
 
 def evaluate(mesh: Mesh, config: PretrainConfig) -> tuple[EvaluationRecord, EvaluationRecord]:
     replica = Replica(config, mesh, gpt_layers(config.model))
-    evaluation = Evaluation(config, mesh, replica, open_samples(config, "validation"))
+    evaluation = Evaluator(config, mesh, replica, open_samples(config, "validation"))
     return evaluation.run(3), evaluation.run(4)
 
 
@@ -110,7 +110,7 @@ def evaluate_trained(mesh: Mesh, config: PretrainConfig) -> float:
         batch = loader.load(step * config.batch.global_size)
         replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
     replica.engine.drain()
-    return Evaluation(config, mesh, replica, open_samples(config, "validation")).run(3).loss
+    return Evaluator(config, mesh, replica, open_samples(config, "validation")).run(3).loss
 
 
 def test_the_newest_version_is_evaluated_and_gathered_where_it_is_sharded(corpus: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
-from megapipe.engine.compute import Piece
+from megapipe.engine.compute import SavedGraph
 from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
 from megapipe.engine.swaps import Swaps
@@ -129,7 +129,7 @@ def test_kept_activations_are_what_the_cost_model_predicts(model: ModelConfig, a
         context = MicrobatchContext(tokens=tokens, labels=tokens, ordinals=torch.arange(2))
         hidden = torch.randn(2, SEQUENCE, model.hidden_size, requires_grad=True)
         inputs = () if layer.kind == "embedding" else (hidden,)
-        piece = Piece.between(inputs, module(*inputs, context=context), None)
+        piece = SavedGraph.between(inputs, module(*inputs, context=context), None)
         weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         found = sum(size for address, size in saved_bytes([piece]).items() if address not in weights)
         rotary_tables = 2 * SEQUENCE * (model.head_dim // 2) * 4

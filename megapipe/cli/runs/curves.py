@@ -62,7 +62,7 @@ def curve_of(run: Run, name: str, axis: Axis) -> Curve:
 
 
 @dataclass(frozen=True)
-class Box:
+class AxisRanges:
     """Ranges of both axes."""
 
     left: float
@@ -71,7 +71,7 @@ class Box:
     high: float
 
     @classmethod
-    def around(cls, curves: Sequence[Curve]) -> "Box | None":
+    def around(cls, curves: Sequence[Curve]) -> "AxisRanges | None":
         """Return the box around all points, None if there are none."""
         x = np.concatenate([each for curve in curves for each in (curve.x, curve.held_out_x)])
         y = np.concatenate([each for curve in curves for each in (curve.loss, curve.held_out)])
@@ -109,7 +109,7 @@ def label(value: float) -> str:
 
 def text_plot(curves: Sequence[Curve], axis: Axis, width: int, height: int = 18) -> list[str]:
     """Draw curves with a letter per run; `*` is where several runs are. width: of the lines, in characters."""
-    box = Box.around(curves)
+    box = AxisRanges.around(curves)
     if box is None:
         return ["no losses yet"]
     columns = max(20, width - 10)
@@ -140,7 +140,7 @@ def text_plot(curves: Sequence[Curve], axis: Axis, width: int, height: int = 18)
 
 def svg(curves: Sequence[Curve], axis: Axis, *, standalone: bool) -> str:
     """Return the picture. standalone: a file of its own, with its colours; otherwise the page around it has them."""
-    box = Box.around(curves) or Box(0, 1, 0, 1)
+    box = AxisRanges.around(curves) or AxisRanges(0, 1, 0, 1)
     across, down = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     height = _HEIGHT + 20 * len(curves)
 

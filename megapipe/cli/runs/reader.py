@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Start:
+class RunStart:
     """One start of a run. started, ended: Unix time. first_step, last_step: numbers of its first and last step."""
 
     id: str
@@ -61,7 +61,7 @@ class Run:
     """
 
     folder: Path
-    starts: list[Start] = field(default_factory=list)
+    starts: list[RunStart] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     schedule: str = ""
@@ -160,10 +160,10 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_metrics(run: Run) -> dict[str, Start]:
+def _read_metrics(run: Run) -> dict[str, RunStart]:
     """Read metrics.jsonl in one pass, and return its starts by id."""
-    path, starts, damaged = run.folder / metrics.FILE_NAME, dict[str, Start](), 0
-    current: Start | None = None
+    path, starts, damaged = run.folder / metrics.FILE_NAME, dict[str, RunStart](), 0
+    current: RunStart | None = None
     try:
         if not path.exists():
             run.problems.append(f"{path} does not exist: the run ended before its first step, or the file was moved")
@@ -183,7 +183,7 @@ def _read_metrics(run: Run) -> dict[str, Start]:
                 _take_step(run, record, current)
                 continue
             if record["event"] == "start" and isinstance(record.get("run"), str):
-                current = starts.setdefault(record["run"], Start(record["run"]))
+                current = starts.setdefault(record["run"], RunStart(record["run"]))
                 current.started = _time(record.get("time"))
                 current.first_step = None if (step := _step(record)) is None else step + 1
                 _take_start(run, record)
@@ -196,7 +196,7 @@ def _read_metrics(run: Run) -> dict[str, Start]:
     return starts
 
 
-def _take_step(run: Run, record: Mapping[str, Any], start: Start | None) -> None:
+def _take_step(run: Run, record: Mapping[str, Any], start: RunStart | None) -> None:
     step = _step(record)
     if step is None:
         return
@@ -233,7 +233,7 @@ def _take_start(run: Run, record: Mapping[str, Any]) -> None:
         run.parameters = parameters
 
 
-def _take_event(run: Run, record: Mapping[str, Any], start: Start | None) -> None:
+def _take_event(run: Run, record: Mapping[str, Any], start: RunStart | None) -> None:
     get, step = record.get, _step(record)
     name = get("event")
     if start is not None and (moment := _time(get("time"))) is not None:
@@ -274,7 +274,7 @@ def _take_event(run: Run, record: Mapping[str, Any], start: Start | None) -> Non
             run.ranks, run.ranks_step = {part: list(each or []) for part, each in columns.items()}, step
 
 
-def _merge_starts(run: Run, recorded: dict[str, Start]) -> None:
+def _merge_starts(run: Run, recorded: dict[str, RunStart]) -> None:
     """Set the starts of a run from run.json, and from its metrics where run.json lacks them."""
     path, entries = run.folder / RUN, list[dict[str, Any]]()
     try:
@@ -287,7 +287,7 @@ def _merge_starts(run: Run, recorded: dict[str, Start]) -> None:
         run.problems.append(f"{error}; the starts were taken from {metrics.FILE_NAME}")
     listed = []
     for entry in entries:
-        own = recorded.pop(entry["id"], Start(entry["id"]))
+        own = recorded.pop(entry["id"], RunStart(entry["id"]))
         if isinstance(entry.get("status"), str) and entry["status"] != RUNNING:
             own.status = entry["status"]
         own.started = _written_time(entry.get("start")) or own.started

@@ -94,7 +94,7 @@ def _mapping(*factory: Any) -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """Bytes `start` to `stop` of a file, as a file of their own: DCP's files are archives one after the other."""
 
     def __init__(self, descriptor: int, start: int, stop: int) -> None:
@@ -124,7 +124,7 @@ class Window(io.RawIOBase):
 class _Members:
     """The directory of an archive. pickle_bytes: size of its data.pkl."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: FileWindow) -> None:
         with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
             if len(entries) > MAX_MEMBERS:
@@ -213,7 +213,7 @@ class Encoder:
 def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mapping[str, Any]:
     """Return {"value": ...} for the pickle in these bytes of a file, {"refused": reason}, or {"damaged": reason}."""
     try:
-        window = Window(descriptor, start, stop)
+        window = FileWindow(descriptor, start, stop)
         if not archive:
             _check_size(stop - start)
             return {"value": Encoder(stop - start).encode(unpickled(window.read(stop - start) or b""))}

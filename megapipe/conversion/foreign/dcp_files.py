@@ -34,7 +34,7 @@ from megapipe.checkpoint.untrusted import inside
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion.foreign.archive import Archive
 from megapipe.conversion.foreign.layouts import METADATA
-from megapipe.conversion.foreign.sandbox import Record, Sandbox, TensorPlace
+from megapipe.conversion.foreign.sandbox import InertObject, Sandbox, TensorPlace
 from megapipe.conversion.source import Index
 from megapipe.spec.parameters import Box
 
@@ -147,7 +147,7 @@ def _relative(starts: Sequence[int], stops: Sequence[int], base: Sequence[int]) 
     return tuple(slice(low - origin, high - origin) for low, high, origin in zip(starts, stops, base, strict=True))
 
 
-def _tensors(metadata: Record, path: Path) -> Iterator[DcpTensor]:
+def _tensors(metadata: InertObject, path: Path) -> Iterator[DcpTensor]:
     """Every floating-point tensor of the metadata, its chunks found and seen to tile it."""
     places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
     for index, info in metadata.state["storage_data"] or ():

@@ -68,7 +68,7 @@ _LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterLocation:
     """Where a parameter lives. key: its name in a layer, or in the model. layer: 0-based; None outside of layers."""
 
     spec: ParameterSpec
@@ -84,7 +84,7 @@ class Place:
         return self.key
 
 
-def places(model: ModelConfig) -> dict[str, Place]:
+def places(model: ModelConfig) -> dict[str, ParameterLocation]:
     """Parameter -> where it lives. Raises CheckpointError for a model that Megatron-LM's GPT cannot express."""
     if isinstance(model, BertModelConfig):
         raise CheckpointError("only GPT models can be converted to and from Megatron-LM; this checkpoint is a BERT")
@@ -96,12 +96,12 @@ def places(model: ModelConfig) -> dict[str, Place]:
     return {name: _place(spec) for name, spec in parameters_of(model).items()}
 
 
-def _place(spec: ParameterSpec) -> Place:
+def _place(spec: ParameterSpec) -> ParameterLocation:
     if spec.name in _OUTER:
-        return Place(spec, _OUTER[spec.name], None)
+        return ParameterLocation(spec, _OUTER[spec.name], None)
     layer, _, path = spec.name.removeprefix("blocks.").partition(".")
     stem = next(ours for ours in _BLOCK if path.startswith(ours))
-    return Place(spec, _BLOCK[stem] + path.removeprefix(stem), int(layer))
+    return ParameterLocation(spec, _BLOCK[stem] + path.removeprefix(stem), int(layer))
 
 
 def merged(spec: ParameterSpec, shard: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.foreign.archive import DTYPE_NAMES, Archive
 from megapipe.conversion.foreign.layouts import ARCHIVE, iteration_folder
 from megapipe.conversion.foreign.megatron_model import (
-    Place,
+    ParameterLocation,
     check_tensor_size,
     merged_shape,
     model_of_arguments,
     places,
 )
-from megapipe.conversion.foreign.sandbox import Record, Sandbox, TensorPlace
+from megapipe.conversion.foreign.sandbox import InertObject, Sandbox, TensorPlace
 from megapipe.conversion.source import Index
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
@@ -104,11 +104,13 @@ class MegatronTorchSource:
                 "newer Megatron-LM"
             )
         arguments = value.get("args")
-        if not isinstance(arguments, Record) or not isinstance(arguments.state, dict):
+        if not isinstance(arguments, InertObject) or not isinstance(arguments.state, dict):
             raise CheckpointError(f"{path} contains no args, which describe the model")
         return arguments.state
 
-    def _found(self, known: Mapping[str, Place], model: ModelConfig) -> dict[str, list[tuple[Archive, TensorPlace]]]:
+    def _found(
+        self, known: Mapping[str, ParameterLocation], model: ModelConfig
+    ) -> dict[str, list[tuple[Archive, TensorPlace]]]:
         """Parameter -> its shard on each tensor rank."""
         self._specs = known
         by_key = {(place.layer, key): name for name, place in known.items() for key in (place.key, place.fused_key)}
@@ -150,7 +152,9 @@ class MegatronTorchSource:
                         yield archive, layer, key if match is None else match[2], place
                 first += layers
 
-    def _check(self, found: Mapping[str, list[tuple[Archive, TensorPlace]]], known: Mapping[str, Place]) -> None:
+    def _check(
+        self, found: Mapping[str, list[tuple[Archive, TensorPlace]]], known: Mapping[str, ParameterLocation]
+    ) -> None:
         """See that every parameter is there, of the shape that the model asks for."""
         for name, place in known.items():
             shards = found.get(name, [])
@@ -169,6 +173,6 @@ class MegatronTorchSource:
                 if stored.dtype not in DTYPE_NAMES:
                     raise CheckpointError(f"{archive.path}: {place.key} is {stored.dtype}, which cannot be converted")
 
-    def _stored(self, known: Mapping[str, Place]) -> Iterator[StoredTensor]:
+    def _stored(self, known: Mapping[str, ParameterLocation]) -> Iterator[StoredTensor]:
         for name, place in known.items():
             yield StoredTensor(name, WEIGHTS, place.spec.shape, DTYPE_NAMES[self._shards[name][0][1].dtype])

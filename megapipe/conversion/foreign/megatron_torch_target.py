@@ -15,7 +15,7 @@ from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
 from megapipe.conversion.foreign.archive import ArchiveWriter, Slot
 from megapipe.conversion.foreign.layouts import ARCHIVE, RELEASE, TRACKER
 from megapipe.conversion.foreign.megatron_model import (
-    Place,
+    ParameterLocation,
     arguments_of,
     check_tensor_size,
     merged,
@@ -90,7 +90,7 @@ class MegatronTorchTarget:
         except OSError as error:
             raise CheckpointError(f"cannot write {folder}: {explained(error, folder.parent)}") from error
 
-    def _shard(self, place: Place, values: Tensor, tensor_rank: int) -> Tensor:
+    def _shard(self, place: ParameterLocation, values: Tensor, tensor_rank: int) -> Tensor:
         spec, size = place.spec, self._options.tensor
         if spec.partition_axis is None:
             return values
@@ -105,7 +105,7 @@ class MegatronTorchTarget:
             self._buffer = torch.empty(shard.nbytes, dtype=torch.uint8)
         return self._buffer[: shard.nbytes].view(shard.dtype).view(shard.shape).copy_(shard)
 
-    def _keys(self, place: Place) -> Iterator[tuple[int, int, str]]:
+    def _keys(self, place: ParameterLocation) -> Iterator[tuple[int, int, str]]:
         """Stage, chunk and key of every copy of a parameter on a tensor rank."""
         last = self._options.pipeline - 1, self._options.chunks - 1
         if place.layer is not None:

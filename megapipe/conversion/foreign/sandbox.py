@@ -24,7 +24,7 @@ MAX_REPLY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Record:
+class InertObject:
     """An object of another framework, inert. name: module and class. state: its state, if that is kept."""
 
     name: str
@@ -76,7 +76,7 @@ class Sandbox:
         self._end = weakref.finalize(self, _end, process, self._channel)
 
     def load(self, descriptor: int, start: int, stop: int, origin: str, *, archive: bool) -> Any:
-        """Return the content of the pickle in bytes `start` to `stop` of an open file: plain values, Record and
+        """Return the content of the pickle in bytes `start` to `stop` of an open file: plain values, InertObject and
         TensorPlace; a dict with other keys as a list of pairs.
 
         archive: an archive of torch.save, or else a bare pickle. origin: for errors. Raises CheckpointError naming the
@@ -156,8 +156,8 @@ def _decoded(value: Any, archive_bytes: int) -> Any:
         return _place(content, archive_bytes)
     if kind == "record":
         name, state = content
-        return Record(str(name), _decoded(state, archive_bytes))
-    return Record(str(content))
+        return InertObject(str(name), _decoded(state, archive_bytes))
+    return InertObject(str(content))
 
 
 def _place(content: dict[str, Any], archive_bytes: int) -> TensorPlace:

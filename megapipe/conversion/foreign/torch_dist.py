@@ -17,7 +17,7 @@ from megapipe.conversion.foreign.dcp_files import DcpFiles, DcpWriter
 from megapipe.conversion.foreign.layouts import COMMON, CONFIG, RELEASE, TRACKER, iteration_folder
 from megapipe.conversion.foreign.megatron_model import (
     LINEAR_LAYERS,
-    Place,
+    ParameterLocation,
     arguments_of,
     merged,
     merged_shape,
@@ -25,7 +25,7 @@ from megapipe.conversion.foreign.megatron_model import (
     padded_rows,
     places,
 )
-from megapipe.conversion.foreign.sandbox import Record, Sandbox
+from megapipe.conversion.foreign.sandbox import InertObject, Sandbox
 from megapipe.conversion.fresh_folder import FreshFolder
 from megapipe.conversion.source import Index
 
@@ -50,7 +50,7 @@ class TorchDistSource:
             common = Archive(folder / COMMON, self._sandbox)
             common.close()
             arguments = common.value.get("args") if isinstance(common.value, dict) else None
-            if not isinstance(arguments, Record) or not isinstance(arguments.state, dict):
+            if not isinstance(arguments, InertObject) or not isinstance(arguments.state, dict):
                 raise CheckpointError(f"{folder / COMMON} contains no args, which describe the model")
             model = model_of_arguments(arguments.state, str(folder / COMMON))
             self._places = places(model)
@@ -87,7 +87,7 @@ class TorchDistSource:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _key(self, place: Place, folder: Path) -> tuple[str, int | None]:
+    def _key(self, place: ParameterLocation, folder: Path) -> tuple[str, int | None]:
         """Where a parameter is: key, and place on the first axis where layers are stacked."""
         shape = merged_shape(place.spec, place.spec.shape)
         key = place.fused_key

@@ -12,7 +12,7 @@ from megapipe.data.errors import DataError
 from megapipe.data.preprocess.arguments import TRAIN_TOKENIZER, build_parser, build_training_parser
 from megapipe.data.preprocess.inputs import InputFile, find_inputs
 from megapipe.data.preprocess.parts import idle_workers
-from megapipe.data.preprocess.progress import Progress
+from megapipe.data.preprocess.progress import ProgressLine
 from megapipe.data.preprocess.run import preprocess
 from megapipe.data.preprocess.sampled_texts import SampledTexts
 from megapipe.data.preprocess.tokenize_part import TokenizeSettings
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     idle = idle_workers(files, arguments.workers)
     if idle is not None:
         print(f"note: {idle}", file=sys.stderr)
-    progress = Progress(total_bytes=sum(file.size for file in files))
+    progress = ProgressLine(total_bytes=sum(file.size for file in files))
     manifests = preprocess(
         files,
         arguments.output_prefix,

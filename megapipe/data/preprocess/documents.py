@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol, cast
 
 from megapipe.data.errors import DataError
 from megapipe.data.preprocess.hub_datasets import dataset_batches
-from megapipe.data.preprocess.parts import Piece
+from megapipe.data.preprocess.parts import FileRange
 from megapipe.data.preprocess.tables import arrow_batches, parquet_batches, rows_of, type_in_words
 
 TEXT_KEY = "text"
@@ -99,7 +99,7 @@ class RawDocument:
         return value
 
 
-def read_documents(piece: Piece, keys: Sequence[str]) -> Iterator[Document]:
+def read_documents(piece: FileRange, keys: Sequence[str]) -> Iterator[Document]:
     """The documents of the piece, in order. Blank lines are not documents; of tables only the `keys` are read.
 
     Raises DataError for a file that cannot be opened, is damaged or cut off, after the documents before the damage.
@@ -120,7 +120,7 @@ def read_documents(piece: Piece, keys: Sequence[str]) -> Iterator[Document]:
         raise DataError(f"{piece.path} cannot be read ({reason}); repair it or leave it out with --exclude") from error
 
 
-def _read_lines_or_text(piece: Piece, file: BinaryIO) -> Iterator[Document]:
+def _read_lines_or_text(piece: FileRange, file: BinaryIO) -> Iterator[Document]:
     if piece.format == "text":
         try:
             yield RawDocument(piece.path, None, file.read())
@@ -171,7 +171,7 @@ def _broken_compression(path: Path, line: int | None, error: Exception) -> DataE
     )
 
 
-def _open(piece: Piece) -> BinaryIO:
+def _open(piece: FileRange) -> BinaryIO:
     suffix = piece.path.suffix.lower()
     if suffix == ".gz":
         return cast(BinaryIO, gzip.open(piece.path, "rb"))

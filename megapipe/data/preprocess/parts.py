@@ -12,7 +12,7 @@ from megapipe.data.preprocess.tables import arrow_ranges, parquet_ranges
 PART_BYTES = 4 * 2**20
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """The documents [begin, end) of a file, counted in what its format can be cut by."""
 
     path: Path
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileRange, ...]
 
     @property
     def size(self) -> int:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> Iterator[Part]:
     """Parts of about `part_bytes`, documents in order. Text files and compressed files are kept whole, since neither
     can be read from its middle; tables are cut between row groups or record batches."""
-    pieces: list[Piece] = []
+    pieces: list[FileRange] = []
     size = 0
     for file in files:
         for piece in _cut_file(file, part_bytes):
@@ -67,19 +67,19 @@ def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
     )
 
 
-def _cut_file(file: InputFile, part_bytes: int) -> Iterator[Piece]:
+def _cut_file(file: InputFile, part_bytes: int) -> Iterator[FileRange]:
     if file.format == "parquet":
         for group, (size, first_row) in enumerate(parquet_ranges(file.path)):
-            yield Piece(file.path, group, group + 1, size, "parquet", first_row=first_row)
+            yield FileRange(file.path, group, group + 1, size, "parquet", first_row=first_row)
     elif file.format == "arrow":
         for begin, end, first_row in arrow_ranges(file.path):
-            yield Piece(file.path, begin, end, end - begin, "arrow", first_row=first_row)
+            yield FileRange(file.path, begin, end, end - begin, "arrow", first_row=first_row)
     elif file.format == "dataset":
         for begin, end, size in dataset_ranges(str(file.path), part_bytes):
-            yield Piece(file.path, begin, end, size, "dataset", first_row=begin)
+            yield FileRange(file.path, begin, end, size, "dataset", first_row=begin)
     elif file.is_whole:
-        yield Piece(file.path, 0, file.size, file.size, file.format, file.is_compressed)
+        yield FileRange(file.path, 0, file.size, file.size, file.format, file.is_compressed)
     else:
         for begin in range(0, file.size, part_bytes):
             end = min(begin + part_bytes, file.size)
-            yield Piece(file.path, begin, end, end - begin, file.format)
+            yield FileRange(file.path, begin, end, end - begin, file.format)

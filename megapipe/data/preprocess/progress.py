@@ -12,7 +12,7 @@ SHOWN_SKIPS = 10
 BAR_WIDTH = 20
 
 
-class Progress:
+class ProgressLine:
     """One line on stderr: redrawn in a terminal, else a new one every ten seconds."""
 
     def __init__(self, total_bytes: int) -> None:

@@ -31,7 +31,7 @@ def type_in_words(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class DocumentRow:
     """One row of a table: a document."""
 
     path: Path
@@ -114,12 +114,12 @@ def arrow_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iter
 
 def rows_of(
     path: Path, first_row: int, batches: Iterator["pyarrow.RecordBatch"], keys: Sequence[str]
-) -> Iterator[Row]:
+) -> Iterator[DocumentRow]:
     for batch in batches:
         check_columns(path, batch.schema.names, keys)
         columns = [_values(batch.column(key)) for key in keys]
         for number, values in enumerate(zip(*columns, strict=True)):
-            yield Row(path, first_row + number, values)
+            yield DocumentRow(path, first_row + number, values)
         first_row += batch.num_rows
 
 

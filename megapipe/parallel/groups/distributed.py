@@ -21,7 +21,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Messages(Protocol):
+class HostExchange(Protocol):
     """How the members of a group on one host send each other pieces (`links.exchange`)."""
 
     def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> "Sequence[Waited]":
@@ -55,7 +55,7 @@ class DistributedGroup(Group):
         self,
         name: str,
         process_group: dist.ProcessGroup,
-        make_messages: "Callable[[DistributedGroup], Messages | None] | None" = None,
+        make_messages: "Callable[[DistributedGroup], HostExchange | None] | None" = None,
     ) -> None:
         self._make_messages = make_messages
         super().__init__(name, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
@@ -72,7 +72,7 @@ class DistributedGroup(Group):
         return process_group
 
     @cached_property
-    def messages(self) -> Messages:
+    def messages(self) -> HostExchange:
         """What carries pieces between members."""
         made = self._make_messages(self) if self._make_messages else None
         return _GlooMessages(self) if made is None else made

@@ -34,7 +34,7 @@ class RingShape:
         return self.control_bytes + self.num_slots * self.slot_bytes
 
 
-class Ring:
+class RingBuffer:
     """One process's view of a link's memory.
 
     The sender takes a free slot, writes it and announces it; the receiver takes announcements in order, reads the

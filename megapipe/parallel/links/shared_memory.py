@@ -17,7 +17,7 @@ from torch import Tensor
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group
 from megapipe.parallel.links.link import FINISHED, Edge, Link, Loan, Transfer
-from megapipe.parallel.links.ring import Ring
+from megapipe.parallel.links.ring import RingBuffer
 from megapipe.parallel.links.turns import Links
 
 _copy_memory = ctypes.CDLL(None).memmove
@@ -34,7 +34,7 @@ class SharedMemoryLink(Link, ABC):
     """
 
     def __init__(
-        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: Ring, links: Links
+        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
     ) -> None:
         super().__init__(edge, group, timeout)
         connection.setblocking(False)
@@ -84,7 +84,7 @@ class SharedMemorySender(SharedMemoryLink):
     """The sending end. A send copies into a free slot and is over; it waits only while all slots are full."""
 
     def __init__(
-        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: Ring, links: Links
+        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
     ) -> None:
         super().__init__(edge, group, timeout, connection, ring, links)
         self._queued: deque[_Queued] = deque()
@@ -158,7 +158,7 @@ class SharedMemoryReceiver(SharedMemoryLink):
     lends = True
 
     def __init__(
-        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: Ring, links: Links
+        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
     ) -> None:
         super().__init__(edge, group, timeout, connection, ring, links)
         self._posted: deque[_Receive | _Borrowed] = deque()

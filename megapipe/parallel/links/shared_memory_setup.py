@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group
 from megapipe.parallel.links.link import Edge, Link
-from megapipe.parallel.links.ring import Ring, RingShape
+from megapipe.parallel.links.ring import RingBuffer, RingShape
 from megapipe.parallel.links.shared_memory import Links, SharedMemoryReceiver, SharedMemorySender
 
 _HELLO = struct.Struct("<I")
@@ -80,7 +80,7 @@ def _accept_all(
     return links
 
 
-def _connect(address: str, index: int, edge: Edge) -> tuple[socket.socket, Ring]:
+def _connect(address: str, index: int, edge: Edge) -> tuple[socket.socket, RingBuffer]:
     """Connect to the destination, make the memory and pass it on."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
@@ -88,7 +88,7 @@ def _connect(address: str, index: int, edge: Edge) -> tuple[socket.socket, Ring]
     try:
         shape = _shape(edge)
         os.posix_fallocate(memory, 0, shape.total_bytes)
-        ring = Ring(memory, shape)
+        ring = RingBuffer(memory, shape)
         ring.initialize()
         socket.send_fds(connection, [_HELLO.pack(index)], [memory])
         return connection, ring
@@ -103,14 +103,14 @@ def _is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def _take_memory(connection: socket.socket, edges: Sequence[Edge]) -> tuple[int, Ring]:
+def _take_memory(connection: socket.socket, edges: Sequence[Edge]) -> tuple[int, RingBuffer]:
     """The index of the edge that a source has connected for, and its memory."""
     hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     if len(hello) < _HELLO.size:
         raise CommunicationError("a source of a shared-memory link ended while it connected")
     (index,) = _HELLO.unpack(hello)
     try:
-        return index, Ring(descriptors[0], _shape(edges[index]))
+        return index, RingBuffer(descriptors[0], _shape(edges[index]))
     finally:
         os.close(descriptors[0])
 

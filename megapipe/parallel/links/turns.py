@@ -12,7 +12,7 @@ _TURN_SECONDS = 0.001
 """How often a wait looks after other links that have more messages under way than slots."""
 
 
-class HostLink(Protocol):
+class SharedMemoryEnd(Protocol):
     """One end of a link of shared memory."""
 
     timeout: float
@@ -32,17 +32,17 @@ class Links:
     """The links of shared memory of one rank: whoever waits for any of them moves the messages of all."""
 
     def __init__(self) -> None:
-        self._all: list[HostLink] = []
+        self._all: list[SharedMemoryEnd] = []
 
-    def add(self, link: HostLink) -> None:
+    def add(self, link: SharedMemoryEnd) -> None:
         """From now on every wait looks after `link`."""
         self._all.append(link)
 
-    def remove(self, link: HostLink) -> None:
+    def remove(self, link: SharedMemoryEnd) -> None:
         """`link` is closed."""
         self._all.remove(link)
 
-    def wait(self, take: Callable[[float], Found | None], link: HostLink) -> Found | None:
+    def wait(self, take: Callable[[float], Found | None], link: SharedMemoryEnd) -> Found | None:
         """What `take` finds, None once `link`'s peer has ended or its time is over.
 
         take: waits up to so many seconds.

@@ -12,7 +12,7 @@ from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate
 from megapipe.planner.report.breakdown import Row, draw_breakdown
 from megapipe.planner.report.memory import draw_memory
-from megapipe.planner.report.page import Section, command_html, draw_page, lines_html, table_html
+from megapipe.planner.report.page import PageSection, command_html, draw_page, lines_html, table_html
 from megapipe.planner.report.pareto import draw_pareto
 from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
 from megapipe.planner.search.findings import Findings
@@ -59,22 +59,22 @@ def write_search(
         pictures,
         [
             *_notes(notes),
-            Section("The best layouts", table_html(list(ranked[0]), [list(each.values()) for each in ranked])),
-            Section(
+            PageSection("The best layouts", table_html(list(ranked[0]), [list(each.values()) for each in ranked])),
+            PageSection(
                 "Why others lose",
                 table_html(["layout", "why"], [[each.name, each.reason] for each in findings.alternatives]),
             ),
-            Section("To start it, on every node", command_html(command)),
+            PageSection("To start it, on every node", command_html(command)),
         ],
     )
 
 
-def _notes(lines: Sequence[str]) -> list[Section]:
-    return [Section("Notes", lines_html(lines))] if lines else []
+def _notes(lines: Sequence[str]) -> list[PageSection]:
+    return [PageSection("Notes", lines_html(lines))] if lines else []
 
 
 def _write(
-    request: Request, hardware: Hardware, prediction: Prediction, pictures: dict[str, str], extra: list[Section]
+    request: Request, hardware: Hardware, prediction: Prediction, pictures: dict[str, str], extra: list[PageSection]
 ) -> None:
     html, folder, answer = request.flags["html"], request.flags["pictures"], prediction.estimate
     pictures = {"memory": draw_memory(answer), **pictures}
@@ -117,28 +117,28 @@ def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
     ]
 
 
-def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) -> list[Section]:
+def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) -> list[PageSection]:
     terms = [
         [term.name, seconds_told(term.seconds), f"{term.seconds / answer.step_seconds:.1%}", term.source]
         for term in answer.terms
     ]
     found = [
-        Section(
+        PageSection(
             "Memory",
             pictures["memory"],
             "Weights, gradients, optimizer state and message slots exist between steps too; activations and buffers "
             "are the peak of a step. Point at a part to see its size.",
         ),
-        Section("Time", pictures["breakdown"], run_told(answer.config, hardware, answer.world_size)),
+        PageSection("Time", pictures["breakdown"], run_told(answer.config, hardware, answer.world_size)),
     ]
     if "pareto" in pictures:
         found.append(
-            Section(
+            PageSection(
                 "Speed against memory",
                 pictures["pareto"],
                 "Layouts that no other layout beats in both speed and memory. Their speeds are in closed form, as the "
                 "search compares them; the figures at the top are those of the simulated schedule.",
             )
         )
-    found.append(Section("Terms of a step", table_html(["term", "time", "of the step", "source"], terms)))
+    found.append(PageSection("Terms of a step", table_html(["term", "time", "of the step", "source"], terms)))
     return found

@@ -27,8 +27,8 @@ from megapipe.planner.training_time.intensity import (
 )
 from megapipe.planner.training_time.layouts import (
     Cluster,
-    Layout,
     Method,
+    MethodLayout,
     Overheads,
     layout_seconds,
     memory_bytes,
@@ -44,7 +44,7 @@ class Shortest:
     """The fastest layout of a method: Lamy-Poirier's figures of it, or why there is none."""
 
     method: Method
-    layout: Layout | None = None
+    layout: MethodLayout | None = None
     seconds: float = math.nan
     memory: float = math.nan
     shares: Overheads | None = None

@@ -21,7 +21,7 @@ PARAMETERS = (
 """All that is free: shares of the nominal figures that matrix products, memory and links reach. See `Efficiency`."""
 
 
-class Row(Protocol):
+class FittingRow(Protocol):
     """Something that was run, and how fast it was."""
 
     @property
@@ -136,9 +136,9 @@ def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
 
 
 def fit(
-    rows: Sequence[Row],
+    rows: Sequence[FittingRow],
     hardware: Hardware,
-    told: Sequence[Row] = (),
+    told: Sequence[FittingRow] = (),
     *,
     prior: Prior | None = None,
     leave_one_out: bool = True,
@@ -178,7 +178,7 @@ def fit(
     )
 
 
-def judge(row: Row, hardware: Hardware, left_out: float | None = None) -> RowResult:
+def judge(row: FittingRow, hardware: Hardware, left_out: float | None = None) -> RowResult:
     """A row beside its prediction on a machine as it is."""
     estimate = row.predict(hardware)
     predicted, measured = row.speeds(estimate)
@@ -189,7 +189,7 @@ def _machine(hardware: Hardware, point: Floats) -> Hardware:
     return with_shares(hardware, {each.name: float(value) for each, value in zip(PARAMETERS, point, strict=True)})
 
 
-def _errors_of(rows: Sequence[Row], hardware: Hardware, prior: Prior | None) -> Callable[[Floats], Floats]:
+def _errors_of(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | None) -> Callable[[Floats], Floats]:
     """Of a point: the rows' log errors, and behind them its distances from the prior."""
 
     def errors(point: Floats) -> Floats:

@@ -52,7 +52,7 @@ class PublishedRow:
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     """Rows that were run alike.
 
     rows: those that parameters are fitted to. told: others, which they are not fitted to but foretell. counts: which
@@ -83,7 +83,7 @@ class Table:
 class PublishedRun:
     """A row of a table, as `fit` takes it: its speed is in TFLOP/s and device."""
 
-    table: Table
+    table: PublishedTable
     row: PublishedRow
 
     @property
@@ -171,7 +171,7 @@ def _model(vocabulary: int, positions: int, *, attention: Literal["unfused", "sd
     )
 
 
-A100 = Table(
+A100 = PublishedTable(
     name="sc21",
     hardware="a100-80",
     title="GPT on A100: " + SC21,
@@ -198,7 +198,7 @@ A100 = Table(
     ),
     assumptions=Assumptions(scattered_sends=True, waits_for_sends=True, megatron_kernels=True),
 )
-H100 = Table(
+H100 = PublishedTable(
     name="h100",
     hardware="h100",
     title="GPT on H100: " + H100_TABLE,

@@ -8,7 +8,7 @@ from megapipe.config.errors import ConfigError, nearest
 from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.fitting.fit import PARAMETERS, FitResult, RowResult, fit
 from megapipe.planner.fitting.priors import ROW_ERROR, prior_of
-from megapipe.planner.fitting.published import TABLES, Table
+from megapipe.planner.fitting.published import TABLES, PublishedTable
 
 
 def fit_table(name: str, *, leave_one_out: bool = True) -> FitResult:
@@ -23,7 +23,7 @@ def fit_table(name: str, *, leave_one_out: bool = True) -> FitResult:
     )
 
 
-def find_table(name: str) -> Table:
+def find_table(name: str) -> PublishedTable:
     """A table of published rows by its name; ConfigError for an unknown one."""
     if name not in TABLES:
         raise ConfigError(f"unknown rows {name!r}{nearest(name, TABLES)} (known: {', '.join(TABLES)})")

@@ -42,7 +42,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Machine:
+class EqualDevices:
     """Equal devices: bytes of memory, bytes per second inside and between nodes, and how overlap slows both sides.
 
     slow_down: of compute and of communication while they run side by side, at least 1: measured.
@@ -73,14 +73,14 @@ def overlapped(compute: float, communication: float, slow_down: float) -> float:
 
 
 @dataclass(frozen=True)
-class StageCosts:
+class StrategyCosts:
     """Costs of the layers of one stage for a micro-batch of so many sequences.
 
     in_flight: micro-batches whose activations the stage holds. microbatches: of an iteration, over which the
     reduction of gradients, once an iteration, is spread. last: no stage follows.
     """
 
-    machine: Machine
+    machine: EqualDevices
     layers: tuple[LayerProfile, ...]
     options: tuple[Strategy, ...]
     micro_size: int

@@ -18,7 +18,7 @@ Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerStrategies:
     """The strategy of each layer by its index, their seconds with transitions, and the bytes that they take."""
 
     strategies: tuple[int, ...]
@@ -56,7 +56,9 @@ class Tables:
                 raise ValueError(f"{name} must not have negative values or NaN, got {table[~(table >= 0)][0]}")
 
 
-def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = float("inf")) -> Choice | None:
+def choose(
+    tables: Tables, budget_bytes: float, units: int = 512, most: float = float("inf")
+) -> LayerStrategies | None:
     """The fastest strategies within the budget, None where none fit in at most `most` seconds.
 
     Where the fastest of all does not fit, kept bytes are rounded up to `units` equal parts of what the budget leaves:
@@ -66,7 +68,7 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = 
         ValueError: `units` below 1.
     """
     require_counts({"units": units})
-    best: Choice | None = None
+    best: LayerStrategies | None = None
     nothing = np.zeros(tables.kept.shape, dtype=np.int64)
     classes = _classes(tables.transitions)
     for working in np.unique(tables.working[np.isfinite(tables.seconds)]):
@@ -88,7 +90,7 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = 
         if picked is None or picked[1] > most or (best is not None and picked[1] >= best.seconds):
             continue
         memory = tables.kept[layers, picked[0]].sum() + tables.working[layers, picked[0]].max()
-        best = Choice(tuple(picked[0]), picked[1], float(memory))
+        best = LayerStrategies(tuple(picked[0]), picked[1], float(memory))
     return best
 
 

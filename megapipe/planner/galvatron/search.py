@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megapipe.planner.checks import require_counts
-from megapipe.planner.galvatron.costs import BACKWARD, LayerProfile, Machine, StageCosts
-from megapipe.planner.galvatron.dynamic import Choice, choose
+from megapipe.planner.galvatron.costs import BACKWARD, EqualDevices, LayerProfile, StrategyCosts
+from megapipe.planner.galvatron.dynamic import LayerStrategies, choose
 from megapipe.planner.galvatron.strategies import Strategy, stage_strategies, strategies
 from megapipe.schedules.balance import balance_layers
 
@@ -44,7 +44,7 @@ class Plan:
 
 def search(
     layers: Sequence[LayerProfile],
-    machine: Machine,
+    machine: EqualDevices,
     batch_sizes: Iterable[int],
     *,
     recompute: bool = True,
@@ -97,7 +97,7 @@ def iteration_seconds(steady: Sequence[float], extra: Sequence[float], microbatc
 
 def _fastest(
     layers: Sequence[LayerProfile],
-    machine: Machine,
+    machine: EqualDevices,
     batch_size: int,
     recompute: bool,
     units: int,
@@ -137,7 +137,7 @@ class _Shape:
     """One pipeline degree and number of micro-batches."""
 
     layers: Sequence[LayerProfile]
-    machine: Machine
+    machine: EqualDevices
     batch_size: int
     depth: int
     microbatches: int
@@ -158,7 +158,7 @@ class _Shape:
         """The stages, each by dynamic programming; None where one does not fit, or all take longer than `most`
         seconds."""
         stages, steady, extra = [], [], []
-        known: dict[StageCosts, Choice | None] = {}
+        known: dict[StrategyCosts, LayerStrategies | None] = {}
         for index, (first, last) in enumerate(self._cuts()):
             costs = self._stage(index, (first, last))
             if costs not in known:
@@ -178,9 +178,9 @@ class _Shape:
     def _cuts(self) -> tuple[tuple[int, int], ...]:
         return balance_layers([layer.forward_seconds for layer in self.layers], self.depth)
 
-    def _stage(self, index: int, cut: tuple[int, int]) -> StageCosts:
+    def _stage(self, index: int, cut: tuple[int, int]) -> StrategyCosts:
         options = stage_strategies(self.machine.devices, self.depth, recompute=self.recompute)
-        return StageCosts(
+        return StrategyCosts(
             self.machine,
             tuple(self.layers[slice(*cut)]),
             tuple(each for each in options if self.tensor_valid(each.degree("tensor"))),

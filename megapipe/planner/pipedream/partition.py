@@ -47,7 +47,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PartitionStage:
     """Layers first to last - 1, replicated over `workers` of a level.
 
     inner: how each of these runs the stage over the level below; empty at the innermost, where they are devices.
@@ -56,7 +56,7 @@ class Stage:
     first: int
     last: int
     workers: int
-    inner: tuple["Stage", ...] = ()
+    inner: tuple["PartitionStage", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Partition:
     """Stages in order, and the seconds per mini-batch of what is slowest: a stage or a hand-over between two."""
 
     seconds: float
-    stages: tuple[Stage, ...]
+    stages: tuple[PartitionStage, ...]
 
     @property
     def in_flight(self) -> int:
@@ -89,7 +89,7 @@ def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Part
     @cache
     def stage(first: int, last: int, count: int) -> Partition:
         synchronised = 4 * (count - 1) * weights(first, last) / (count * bytes_per_second)
-        return Partition(max(compute(first, last), synchronised) / count, (Stage(first, last, count),))
+        return Partition(max(compute(first, last), synchronised) / count, (PartitionStage(first, last, count),))
 
     handed_over = [2 * layer.activation_bytes / bytes_per_second for layer in layers]
     return _cut(0, len(layers), workers, stage, handed_over)[len(layers), workers]
@@ -134,7 +134,9 @@ def _level(
     def stage(first: int, last: int, count: int) -> Partition:
         of_one = below[first, last]
         synchronised = 2 * (count - 1) * weights(first, last) / level.bytes_per_second
-        return Partition(max(of_one.seconds, synchronised) / count, (Stage(first, last, count, of_one.stages),))
+        return Partition(
+            max(of_one.seconds, synchronised) / count, (PartitionStage(first, last, count, of_one.stages),)
+        )
 
     handed_over = [2 * size / level.bytes_per_second for size in activations]
     best = [_cut(first, num_layers, level.width, stage, handed_over) for first in range(num_layers)]

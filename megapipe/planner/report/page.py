@@ -31,7 +31,7 @@ body { padding-bottom: 40px; }
 </style>"""
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A part of the page below the timeline. body: HTML. note: a sentence under the title."""
 
     title: str
@@ -62,7 +62,7 @@ def command_html(command: str) -> str:
 
 
 def draw_page(
-    title: str, figures: Sequence[tuple[str, str, str]], simulation: Simulation, sections: Sequence[Section]
+    title: str, figures: Sequence[tuple[str, str, str]], simulation: Simulation, sections: Sequence[PageSection]
 ) -> str:
     """An HTML document. figures: (name, value, what it is). simulation: of a step, in seconds."""
     header = simulation.table.header
@@ -86,7 +86,7 @@ def draw_page(
     return page.replace("</body>", f"{STYLE}\n{''.join(_section(each) for each in sections)}\n</body>")
 
 
-def _section(section: Section) -> str:
+def _section(section: PageSection) -> str:
     note = f"<p>{escape(section.note)}</p>" if section.note else ""
     body = f'<div class="wide">{section.body}</div>'
     return f'<section class="plan"><h3>{escape(section.title)}</h3>{note}{body}</section>'

@@ -17,7 +17,7 @@ from megapipe.planner.search.space import ZeroStage
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayoutKind:
     """A kind of layout. holds: whether a layout is of it. example: one of it, for the rule that forbids them all."""
 
     name: str
@@ -33,11 +33,11 @@ def alternatives(
     return (*found[:5], _rule_of_megatron(explorer, base, hardware, devices, best), *found[5:])
 
 
-def _kinds(base: PretrainConfig, devices: int) -> Iterator[Kind]:
-    def only(dimension: str, zero: ZeroStage = 0) -> Kind:
+def _kinds(base: PretrainConfig, devices: int) -> Iterator[LayoutKind]:
+    def only(dimension: str, zero: ZeroStage = 0) -> LayoutKind:
         others = attrgetter(*(name for name in ("data", "tensor", "pipeline", "context") if name != dimension))
         named = f" with ZeRO {zero}" if zero else ""
-        return Kind(
+        return LayoutKind(
             f"{dimension} parallelism alone{named}",
             lambda layout: others(layout.shape) == (1, 1, 1) and layout.zero == zero,
             lambda config: _spread(config, dimension, devices, zero),
@@ -48,13 +48,13 @@ def _kinds(base: PretrainConfig, devices: int) -> Iterator[Kind]:
     yield only("data", 3)
     yield only("tensor")
     yield only("pipeline")
-    yield Kind("without tensor parallelism", lambda layout: layout.shape.tensor == 1, _as_it_is)
-    yield Kind("without pipeline parallelism", lambda layout: layout.shape.pipeline == 1, _as_it_is)
-    yield Kind("without ZeRO", lambda layout: layout.zero == 0, _as_it_is)
-    yield Kind("without recomputation", lambda layout: layout.recompute == "none", _as_it_is)
-    yield Kind("without sequence parallelism", lambda layout: not layout.sequence, _as_it_is)
+    yield LayoutKind("without tensor parallelism", lambda layout: layout.shape.tensor == 1, _as_it_is)
+    yield LayoutKind("without pipeline parallelism", lambda layout: layout.shape.pipeline == 1, _as_it_is)
+    yield LayoutKind("without ZeRO", lambda layout: layout.zero == 0, _as_it_is)
+    yield LayoutKind("without recomputation", lambda layout: layout.recompute == "none", _as_it_is)
+    yield LayoutKind("without sequence parallelism", lambda layout: not layout.sequence, _as_it_is)
     plain = ScheduleConfig.name
-    yield Kind(f"with plain {plain}", lambda layout: layout.shape.schedule == plain, _as_it_is)
+    yield LayoutKind(f"with plain {plain}", lambda layout: layout.shape.schedule == plain, _as_it_is)
 
 
 def _spread(config: PretrainConfig, dimension: str, devices: int, zero: ZeroStage) -> PretrainConfig:
@@ -99,11 +99,11 @@ def _rule_of_megatron(
         found = explorer.fastest(1, lambda layout, size=pipeline: holds(layout, size))  # type: ignore[misc]
         if found:
             return Alternative(name, found[0], _why_slower(found[0], best))
-    kind = Kind(name, lambda layout: holds(layout, None), _as_it_is)
+    kind = LayoutKind(name, lambda layout: holds(layout, None), _as_it_is)
     return _judged(explorer, kind, base, devices, best)
 
 
-def _judged(explorer: Explorer, kind: Kind, base: PretrainConfig, devices: int, best: Estimate) -> Alternative:
+def _judged(explorer: Explorer, kind: LayoutKind, base: PretrainConfig, devices: int, best: Estimate) -> Alternative:
     fitting = explorer.fastest(1, kind.holds)
     if fitting:
         return Alternative(kind.name, fitting[0], _why_slower(fitting[0], best))

@@ -11,7 +11,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.galvatron.costs import STATES, LayerProfile, Machine
+from megapipe.planner.galvatron.costs import STATES, EqualDevices, LayerProfile
 from megapipe.planner.galvatron.search import Plan, search
 from megapipe.planner.galvatron.strategies import Strategy
 from megapipe.planner.search.profiles import layer_figures, machine_figures
@@ -42,7 +42,9 @@ def per_layer(
     """
     times = RooflineTimes(hardware.groups[0].device) if times is None else times
     given = machine_figures(hardware, devices)
-    machine = Machine(devices, min(devices, given.devices_per_node), given.memory_bytes, given.inside, given.outside)
+    machine = EqualDevices(
+        devices, min(devices, given.devices_per_node), given.memory_bytes, given.inside, given.outside
+    )
     layers = layer_figures(config, hardware, times, micro_size=1)
     profiles = [
         LayerProfile(each.forward, each.state / STATES, max(each.kept, each.boundary), each.boundary)

@@ -18,7 +18,7 @@ from megapipe.spec.memory import Precision
 
 
 @dataclass(frozen=True)
-class LayerFigures:
+class SingleDeviceLayer:
     """One layer of one device's whole model.
 
     forward, backward: seconds of a micro-batch. parameters: elements. state: bytes between steps. kept: bytes of a
@@ -36,7 +36,7 @@ class LayerFigures:
 
 def layer_figures(
     config: PretrainConfig, hardware: Hardware, times: LayerTimes, micro_size: int
-) -> tuple[LayerFigures, ...]:
+) -> tuple[SingleDeviceLayer, ...]:
     """Every layer, nothing of it shared out or computed again, at so many samples a micro-batch."""
     whole = single_device(config, micro_size)
     layers = layers_of(whole)
@@ -45,7 +45,7 @@ def layer_figures(
     path = attention_path(whole.model, precision, device, whole.data.sequence_length)
     costs = LayoutCosts(whole, layers, 1, path, VOCABULARY_ALIGNMENT, device=device)
     units = UnitCosts(whole, 1, VOCABULARY_ALIGNMENT)
-    known: dict[tuple[object, ...], LayerFigures] = {}
+    known: dict[tuple[object, ...], SingleDeviceLayer] = {}
     found = []
     for layer in layers:
         # Blocks differ where only some compute in fp8; the times know which.
@@ -53,7 +53,7 @@ def layer_figures(
         if key not in known:
             seconds = times.of(whole, layer)
             unit = Unit(tuple(layer.parameters.values()))
-            known[key] = LayerFigures(
+            known[key] = SingleDeviceLayer(
                 layer.name,
                 seconds.forward,
                 seconds.backward_input + seconds.backward_weight,

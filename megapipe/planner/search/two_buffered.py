@@ -13,7 +13,7 @@ from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.pipedream.memory import Footprint
 from megapipe.planner.pipedream.two_buffered import BlockModel, Configuration, Machine, plan
-from megapipe.planner.search.profiles import LayerFigures, layer_figures, machine_figures, single_device
+from megapipe.planner.search.profiles import SingleDeviceLayer, layer_figures, machine_figures, single_device
 
 GRADIENT_BYTES = 4
 """Of an element: gradients are summed in fp32."""
@@ -40,7 +40,7 @@ def two_buffered_plan(
     machine = Machine(devices, given.devices_per_node, given.memory_bytes, given.inside, given.outside)
 
     @cache
-    def figures(micro_size: int) -> tuple[LayerFigures, ...]:
+    def figures(micro_size: int) -> tuple[SingleDeviceLayer, ...]:
         return layer_figures(config, hardware, times, micro_size)
 
     blocks = config.model.num_layers

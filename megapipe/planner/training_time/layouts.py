@@ -53,7 +53,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MethodLayout:
     """Who does what: n_b replicas (`data`), n_l stages (`pipeline`), n_a devices that share layers (`tensor`).
 
     micro_size: b, sequences. microbatches: m of a replica and step.
@@ -110,7 +110,7 @@ class Overheads:
         return 1 / ((1 + self.bubble) * (1 + self.tensor) * (1 + self.data + self.pipeline))
 
 
-def bubble(model: Transformer, layout: Layout) -> float:
+def bubble(model: Transformer, layout: MethodLayout) -> float:
     """Idle time over compute: (p - 1) / (m v) with v chunks a stage, more where m is below p.
 
     Raises ValueError when the layers do not divide over the stages.
@@ -124,7 +124,7 @@ def bubble(model: Transformer, layout: Layout) -> float:
     return steps / (microbatches * chunks) - 1
 
 
-def overheads(model: Transformer, cluster: Cluster, layout: Layout) -> Overheads:
+def overheads(model: Transformer, cluster: Cluster, layout: MethodLayout) -> Overheads:
     """Shares of a step that do not hide behind compute, from intensities beside thresholds."""
     link = link_threshold(cluster.peak_flops, cluster.link)
     tensor = link_threshold(cluster.peak_flops, cluster.tensor_link) / tensor_intensity(model, layout.tensor)
@@ -140,7 +140,7 @@ def overheads(model: Transformer, cluster: Cluster, layout: Layout) -> Overheads
     return Overheads(bubble(model, layout), tensor, data, sends)
 
 
-def memory_bytes(model: Transformer, layout: Layout) -> float:
+def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
     """Of the first stage's device: state, weights and gradients in use, checkpoints and one layer's activations.
 
     Checkpoints are of every micro-batch under layered accumulation, of those in flight otherwise. The
@@ -163,7 +163,7 @@ def memory_bytes(model: Transformer, layout: Layout) -> float:
     return state + checkpoints + activations
 
 
-def layout_seconds(model: Transformer, cluster: Cluster, layout: Layout, tokens: float) -> float:
+def layout_seconds(model: Transformer, cluster: Cluster, layout: MethodLayout, tokens: float) -> float:
     """Seconds to train on `tokens` tokens: 8 P tokens / (devices x peak x efficiency)."""
     require_positive({"tokens": tokens})
     rate = layout.devices * cluster.peak_flops * overheads(model, cluster, layout).efficiency
@@ -180,7 +180,7 @@ def shortest(
     max_micro_size: int = 8,
     max_devices: int | None = None,
     least_efficiency: float = 0.0,
-) -> tuple[Layout, float]:
+) -> tuple[MethodLayout, float]:
     """The layout that trains fastest within memory, and its seconds.
 
     Exact over tensor sizes that are powers of 2 within a node and divide the heads, stages that divide the layers,
@@ -194,7 +194,7 @@ def shortest(
     require_counts({"batch_size": batch_size, "max_micro_size": max_micro_size})
     if max_devices is not None:
         require_counts({"max_devices": max_devices})
-    best: tuple[float, int, Layout] | None = None
+    best: tuple[float, int, MethodLayout] | None = None
     least = math.inf
     replicas = {
         size: {batch_size // (size * count) for count in range(1, batch_size // size + 1)}
@@ -205,10 +205,12 @@ def shortest(
         for data in {min(cap, count) for count in replicas[micro_size]} - {0}:
             # More micro-batches never cost efficiency, only memory: the most that fit are the best.
             most = batch_size // (micro_size * data)
-            count = _most_that_fit(model, cluster, Layout(method, data, pipeline, tensor, micro_size, most))
-            least = min(least, memory_bytes(model, Layout(method, data, pipeline, tensor, micro_size, max(1, count))))
+            count = _most_that_fit(model, cluster, MethodLayout(method, data, pipeline, tensor, micro_size, most))
+            least = min(
+                least, memory_bytes(model, MethodLayout(method, data, pipeline, tensor, micro_size, max(1, count)))
+            )
             if count:
-                layout = Layout(method, data, pipeline, tensor, micro_size, count)
+                layout = MethodLayout(method, data, pipeline, tensor, micro_size, count)
                 key = (layout_seconds(model, cluster, layout, tokens), layout.devices)
                 fast = overheads(model, cluster, layout).efficiency >= least_efficiency
                 if fast and (best is None or key < best[:2]):
@@ -234,7 +236,7 @@ def _grid(model: Transformer, cluster: Cluster, method: Method, max_micro_size: 
                 yield tensor, pipeline, micro_size
 
 
-def _most_that_fit(model: Transformer, cluster: Cluster, layout: Layout) -> int:
+def _most_that_fit(model: Transformer, cluster: Cluster, layout: MethodLayout) -> int:
     """The largest number of micro-batches up to the layout's own within memory, which grows with it; 0 for none."""
     if memory_bytes(model, layout) <= cluster.memory_bytes:
         return layout.microbatches

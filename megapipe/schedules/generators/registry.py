@@ -15,7 +15,7 @@ from megapipe.schedules.generators.policies import Policy, flush_policy, pipedre
 from megapipe.schedules.generators.weight_halves import Times
 from megapipe.schedules.generators.zero_bubble import zb_h1, zb_h2, zb_v
 from megapipe.schedules.generators.zero_bubble_auto import zb_auto
-from megapipe.schedules.placements import Placement, linear, round_robin, v_shape
+from megapipe.schedules.placements import StagePlacement, linear, round_robin, v_shape
 from megapipe.schedules.schedule import NumericalClass, Sections
 
 
@@ -54,7 +54,7 @@ class Generator:
 
     name: str
     order: Callable[..., Sections]
-    placement: Callable[[int, int], Placement]
+    placement: Callable[[int, int], StagePlacement]
     numerical_class: NumericalClass
     chunks: int = 1
     takes_two_bp: bool = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind, Rows
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.zero_bubble import Step, rows_from_steps
-from megapipe.schedules.placements import Placement
+from megapipe.schedules.placements import StagePlacement
 from megapipe.schedules.schedule import Sections
 
 ROUNDING = 1e-9
@@ -44,7 +44,7 @@ class Timed:
     cost: float
 
 
-def split_backwards(sections: Sections, placement: Placement, times: Times, max_pending: int | None) -> Sections:
+def split_backwards(sections: Sections, placement: StagePlacement, times: Times, max_pending: int | None) -> Sections:
     """A flushing schedule with every backward in halves, weight halves oldest first: in idle time where they fit, at
     the latest when ``max_pending`` wait, the rest at the end."""
     if max_pending is not None and max_pending < 1:
@@ -66,7 +66,7 @@ def _as_steps(rows: Rows) -> list[Step]:
 
 
 def fill_idle_time(
-    programs: tuple[list[Step], ...], placement: Placement, times: Times, max_pending: int | None
+    programs: tuple[list[Step], ...], placement: StagePlacement, times: Times, max_pending: int | None
 ) -> Timed:
     """Run forwards and input halves in their order, adding a weight half for each input half. Weight halves that the
     programs already hold stay where they are."""
@@ -81,7 +81,7 @@ class _Filler:
     """Clocks of all ranks over their programs."""
 
     def __init__(
-        self, programs: tuple[list[Step], ...], placement: Placement, times: Times, max_pending: int | None
+        self, programs: tuple[list[Step], ...], placement: StagePlacement, times: Times, max_pending: int | None
     ) -> None:
         self._programs, self._stages, self._times, self._max = programs, placement.stages, times, max_pending
         self._chunks = len(placement.stages) // len(programs)

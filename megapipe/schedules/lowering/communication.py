@@ -9,7 +9,7 @@ import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, rows_of
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lowering.insertion import Insertion, Place, insert
+from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insert
 from megapipe.schedules.progress import Progress
 from megapipe.schedules.table import Table
 
@@ -22,7 +22,7 @@ class Posts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessageTable:
     """One entry a message, ordered by link (pair of ranks), then as sent.
 
     ``producer`` and ``consumer`` are the compute rows at both ends, ``link`` numbers the pair of ranks.
@@ -35,7 +35,7 @@ class Messages:
     link: Ints
 
     @classmethod
-    def of(cls, table: Table) -> "Messages":
+    def of(cls, table: Table) -> "MessageTable":
         """The messages that a program of compute rows needs: forwards to the next stage, gradients to the previous."""
         following = _neighbours(table, table.header.following_stages)
         preceding = _neighbours(table, table.header.preceding_stages)
@@ -66,13 +66,13 @@ class Messages:
         order = np.argsort(posts.turn)
         kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
         rows = rows_of(kind, table.stage[self.consumer], self.microbatch)
-        return Insertion(rows[order], posts.row[order], Place.RECEIVE, table.section[self.consumer][order])
+        return Insertion(rows[order], posts.row[order], InsertionOrder.RECEIVE, table.section[self.consumer][order])
 
     def sends(self, table: Table) -> Insertion:
         """Sends, each right behind the compute row that makes the message."""
         kind = np.where(self.gradient == 1, int(Kind.SEND_GRADIENT), int(Kind.SEND_ACTIVATION))
         rows = rows_of(kind, table.stage[self.producer], self.microbatch)
-        return Insertion(rows, self.producer, Place.SEND, table.section[self.producer])
+        return Insertion(rows, self.producer, InsertionOrder.SEND, table.section[self.producer])
 
 
 def _neighbours(table: Table, neighbours: Ints) -> Ints:
@@ -112,7 +112,7 @@ def _misfit(table: Table, row: int, problem: str) -> ScheduleError:
     )
 
 
-def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Posts:
+def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> Posts:
     """The compute row ahead of which each message's receive is posted.
 
     ``receive_ahead`` compute rows before its use, within its section, on each link in the order of the sends, and not
@@ -155,7 +155,7 @@ def place_receives(table: Table, messages: Messages, receive_ahead: int) -> Post
     return posts
 
 
-def _slot_free(table: Table, messages: Messages) -> Ints:
+def _slot_free(table: Table, messages: MessageTable) -> Ints:
     """The compute row from which a message may have its slot: behind the backward of the same micro-batch of the step
     before, since slots are the same every step."""
     period = table.header.num_microbatches
@@ -164,14 +164,14 @@ def _slot_free(table: Table, messages: Messages) -> Ints:
     return free
 
 
-def _in_send_order(messages: Messages, post: Ints, num_rows: int) -> Ints:
+def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
     """Post no receive after one that the same link delivers later: a running minimum from each link's end."""
     lift = messages.link * (num_rows + 1)  # keeps the minimum of one link below every earlier seen link's
     ordered: Ints = np.minimum.accumulate((post + lift)[::-1])[::-1] - lift
     return ordered
 
 
-def _progress(table: Table, messages: Messages, posts: Posts) -> Progress:
+def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
     """The ranks' progress with receives posted there: waits of sends, of uses, and of receives for the one before."""
     lowered, index = insert(table, [messages.sends(table), messages.receives(table, posts)])
     num_compute, num_messages = len(table.rows), len(messages.producer)
@@ -183,13 +183,13 @@ def _progress(table: Table, messages: Messages, posts: Posts) -> Progress:
     return Progress(np.concatenate(waiting), np.concatenate(needed), lowered.offsets)
 
 
-def _waiting_rows(messages: Messages, posts: Posts) -> Ints:
+def _waiting_rows(messages: MessageTable, posts: Posts) -> Ints:
     """The compute row that each of the waits of `_progress` is at."""
     return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows]])
 
 
 def _early_enough(
-    table: Table, messages: Messages, posts: Posts, progress: Progress, stuck: Ints
+    table: Table, messages: MessageTable, posts: Posts, progress: Progress, stuck: Ints
 ) -> tuple[Posts, Ints]:
     """Move receives to where their rank stands when all ranks hang, one hang after another, until none hangs.
 

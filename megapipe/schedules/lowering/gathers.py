@@ -6,7 +6,7 @@ import numpy as np
 
 from megapipe.schedules.actions import KIND, STAGE, VERSION, Ints, Kind, rows_of
 from megapipe.schedules.gathers import residences
-from megapipe.schedules.lowering.insertion import Insertion, Place
+from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder
 from megapipe.schedules.table import Table
 
 
@@ -18,8 +18,8 @@ def add_gathers(table: Table, added: Sequence[Insertion]) -> list[Insertion]:
     found = residences(table, _written(table, added))
     insertions = []
     for kind, use, anchor, place in (
-        (Kind.GATHER_WEIGHTS, found.first_use, found.start, Place.GATHER_WEIGHTS),
-        (Kind.RELEASE_WEIGHTS, found.last_use, found.last_use, Place.RELEASE_WEIGHTS),
+        (Kind.GATHER_WEIGHTS, found.first_use, found.start, InsertionOrder.GATHER_WEIGHTS),
+        (Kind.RELEASE_WEIGHTS, found.last_use, found.last_use, InsertionOrder.RELEASE_WEIGHTS),
     ):
         rows = rows_of(
             kind, table.stage[use], table.microbatch[use], unit=table.unit[use], version=table.version[use]
@@ -35,6 +35,6 @@ def _written(table: Table, added: Sequence[Insertion]) -> Ints:
     for insertion in added:
         rows = insertion.rows[insertion.rows[:, KIND] == Kind.UPDATE]
         if len(rows):  # then all of them are
-            row = insertion.anchor + (insertion.place > Place.COMPUTE)
+            row = insertion.anchor + (insertion.place > InsertionOrder.COMPUTE)
             np.maximum.at(written, (rows[:, STAGE], rows[:, VERSION]), row)
     return written

@@ -11,7 +11,7 @@ from megapipe.schedules.actions import Ints, Rows
 from megapipe.schedules.table import Table
 
 
-class Place(IntEnum):
+class InsertionOrder(IntEnum):
     """Order of what stands around one compute row: before it, then the row itself, then after it."""
 
     REDUCE_COUNTS = 0
@@ -30,7 +30,7 @@ class Place(IntEnum):
     UPDATE = 13
 
 
-PLACES: Final = len(Place)
+PLACES: Final = len(InsertionOrder)
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,16 @@ class Insertion:
 
     rows: Rows
     anchor: Ints
-    place: Place
+    place: InsertionOrder
     section: Ints
 
 
 def insert(table: Table, insertions: Sequence[Insertion]) -> tuple[Table, Ints]:
     """The program with the rows added, and each compute row's new index."""
     compute = np.arange(len(table.rows), dtype=np.int64)
-    keys = np.concatenate([compute * PLACES + Place.COMPUTE, *(i.anchor * PLACES + i.place for i in insertions)])
+    keys = np.concatenate(
+        [compute * PLACES + InsertionOrder.COMPUTE, *(i.anchor * PLACES + i.place for i in insertions)]
+    )
     order = np.argsort(keys, kind="stable")
     rows = np.concatenate([table.rows, *(i.rows for i in insertions)])[order]
     rank = np.concatenate([table.rank, *(table.rank[i.anchor] for i in insertions)])[order]

@@ -8,7 +8,7 @@ import numpy as np
 from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Rows, kind_mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import check_weight_buffers
-from megapipe.schedules.lowering.communication import Messages, Posts, place_receives
+from megapipe.schedules.lowering.communication import MessageTable, Posts, place_receives
 from megapipe.schedules.lowering.gathers import add_gathers
 from megapipe.schedules.lowering.insertion import insert
 from megapipe.schedules.lowering.offload import add_offload, around_updates
@@ -57,7 +57,7 @@ def lower(
     everywhere = again or moves or sharded
     if everywhere or (training and schedule.header.data_parallel):
         table = refine(table, everywhere=everywhere)
-    messages = Messages.of(table)
+    messages = MessageTable.of(table)
     posts = place_receives(table, messages, receive_ahead)
     if again:
         # Behind the search for where receives are posted: what runs again sends and receives nothing.
@@ -77,7 +77,9 @@ def lower(
     return Schedule(header, _sections(table, flushes=schedule.flushes), schedule.origin)
 
 
-def _with_recompute(table: Table, messages: Messages, posts: Posts, spans: Spans) -> tuple[Table, Messages, Posts]:
+def _with_recompute(
+    table: Table, messages: MessageTable, posts: Posts, spans: Spans
+) -> tuple[Table, MessageTable, Posts]:
     """The table with the rows that run again; messages and the rows that receives are posted ahead of, in the new."""
     again = add_recompute(table, spans)
     table, index = insert(table, [again])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_KINDS, KIND, MICROBATCH, Ints, Kind, Mask, rows_of
-from megapipe.schedules.lowering.insertion import Insertion, Place
+from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder
 from megapipe.schedules.offload import Offload, unit_places
 from megapipe.schedules.table import Table
 
@@ -33,8 +33,8 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     out, back, ahead = compute[forward[leaves]], compute[backward[leaves][order]], ahead[leaves][order]
     anchor = np.where(ahead == 0, 0, compute[ahead - 1] + 1)
     return [
-        _moving(table, Kind.OFFLOAD, out, out, Place.OFFLOAD),
-        _moving(table, Kind.RELOAD, back, anchor, Place.RELOAD),
+        _moving(table, Kind.OFFLOAD, out, out, InsertionOrder.OFFLOAD),
+        _moving(table, Kind.RELOAD, back, anchor, InsertionOrder.RELOAD),
     ]
 
 
@@ -48,7 +48,7 @@ def _of_chosen(table: Table, compute: Ints, offload: Offload, kinds: tuple[Kind,
     return ordered
 
 
-def _moving(table: Table, kind: Kind, rows: Ints, anchor: Ints, place: Place) -> Insertion:
+def _moving(table: Table, kind: Kind, rows: Ints, anchor: Ints, place: InsertionOrder) -> Insertion:
     moved = rows_of(kind, table.stage[rows], table.microbatch[rows], unit=table.unit[rows])
     return Insertion(moved, anchor, place, table.section[anchor])
 

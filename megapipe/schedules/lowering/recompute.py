@@ -10,7 +10,7 @@ import numpy as np
 
 from megapipe.schedules.actions import MICROBATCH, STAGE, VERSION, Ints, Kind, rows_of
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lowering.insertion import Insertion, Place
+from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
 
@@ -53,4 +53,4 @@ def add_recompute(table: Table, spans: Spans) -> Insertion:
         unit=np.repeat(start, length) + within,
         version=table.rows[anchor, VERSION],
     )
-    return Insertion(rows, anchor, Place.RECOMPUTE, table.section[anchor])
+    return Insertion(rows, anchor, InsertionOrder.RECOMPUTE, table.section[anchor])

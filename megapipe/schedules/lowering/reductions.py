@@ -4,7 +4,7 @@ import numpy as np
 
 from megapipe.schedules.actions import COLUMNS, Ints, Kind, Rows, rows_of
 from megapipe.schedules.gathers import last_additions
-from megapipe.schedules.lowering.insertion import Insertion, Place
+from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 
@@ -31,7 +31,7 @@ def _counts(table: Table) -> Insertion:
     anchor = first_row_per(key, forwards, header.num_ranks * table.steps)
     steps = np.tile(np.arange(table.steps), header.num_ranks)
     rows = rows_of(Kind.REDUCE_COUNTS, microbatch=(steps + 1) * header.num_microbatches - 1)
-    return Insertion(rows, anchor, Place.REDUCE_COUNTS, table.section[anchor])
+    return Insertion(rows, anchor, InsertionOrder.REDUCE_COUNTS, table.section[anchor])
 
 
 def _gradients(table: Table) -> Insertion:
@@ -44,7 +44,7 @@ def _gradients(table: Table) -> Insertion:
         rows = rows_of(
             Kind.REDUCE_GRADIENTS, table.stage[anchor], table.microbatch[anchor], unit=table.unit[anchor]
         )  # fmt: skip
-        return Insertion(rows, anchor, Place.REDUCE_GRADIENTS, table.section[anchor])
+        return Insertion(rows, anchor, InsertionOrder.REDUCE_GRADIENTS, table.section[anchor])
     adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     cut = adding[table.unit[adding] >= 0]
     most_units = max(table.header.units_per_stage)
@@ -57,7 +57,7 @@ def _gradients(table: Table) -> Insertion:
         _last_microbatch(table, table.update[anchor]),
         unit=table.unit[anchor],
     )
-    return Insertion(rows, anchor, Place.REDUCE_GRADIENTS, table.section[anchor])
+    return Insertion(rows, anchor, InsertionOrder.REDUCE_GRADIENTS, table.section[anchor])
 
 
 def _last_gradient_rows(table: Table) -> Ints:
@@ -93,7 +93,7 @@ def _tied(table: Table) -> Insertion:
             rows.append(rows_of(Kind.REDUCE_TIED, owner, _last_microbatch(table, updates), unit=unit))
             anchors.append(latest[rank].copy())
     anchor = np.concatenate(anchors)
-    return Insertion(np.concatenate(rows), anchor, Place.REDUCE_TIED, table.section[anchor])
+    return Insertion(np.concatenate(rows), anchor, InsertionOrder.REDUCE_TIED, table.section[anchor])
 
 
 def _last_rows_by_rank(table: Table, last: Ints) -> Ints:
@@ -110,7 +110,7 @@ def _scalars(table: Table) -> Insertion:
     anchor = by_rank.ravel()
     steps = np.tile(np.arange(by_rank.shape[1]), len(by_rank))
     rows = rows_of(Kind.REDUCE_SCALARS, microbatch=(steps + 1) * table.header.num_microbatches - 1)
-    return Insertion(rows, anchor, Place.REDUCE_SCALARS, table.section[anchor])
+    return Insertion(rows, anchor, InsertionOrder.REDUCE_SCALARS, table.section[anchor])
 
 
 def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
@@ -142,7 +142,7 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
     )
     return [
         Insertion(rows[mine], anchor[mine], place, section[mine])
-        for mine, place in ((ahead, Place.UPDATE_AHEAD), (~ahead, Place.UPDATE))
+        for mine, place in ((ahead, InsertionOrder.UPDATE_AHEAD), (~ahead, InsertionOrder.UPDATE))
     ]
 
 

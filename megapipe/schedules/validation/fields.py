@@ -10,7 +10,7 @@ from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
 
-class Shape(NamedTuple):
+class ColumnUse(NamedTuple):
     """Which columns a kind uses: always (True), never (False), or as the row says (None)."""
 
     stage: bool
@@ -19,26 +19,26 @@ class Shape(NamedTuple):
     slot: bool | None
 
 
-_COMPUTE = Shape(stage=True, unit=None, version=True, slot=None)
-SHAPES: Final[dict[Kind, Shape]] = {
+_COMPUTE = ColumnUse(stage=True, unit=None, version=True, slot=None)
+SHAPES: Final[dict[Kind, ColumnUse]] = {
     Kind.FORWARD: _COMPUTE,
     Kind.RECOMPUTE: _COMPUTE._replace(slot=False),
     Kind.BACKWARD: _COMPUTE,
     Kind.BACKWARD_INPUT: _COMPUTE,
     Kind.BACKWARD_WEIGHT: _COMPUTE._replace(slot=False),
-    Kind.SEND_ACTIVATION: Shape(stage=True, unit=False, version=False, slot=False),
-    Kind.RECV_ACTIVATION: Shape(stage=True, unit=False, version=False, slot=True),
-    Kind.SEND_GRADIENT: Shape(stage=True, unit=False, version=False, slot=False),
-    Kind.RECV_GRADIENT: Shape(stage=True, unit=False, version=False, slot=True),
-    Kind.GATHER_WEIGHTS: Shape(stage=True, unit=True, version=True, slot=False),
-    Kind.RELEASE_WEIGHTS: Shape(stage=True, unit=True, version=True, slot=False),
-    Kind.REDUCE_GRADIENTS: Shape(stage=True, unit=True, version=False, slot=False),
-    Kind.REDUCE_TIED: Shape(stage=True, unit=True, version=False, slot=False),
-    Kind.REDUCE_COUNTS: Shape(stage=False, unit=False, version=False, slot=False),
-    Kind.REDUCE_SCALARS: Shape(stage=False, unit=False, version=False, slot=False),
-    Kind.OFFLOAD: Shape(stage=True, unit=None, version=None, slot=False),
-    Kind.RELOAD: Shape(stage=True, unit=None, version=None, slot=False),
-    Kind.UPDATE: Shape(stage=True, unit=True, version=True, slot=False),
+    Kind.SEND_ACTIVATION: ColumnUse(stage=True, unit=False, version=False, slot=False),
+    Kind.RECV_ACTIVATION: ColumnUse(stage=True, unit=False, version=False, slot=True),
+    Kind.SEND_GRADIENT: ColumnUse(stage=True, unit=False, version=False, slot=False),
+    Kind.RECV_GRADIENT: ColumnUse(stage=True, unit=False, version=False, slot=True),
+    Kind.GATHER_WEIGHTS: ColumnUse(stage=True, unit=True, version=True, slot=False),
+    Kind.RELEASE_WEIGHTS: ColumnUse(stage=True, unit=True, version=True, slot=False),
+    Kind.REDUCE_GRADIENTS: ColumnUse(stage=True, unit=True, version=False, slot=False),
+    Kind.REDUCE_TIED: ColumnUse(stage=True, unit=True, version=False, slot=False),
+    Kind.REDUCE_COUNTS: ColumnUse(stage=False, unit=False, version=False, slot=False),
+    Kind.REDUCE_SCALARS: ColumnUse(stage=False, unit=False, version=False, slot=False),
+    Kind.OFFLOAD: ColumnUse(stage=True, unit=None, version=None, slot=False),
+    Kind.RELOAD: ColumnUse(stage=True, unit=None, version=None, slot=False),
+    Kind.UPDATE: ColumnUse(stage=True, unit=True, version=True, slot=False),
 }
 FORWARD_MODE_KINDS: Final = (
     Kind.FORWARD,

@@ -26,7 +26,7 @@ from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion.foreign import confined
 from megapipe.conversion.foreign import sandbox as sandbox_module
 from megapipe.conversion.foreign.archive import Archive
-from megapipe.conversion.foreign.sandbox import Record, Sandbox
+from megapipe.conversion.foreign.sandbox import InertObject, Sandbox
 
 
 class Harm:
@@ -291,8 +291,8 @@ def test_listed_classes_become_records(sandbox: Sandbox, tmp_path: Path) -> None
     lists["a"].append(1)
     torch.save({"args": Namespace(layers=2, dtype=torch.bfloat16), 3: (1.5, None, b"abc"), "d": lists}, tmp_path / "w")
     archive = Archive(tmp_path / "w", sandbox)
-    args = Record("argparse.Namespace", {"layers": 2, "dtype": "torch.bfloat16"})
-    assert archive.value == {"args": args, 3: (1.5, None, Record("bytes")), "d": {"a": [1]}}
+    args = InertObject("argparse.Namespace", {"layers": 2, "dtype": "torch.bfloat16"})
+    assert archive.value == {"args": args, 3: (1.5, None, InertObject("bytes")), "d": {"a": [1]}}
     archive.close()
 
 
@@ -301,7 +301,7 @@ def test_classes_that_the_program_allows_stay_records(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Namespace]):
         sandbox = Sandbox(True, tmp_path)
         archive = Archive(tmp_path / "model.pt", sandbox)
-        assert isinstance(archive.value["args"], Record)
+        assert isinstance(archive.value["args"], InertObject)
         archive.close()
         sandbox.close()
 

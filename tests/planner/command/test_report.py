@@ -15,7 +15,7 @@ from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.model import predict
 from megapipe.planner.report.breakdown import Row, draw_breakdown
 from megapipe.planner.report.memory import draw_memory
-from megapipe.planner.report.page import MOST_BARS, Section, draw_page
+from megapipe.planner.report.page import MOST_BARS, PageSection, draw_page
 from megapipe.planner.report.pareto import draw_pareto
 from megapipe.planner.report.svg import ticks
 from megapipe.planner.report.table import plain_table
@@ -99,7 +99,7 @@ def test_a_long_schedule_is_drawn_for_some_ranks(prediction, monkeypatch):
 
 
 def test_words_are_escaped(prediction):
-    page = draw_page("<b>", [], prediction.simulation, [Section("a < b", "<p>body</p>", "c & d")])
+    page = draw_page("<b>", [], prediction.simulation, [PageSection("a < b", "<p>body</p>", "c & d")])
     assert "<h3>a &lt; b</h3>" in page
     assert "<p>c &amp; d</p>" in page
     assert "<title>&lt;b&gt;</title>" in page

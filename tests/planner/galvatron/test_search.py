@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.planner.galvatron.costs import LayerProfile, Machine, StageCosts, overlapped
+from megapipe.planner.galvatron.costs import EqualDevices, LayerProfile, StrategyCosts, overlapped
 from megapipe.planner.galvatron.search import Plan, iteration_seconds, search
 from megapipe.planner.galvatron.strategies import Strategy, stage_strategies
 from megapipe.schedules import build
@@ -17,7 +17,7 @@ from megapipe.schedules.simulation.costs import rank_costs
 from megapipe.schedules.simulation.simulate import simulate
 
 LAYER = LayerProfile(forward_seconds=1.0, weight_bytes=80.0, activation_bytes=10.0, boundary_bytes=2.0)
-MACHINE = Machine(devices=4, devices_per_node=2, memory_bytes=1e9, fast=40.0, slow=10.0)
+MACHINE = EqualDevices(devices=4, devices_per_node=2, memory_bytes=1e9, fast=40.0, slow=10.0)
 seconds = st.floats(0, 1e3)
 
 
@@ -47,8 +47,8 @@ def test_overlap_runs_the_rest_of_the_longer_side_at_full_speed() -> None:
     assert overlapped(2.0, 0.0, 1.3) == 2.0
 
 
-def stage(strategy: Strategy, micro_size: int = 8) -> StageCosts:
-    return StageCosts(MACHINE, (LAYER,), (strategy,), micro_size, in_flight=3, microbatches=1, last=True)
+def stage(strategy: Strategy, micro_size: int = 8) -> StrategyCosts:
+    return StrategyCosts(MACHINE, (LAYER,), (strategy,), micro_size, in_flight=3, microbatches=1, last=True)
 
 
 def test_costs_of_a_layer_by_hand() -> None:
@@ -75,8 +75,8 @@ def test_costs_of_a_layer_by_hand() -> None:
 
 def test_a_stage_that_is_not_the_last_sends_its_output_and_takes_its_gradient() -> None:
     options = (Strategy(2, (("data", 2),)), Strategy(2, (("tensor", 2),)))
-    last = StageCosts(MACHINE, (LAYER, LAYER), options, 8, in_flight=1, microbatches=2, last=True).tables()
-    first = StageCosts(MACHINE, (LAYER, LAYER), options, 8, in_flight=1, microbatches=2, last=False).tables()
+    last = StrategyCosts(MACHINE, (LAYER, LAYER), options, 8, in_flight=1, microbatches=2, last=True).tables()
+    first = StrategyCosts(MACHINE, (LAYER, LAYER), options, 8, in_flight=1, microbatches=2, last=False).tables()
     sent = first.seconds - last.seconds
     assert sent[0].tolist() == [0, 0]
     assert sent[1].tolist() == pytest.approx([2 * 2 * 4 / 10, 2 * 2 * 8 / 10])
@@ -130,7 +130,7 @@ def test_an_iteration_of_unequal_stages_is_about_the_simulated(seed: int) -> Non
     )
 
 
-def brute_force(layers: list[LayerProfile], machine: Machine, batch_sizes: tuple[int, ...]) -> float:
+def brute_force(layers: list[LayerProfile], machine: EqualDevices, batch_sizes: tuple[int, ...]) -> float:
     """Sequences per second over everything that two devices can do, stages of a pipeline by the same cut."""
     best = 0.0
     for batch, depth, microbatches in product(batch_sizes, (1, 2), (1, 2, 4)):
@@ -139,7 +139,7 @@ def brute_force(layers: list[LayerProfile], machine: Machine, batch_sizes: tuple
         for row in product(options, repeat=len(layers)):
             steady, extra, fits = [], [], True
             for index, (first, last) in enumerate(cuts):
-                costs = StageCosts(
+                costs = StrategyCosts(
                     machine, tuple(layers[first:last]), row[first:last], batch // microbatches,
                     min(depth - index, microbatches), microbatches, index == depth - 1,
                 )  # fmt: skip
@@ -163,19 +163,19 @@ def test_the_search_is_that_of_brute_force(seed: int) -> None:
     layers = [
         LayerProfile(rng.uniform(1, 3), rng.uniform(5, 30), rng.uniform(9, 30), rng.uniform(1, 9)) for _ in range(3)
     ]
-    machine = Machine(2, 2, memory_bytes=rng.uniform(130, 450), fast=rng.uniform(5, 50), slow=5.0)
+    machine = EqualDevices(2, 2, memory_bytes=rng.uniform(130, 450), fast=rng.uniform(5, 50), slow=5.0)
     plan = search(layers, machine, (4, 8), units=4096)
     assert plan.sequences_per_second == pytest.approx(brute_force(layers, machine, (4, 8)), rel=1e-9)
     within(plan, layers, machine)
 
 
-def within(plan: Plan, layers: list[LayerProfile], machine: Machine) -> None:
+def within(plan: Plan, layers: list[LayerProfile], machine: EqualDevices) -> None:
     """Every stage's memory, added up again from its layers, is what the plan says and fits."""
     depth = len(plan.stages)
     for index, each in enumerate(plan.stages):
         own = tuple(layers[each.first : each.last])
         size, in_flight = plan.batch_size // plan.microbatches, min(depth - index, plan.microbatches)
-        costs = StageCosts(machine, own, each.strategies, size, in_flight, plan.microbatches, index == depth - 1)
+        costs = StrategyCosts(machine, own, each.strategies, size, in_flight, plan.microbatches, index == depth - 1)
         memory = [costs.memory(*pair) for pair in zip(own, each.strategies, strict=True)]
         total = sum(kept for kept, _ in memory) + max(working for _, working in memory)
         assert each.memory_bytes == pytest.approx(total)
@@ -185,19 +185,19 @@ def within(plan: Plan, layers: list[LayerProfile], machine: Machine) -> None:
 @pytest.mark.parametrize("budget", [150.0, 400.0])
 def test_plans_of_four_devices_stay_within_memory(budget: float) -> None:
     layers = [LayerProfile(1.0 + index / 4, 30.0, 12.0, 3.0) for index in range(4)]
-    machine = Machine(4, 2, budget, fast=40.0, slow=10.0)
+    machine = EqualDevices(4, 2, budget, fast=40.0, slow=10.0)
     within(search(layers, machine, (4, 8, 16), units=64), layers, machine)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    small = Machine(4, 2, 100.0, fast=40.0, slow=10.0)
+    small = EqualDevices(4, 2, 100.0, fast=40.0, slow=10.0)
     with pytest.raises(ValueError, match="no strategy of 4 devices fits 100 bytes per device at a batch of 4"):
         search([LAYER] * 2, small, [8, 4])
     with pytest.raises(ValueError, match="layers is empty; name at least one layer"):
         search([], small, [4])
     with pytest.raises(ValueError, match="devices must be a power of 2, got 3"):
-        search([LAYER], Machine(3, 1, 1.0, 1.0, 1.0), [4])
+        search([LAYER], EqualDevices(3, 1, 1.0, 1.0, 1.0), [4])
     with pytest.raises(ValueError, match=r"slow_down must be at least 1, got 0\.5"):
-        Machine(2, 1, 1.0, 1.0, 1.0, slow_down=0.5)
+        EqualDevices(2, 1, 1.0, 1.0, 1.0, slow_down=0.5)
     with pytest.raises(ValueError, match=r"boundary_bytes must be at most activation_bytes, got 3\.0 of 2\.0"):
         LayerProfile(1.0, 1.0, 2.0, 3.0)

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from megapipe.planner.pipedream.partition import Layer, Level, Partition, Stage, flat, hierarchical
+from megapipe.planner.pipedream.partition import Layer, Level, Partition, PartitionStage, flat, hierarchical
 
 
 def profile(seed: int, num_layers: int) -> list[Layer]:
@@ -74,7 +74,7 @@ def test_the_hierarchical_partition_is_that_of_brute_force(seed: int, widths: tu
     check_nested(found.stages, 0, len(layers), list(widths))
 
 
-def check_nested(stages: tuple[Stage, ...], first: int, last: int, widths: list[int]) -> None:
+def check_nested(stages: tuple[PartitionStage, ...], first: int, last: int, widths: list[int]) -> None:
     """Each level's stages are contiguous and use its whole width."""
     if not widths:
         assert not stages
@@ -98,8 +98,8 @@ def test_compute_without_weights_is_replicated_and_heavy_weights_get_a_stage_of_
 
 
 def test_a_straight_pipeline_keeps_a_mini_batch_per_stage_in_flight() -> None:
-    assert Partition(1.0, tuple(Stage(index, index + 1, 1) for index in range(5))).in_flight == 5
-    assert Partition(1.0, (Stage(0, 1, 3), Stage(1, 2, 4))).in_flight == 3
+    assert Partition(1.0, tuple(PartitionStage(index, index + 1, 1) for index in range(5))).in_flight == 5
+    assert Partition(1.0, (PartitionStage(0, 1, 3), PartitionStage(1, 2, 4))).in_flight == 3
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -8,8 +8,8 @@ import pytest
 from megapipe.planner.training_time.intensity import Transformer
 from megapipe.planner.training_time.layouts import (
     Cluster,
-    Layout,
     Method,
+    MethodLayout,
     bubble,
     layout_seconds,
     memory_bytes,
@@ -42,7 +42,7 @@ def test_bubbles_are_the_simulated_ones(
     method: Method, stages: int, microbatches: int, chunks: int, idle: float
 ) -> None:
     model = Transformer(stages * chunks, 64, 4, 64)
-    assert bubble(model, Layout(method, 1, stages, 1, 1, microbatches)) == pytest.approx(idle)
+    assert bubble(model, MethodLayout(method, 1, stages, 1, 1, microbatches)) == pytest.approx(idle)
     name, options = ("modular", {"chunks": chunks}) if method == "modular" else ("1f1b", {})
     schedule = build(name, stages, microbatches, **options)  # type: ignore[arg-type]
     simulation = simulate(schedule, rank_costs(schedule.header))
@@ -50,19 +50,19 @@ def test_bubbles_are_the_simulated_ones(
 
 
 def test_a_lone_device_at_peak_trains_the_trillion_parameters_for_632_years() -> None:
-    seconds = layout_seconds(X_160, INFINIBAND, Layout("layered", 1, 1, 1, 1, BATCH), TOKENS)
+    seconds = layout_seconds(X_160, INFINIBAND, MethodLayout("layered", 1, 1, 1, 1, BATCH), TOKENS)
     assert seconds / DAY / 365.25 == pytest.approx(632, rel=1e-3)
 
 
 def test_layered_accumulation_hides_on_infiniband_what_usual_accumulation_cannot() -> None:
-    usual, modular = (Layout(method, 483, 5, 16, 1, 5) for method in ("sharded", "modular"))
+    usual, modular = (MethodLayout(method, 483, 5, 16, 1, 5) for method in ("sharded", "modular"))
     assert overheads(X_160, INFINIBAND, usual).data == pytest.approx(12480 / 3413 - 1, rel=1e-3)
     assert overheads(X_160, INFINIBAND, modular).data == overheads(X_160, INFINIBAND, modular).pipeline == 0
     assert overheads(X_160, INFINIBAND, modular).tensor == pytest.approx(0.152, abs=1e-3)
 
 
 def test_memory_of_the_modular_layout_is_the_sum_of_its_terms() -> None:
-    layout = Layout("modular", 483, 5, 16, 1, 5)
+    layout = MethodLayout("modular", 483, 5, 16, 1, 5)
     state, checkpoints, weights = 391e6, 1.31e9, 983e6
     activations = 2560 * (34 * 25600 + 5 * 160 * 2560) / 16
     assert memory_bytes(X_160, layout) == pytest.approx(state + checkpoints + 2 * 2 * weights + activations, rel=2e-3)
@@ -72,7 +72,7 @@ def test_memory_of_a_contiguous_pipeline_holds_the_micro_batches_in_flight() -> 
     model = Transformer(8, 64, 4, 32)
     activations = 2 * 32 * (34 * 64 + 5 * 4 * 32) / 2
     for microbatches, in_flight in ((3, 3), (9, 4)):
-        layout = Layout("3d", 5, 4, 2, 2, microbatches)
+        layout = MethodLayout("3d", 5, 4, 2, 2, microbatches)
         expected = 16 * 12 * 64**2 * 8 / (4 * 2) + 2 * 32 * 64 * 8 * 2 * in_flight / (4 * 2) + activations
         assert memory_bytes(model, layout) == pytest.approx(expected)
 
@@ -80,7 +80,9 @@ def test_memory_of_a_contiguous_pipeline_holds_the_micro_batches_in_flight() -> 
 def test_a_slow_link_shows_in_the_pipeline_by_the_layers_of_a_chunk() -> None:
     model = Transformer(8, 64, 4, 32)
     cluster = Cluster(1e12, 1e9, tensor_link=1e9, link=1e12 / (24 * 64 * 3), node_size=1)  # hides behind three layers
-    contiguous, modular = (overheads(model, cluster, Layout(method, 1, 4, 1, 1, 4)) for method in ("3d", "modular"))
+    contiguous, modular = (
+        overheads(model, cluster, MethodLayout(method, 1, 4, 1, 1, 4)) for method in ("3d", "modular")
+    )
     assert contiguous.pipeline == pytest.approx(3 / 2 - 1)
     assert modular.pipeline == pytest.approx(3 - 1)
     assert modular.efficiency == pytest.approx(1 / ((1 + 3 / 8) * 3))
@@ -95,7 +97,7 @@ def test_both_methods_halve_the_shortest_time_and_need_no_fast_network() -> None
     )
     assert improved[1] / usual[1] == pytest.approx(0.5, abs=0.05)
     ethernet = Cluster(312e12, 80e9, tensor_link=300e9, link=3.125e9, node_size=16)
-    on_ethernet = layout_seconds(X_160, ethernet, Layout("modular", 80, 32, 16, 1, 30), TOKENS)
+    on_ethernet = layout_seconds(X_160, ethernet, MethodLayout("modular", 80, 32, 16, 1, 30), TOKENS)
     assert on_ethernet < 0.75 * usual[1]
 
 
@@ -110,7 +112,7 @@ def test_the_shortest_is_that_of_brute_force(method: Method, max_devices: int | 
     batch, times = 7, []
     stages = (1,) if method == "layered" else (1, 2, 4)
     for data, pipeline, tensor, size, count in product(range(1, 8), stages, (1, 2), (1, 2, 3), range(1, 8)):
-        layout = Layout(method, data, pipeline, tensor, size, count)
+        layout = MethodLayout(method, data, pipeline, tensor, size, count)
         fits = layout.batch_size <= batch and memory_bytes(SMALL, layout) <= memory
         if fits and (max_devices is None or layout.devices <= max_devices):
             times.append(layout_seconds(SMALL, cluster, layout, 1e6))
@@ -126,8 +128,8 @@ def test_the_shortest_is_that_of_brute_force(method: Method, max_devices: int | 
 
 def test_layouts_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="layered accumulation has no pipeline, got 2 stages; use modular"):
-        Layout("layered", 1, 2, 1, 1, 1)
+        MethodLayout("layered", 1, 2, 1, 1, 1)
     with pytest.raises(ValueError, match="method must be one of 3d, sharded, layered, modular, got 'zero'"):
-        Layout("zero", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
+        MethodLayout("zero", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="4 layers cannot be divided evenly over 3 stages"):
-        bubble(SMALL, Layout("3d", 1, 3, 1, 1, 1))
+        bubble(SMALL, MethodLayout("3d", 1, 3, 1, 1, 1))
