@@ -1,0 +1,26 @@
+"""A class name means one thing."""
+
+import ast
+from collections import defaultdict
+
+from tests.architecture.source import product
+
+SHARED = {
+    "Costs": "of a planner's layouts, and of a simulated schedule's actions",
+    "Held": "bytes by state, and of a search's figures",
+    "Link": "of processes, of a machine's description, and of a simulation",
+    "Pipeline": "the library's, and the times of one",
+    "Work": "a collective under way, and a search's figures",
+}
+"""Names that classes of several modules still have, and what they mean there. Nothing may be added."""
+
+
+def test_class_names_are_unique() -> None:
+    """Names that start with an underscore: in their package."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for source in product():
+        for node in source.statements:
+            if isinstance(node, ast.ClassDef):
+                package = source.path.rpartition("/")[0]
+                places[f"{package}.{node.name}" if node.name.startswith("_") else node.name].append(source.path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1 and name not in SHARED} == {}
