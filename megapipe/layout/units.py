@@ -1,6 +1,6 @@
 """What one rank keeps and sends for the parameters of a unit: state that replicas keep whole or share out (ZeRO).
 
-Rajbhandari et al. (2020, arXiv 1910.02054), sections 5 and 7. `layout.zero.shared_state_bytes` tells a rank's peak.
+Rajbhandari et al. (2020, arXiv 1910.02054), sections 5 and 7.
 """
 
 from dataclasses import dataclass
