@@ -102,12 +102,6 @@ class BertDataConfig(DataConfig):
         ]
         return found
 
-    @classmethod
-    def own_fields(cls) -> list[str]:
-        """Return the names of the fields that GPT data do not have."""
-        shared = {each.name for each in fields(DataConfig)}
-        return [each.name for each in fields(cls) if each.name not in shared]
-
 
 def masking_budget(probability: float, length: int) -> int:
     """Return the number of tokens to mask in a sample of `length` tokens; at least 1."""

@@ -51,11 +51,6 @@ class GradientAccumulators(TableShard):
             return self.gradient_shards[update % len(self.gradient_shards)]
         return self.gradients_of(update)[0][self.shard]
 
-    @property
-    def gradients_at_once(self) -> int:
-        """Accumulators that have memory for backwards to add to."""
-        return sum(is_allocated(gradient) for gradient in self.gradients)
-
     def has_open_gradients(self, update: int = 0) -> bool:
         """Whether there is memory for the backwards of an update to add to."""
         return is_allocated(self.gradients_of(update)[0])

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
@@ -28,8 +27,6 @@ from megapipe.training.watchdog_process import BEATS, BEGUN, OUTSIDE, PLACE, SIZ
 
 STACKS = "stacks"
 """Folder of what ranks wrote when they hung, within the run's."""
-
-Describe = Callable[[Instruction], str]
 
 
 class Heartbeat:

@@ -96,7 +96,8 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
         full = [state for state in states if state.table.num_elements and state.sharding.gradients]
         whole = sum(is_allocated(copy) for state in full if state.sharding.weights for copy in state.weights)
         counts.whole_weights = max(counts.whole_weights, whole)
-        counts.whole_gradients = max(counts.whole_gradients, sum(state.gradients_at_once for state in full))
+        gradients = sum(is_allocated(gradient) for state in full for gradient in state.gradients)
+        counts.whole_gradients = max(counts.whole_gradients, gradients)
         now = bytes_of(states)
         most = {name: max(value, getattr(now, name)) for name, value in vars(counts.state).items()}
         counts.state = StateBytes(**most)

@@ -26,7 +26,6 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import FitResult, fit
-from megapipe.planner.fitting.report import report_lines
 
 FIELDS = ("name", "config", "overrides", "devices", "step_seconds", "model")
 REQUIRED = ("name", "config", "devices", "step_seconds")
@@ -56,11 +55,6 @@ def fit_rows(path: str, hardware: Hardware) -> FitResult:
     """Fit a machine to the rows of a file; see the head of this module. Raises ConfigError for all that is wrong."""
     rows = read_rows(path)
     return fit(rows, hardware, leave_one_out=True)
-
-
-def rows_report(path: str, hardware: Hardware) -> str:
-    """The same in words."""
-    return "\n".join([f"rows of {path}", *report_lines(fit_rows(path, hardware), "tokens/s")])
 
 
 def read_rows(path: str) -> tuple[MeasuredRow, ...]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from math import isfinite
-from typing import Any
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.layout.hardware.reader import load_hardware
@@ -28,16 +27,6 @@ def find_table(name: str) -> PublishedTable:
     if name not in TABLES:
         raise ConfigError(f"unknown rows {name!r}{nearest(name, TABLES)} (known: {', '.join(TABLES)})")
     return TABLES[name]
-
-
-def fit_report(name: str) -> str:
-    """The fit of a table of published rows, line by line, with the error of every row when it is left out."""
-    return "\n".join([find_table(name).title, *report_lines(fit_table(name), "TFLOP/s")])
-
-
-def fit_json(name: str) -> dict[str, Any]:
-    """The same, machine-readable."""
-    return fit_table(name).as_json()
 
 
 def report_lines(result: FitResult, unit: str) -> Iterator[str]:

@@ -29,11 +29,6 @@ class Transformer:
     def __post_init__(self) -> None:
         require_counts(dict(vars(self)))
 
-    @classmethod
-    def of_family(cls, size: int) -> "Transformer":
-        """The paper's X_[size]: `size` layers of `size` heads of `size` numbers, on sequences of 16 `size` tokens."""
-        return cls(size, size**2, size, 16 * size)
-
     @property
     def parameters(self) -> int:
         """Weights of all layers, biases and norms left out: 12 L h^2."""

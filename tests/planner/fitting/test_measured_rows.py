@@ -11,7 +11,8 @@ from megapipe.config.load import parse
 from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import with_shares
-from megapipe.planner.fitting.measured_rows import read_rows, rows_report
+from megapipe.planner.fitting.measured_rows import fit_rows, read_rows
+from megapipe.planner.fitting.report import report_lines
 
 RUN = """
 model: {num_layers: 8, hidden_size: 2048, num_heads: 16, vocabulary_size: 50304, max_positions: 1024}
@@ -67,7 +68,8 @@ def write(folder: Path, seconds: list[float], changes: dict[int, dict[str, objec
 
 
 def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[float]) -> None:
-    report = rows_report(write(tmp_path, seconds), load_hardware("h100"))
+    found_rates = fit_rows(write(tmp_path, seconds), load_hardware("h100"))
+    report = "\n".join(report_lines(found_rates, "tokens/s"))
     found = {name: float(value) for name, value in re.findall(r"(ceiling|memory|links) (0\.\d+)", report)}
     assert found == pytest.approx({"ceiling": 0.6, "memory": 0.5, "links": 0.7}, rel=0.03)
     assert len(re.findall(r"^row \d.*%.*%", report, re.MULTILINE)) == 5  # in sample, and left out

@@ -20,7 +20,7 @@ from megapipe.schedules import build
 from megapipe.schedules.simulation.costs import rank_costs
 from megapipe.schedules.simulation.simulate import simulate
 
-X_160 = Transformer.of_family(160)
+X_160 = Transformer(160, 160**2, 160, 16 * 160)
 INFINIBAND = Cluster(312e12, 80e9, tensor_link=300e9, link=25e9, node_size=16)
 BATCH = 2415
 TOKENS = 1e5 * BATCH * 2560
