@@ -28,13 +28,7 @@ class Source:
     @cached_property
     def tree(self) -> ast.Module:
         """The parsed file."""
-        collects = gc.isenabled()
-        gc.disable()  # the collector takes two thirds of the time, and a tree has no garbage
-        try:
-            return ast.parse(self.text)
-        finally:
-            if collects:
-                gc.enable()
+        return ast.parse(self.text)
 
     @property
     def statements(self) -> Iterator[ast.AST]:
@@ -71,9 +65,19 @@ def working_tree(*folders: str) -> tuple[Source, ...]:
     return tuple(Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(paths))
 
 
+@functools.cache
 def product() -> tuple[Source, ...]:
-    """Return the product's Python files in the working tree."""
-    return working_tree(*PRODUCT)
+    """Return the product's Python files in the working tree, parsed."""
+    sources = working_tree(*PRODUCT)
+    collects = gc.isenabled()
+    gc.disable()  # the collector takes two thirds of the time, and trees are not garbage
+    try:
+        for source in sources:
+            _ = source.tree
+    finally:
+        if collects:
+            gc.enable()
+    return sources
 
 
 def revision(name: str) -> tuple[Source, ...]:

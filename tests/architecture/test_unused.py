@@ -1,0 +1,43 @@
+"""Functions and classes that no program uses."""
+
+import ast
+import re
+from collections import Counter
+
+from tests.architecture.source import product, working_tree
+
+CALLED_BY_LIBRARIES = {
+    "_fill_text", "_get_default_metavar_for_optional", "_get_help_string",  # argparse and jsonargparse
+    "find_class", "persistent_id", "readinto", "seekable",  # pickle and zipfile
+}  # fmt: skip
+
+USED_BY_TESTS_ALONE = {
+    "device_of": "the device of a rank, of unlike ones",
+    "draw_loss_curves": "benchmarks draw their pictures with it",
+    "exchange_time": "closed form, for any collective",
+    "half_size_of": "how a preset's value follows from published rates",
+    "largest_that_fits": "the largest models of a paper",
+    "num_pairs": "pairs of a piece of ring attention, for the balance over ranks",
+    "product_efficiency": "closed form of a matrix product's share of the peak",
+    "replica_exchanges": "closed form of what replicas send",
+    "rounding_words": "the random numbers that kernels repeat",
+    "run_in_process": "a mesh as threads of one process",
+    "total_sent": "closed form of what replicas send",
+    "transition_seconds": "one entry of a table of Galvatron's",
+}
+"""What stays all the same, and why. Nothing may be added."""
+
+
+def test_no_function_or_class_is_used_by_tests_alone() -> None:
+    """Each name occurs in the product once more than where it is defined; special methods do not count."""
+    defined = {
+        node.name: source.path
+        for source in product()
+        for node in source.statements
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("__")
+    }
+    programs = working_tree("tools", "examples", "pretrain_gpt.py", "pretrain_bert.py", "setup.py")
+    uses = Counter(word for source in (*product(), *programs) for word in re.findall(r"\w+", source.text))
+    unused = {name: path for name, path in defined.items() if uses[name] == 1}
+    kept = CALLED_BY_LIBRARIES | USED_BY_TESTS_ALONE.keys()
+    assert {name: path for name, path in unused.items() if name not in kept} == {}
