@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links import Edge, Link, LinkKind, make_links
+from megapipe.parallel.links import Edge, LinkEnd, LinkKind, make_links
 
 KINDS: tuple[LinkKind, ...] = ("shared_memory", "gloo")
 
 
-def round_trips(rank: int, there: Link, back: Link, tensor: torch.Tensor, count: int) -> None:
+def round_trips(rank: int, there: LinkEnd, back: LinkEnd, tensor: torch.Tensor, count: int) -> None:
     """A message from rank 0 to rank 1 and back, `count` times."""
     for _ in range(count):
         if rank == 0:
@@ -38,7 +38,7 @@ def round_trips(rank: int, there: Link, back: Link, tensor: torch.Tensor, count:
             back.send(tensor).wait()
 
 
-def stream(rank: int, there: Link, back: Link, tensor: torch.Tensor, count: int) -> None:
+def stream(rank: int, there: LinkEnd, back: LinkEnd, tensor: torch.Tensor, count: int) -> None:
     """`count` messages from rank 0 to rank 1, two receives posted ahead, and an answer to the last."""
     if rank == 0:
         for transfer in [there.send(tensor) for _ in range(count)]:

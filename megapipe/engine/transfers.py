@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.stage import TensorSpec, described
-from megapipe.parallel.links import FINISHED, Link, Loan, Transfer
+from megapipe.parallel.links import FINISHED, LinkEnd, Loan, Transfer
 
 
 @dataclass(frozen=True)
 class Boundary:
     """What crosses one stage boundary in one direction, over which link."""
 
-    link: Link
+    link: LinkEnd
     specs: tuple[TensorSpec, ...]
 
 

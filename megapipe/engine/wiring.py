@@ -8,7 +8,7 @@ import torch
 from megapipe.engine.errors import EngineError
 from megapipe.engine.stage import Stage, TensorSpec, described
 from megapipe.engine.transfers import Boundary, Sender, Transfers, receive_slots
-from megapipe.parallel.links import Edge, Link, LinkKind, make_links
+from megapipe.parallel.links import Edge, LinkEnd, LinkKind, make_links
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.schedule import Connection, Header, Schedule
 
@@ -26,10 +26,10 @@ class LinkPool:
         self._kind: LinkKind = kind
         self._timeout = timeout
         self._edges: dict[Connection, Edge] = {}
-        self._links: dict[Connection, Link] = {}
-        self._made: list[Link] = []
+        self._links: dict[Connection, LinkEnd] = {}
+        self._made: list[LinkEnd] = []
 
-    def links(self, edges: Sequence[Edge]) -> Mapping[Connection, Link]:
+    def links(self, edges: Sequence[Edge]) -> Mapping[Connection, LinkEnd]:
         """At least this rank's ends of `edges`, by source and destination. A collective call over the pipeline group.
 
         A link that an earlier engine was given is used again if it is large enough.

@@ -12,7 +12,7 @@ import torch
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links import Edge, Link, LinkKind, Transfer, make_links
+from megapipe.parallel.links import Edge, LinkEnd, LinkKind, Transfer, make_links
 from megapipe.parallel.links.distributed import DistributedLink
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import run_mesh, run_threads
@@ -22,14 +22,14 @@ from tests.support.ranks import run_ranks
 PROCESS_KINDS: list[LinkKind] = ["gloo", "shared_memory"]
 
 
-def two_links(mesh: Mesh, kind: LinkKind, timeout: float) -> tuple[Link, Link]:
+def two_links(mesh: Mesh, kind: LinkKind, timeout: float) -> tuple[LinkEnd, LinkEnd]:
     """From rank 0 to rank 1, and back."""
     there, back = Edge(0, 1, 1024, slots=2), Edge(1, 0, 1024, slots=2)
     links = make_links(mesh, [there, back], kind, timeout)
     return links[there], links[back]
 
 
-def hurried(link: Link, seconds: float) -> Link:
+def hurried(link: LinkEnd, seconds: float) -> LinkEnd:
     """With another time-out from now on: the ranks had all the time that they needed to meet."""
     link.timeout = seconds
     if isinstance(link, DistributedLink):
@@ -62,7 +62,7 @@ def test_dead_peer_is_named_at_once(kind: LinkKind) -> None:
     assert seconds < 25, "half of the time-out"
 
 
-def send_often(link: Link, count: int) -> None:
+def send_often(link: LinkEnd, count: int) -> None:
     for _ in range(count):
         link.send(torch.ones(4))
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.parallel.links import Edge, Link, LinkKind, Loan, make_links
+from megapipe.parallel.links import Edge, LinkEnd, LinkKind, Loan, make_links
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import Backend, run_mesh
 
@@ -282,7 +282,7 @@ def test_wrong_use_is_told(kind: LinkKind) -> None:
     run_mesh({"pipeline": 2}, ask_wrongly, kind, backend=backend_of(kind))
 
 
-def no_edges(mesh: Mesh) -> dict[Edge, Link]:
+def no_edges(mesh: Mesh) -> dict[Edge, LinkEnd]:
     return make_links(mesh, [])
 
 

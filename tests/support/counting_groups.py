@@ -18,7 +18,7 @@ from torch import Tensor
 from megapipe.engine import wiring
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, SoloGroup
-from megapipe.parallel.links import Edge, Link, LinkKind
+from megapipe.parallel.links import Edge, LinkEnd, LinkKind
 from megapipe.parallel.links.link import Loan, Transfer
 from megapipe.parallel.mesh import Mesh
 
@@ -100,10 +100,10 @@ for _name in Group.__abstractmethods__:
 update_abstractmethods(CountingGroup)
 
 
-class CountingLink(Link):
+class CountingLink(LinkEnd):
     """Another's link. Messages are counted where they are sent."""
 
-    def __init__(self, link: Link, traffic: Traffic) -> None:
+    def __init__(self, link: LinkEnd, traffic: Traffic) -> None:
         vars(self).update(vars(link))
         self.lends = link.lends
         self._link = link
@@ -169,7 +169,9 @@ def counted_links(traffic: Traffic) -> Iterator[None]:
     """Links that an engine of this process makes meanwhile count into `traffic`: for ranks that are processes."""
     make = wiring.make_links
 
-    def making(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0) -> dict[Edge, Link]:
+    def making(
+        mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0
+    ) -> dict[Edge, LinkEnd]:
         return {edge: CountingLink(link, traffic) for edge, link in make(mesh, edges, kind, timeout).items()}
 
     with patch.object(wiring, "make_links", making):

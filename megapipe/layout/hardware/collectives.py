@@ -11,7 +11,7 @@ the members of a node have together. A library takes whichever is faster, and so
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megapipe.layout.hardware.description import Link
+from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.spec.communication import Exchange, Operation
 
 
@@ -25,7 +25,7 @@ class GroupLinks:
     """
 
     members: tuple[int, ...]
-    inside: Link
+    inside: IntraNodeLink
     crossing: float = 0.0
     crossing_latency: float = 0.0
 

@@ -64,7 +64,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class IntraNodeLink:
     """The links of every device inside a node.
 
     latency: seconds a message. bandwidth: of one device, to all others together, a direction. pair_bandwidth: between
@@ -134,7 +134,7 @@ class NodeGroup:
     name: str
     device: Device
     devices_per_node: int
-    inside: Link
+    inside: IntraNodeLink
     outside: Network
     num_nodes: int | None = None
     price_per_hour: float | None = None

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.layout.hardware.collectives import CollectiveTime, GroupLinks, collective_time
-from megapipe.layout.hardware.description import Device, Hardware, Link, NodeGroup
+from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, NodeGroup
 from megapipe.spec.communication import Operation
 
 Numbers = npt.NDArray[np.int64]
@@ -227,12 +227,12 @@ class Placement:
         )
 
 
-def _slower(links: Iterable[Link]) -> Link:
+def _slower(links: Iterable[IntraNodeLink]) -> IntraNodeLink:
     """Of each figure the worst."""
     found = list(links)
     if all(link == found[0] for link in found):
         return found[0]
-    return Link(
+    return IntraNodeLink(
         max(link.latency for link in found),
         min(link.bandwidth for link in found),
         min(link.pair_bandwidth for link in found),

@@ -15,7 +15,7 @@ from megapipe.layout.hardware.description import (
     Efficiency,
     Hardware,
     HostLink,
-    Link,
+    IntraNodeLink,
     Network,
     NodeGroup,
 )
@@ -159,7 +159,7 @@ class _Reader(Values):
             links=section.take("links", self.share, 1.0),
         )
 
-    def link(self, node: yaml.Node, path: str) -> Link:
+    def link(self, node: yaml.Node, path: str) -> IntraNodeLink:
         section = Section(self, node, path, ("latency", "bandwidth", "pair_bandwidth", "collectives"))
         bandwidth = section.take("bandwidth", self.amount)
         # Where bandwidth could not be read, its problem is told once, and pair_bandwidth is not missing.
@@ -175,7 +175,7 @@ class _Reader(Values):
             lambda each, place: self.items(each, place, lambda row, name: collective(self, row, name)),
             (),
         )
-        return Link(section.take("latency", self.seconds), bandwidth, pair, measured)
+        return IntraNodeLink(section.take("latency", self.seconds), bandwidth, pair, measured)
 
     def host(self, node: yaml.Node, path: str) -> HostLink:
         section = Section(self, node, path, ("bandwidth", "latency"))

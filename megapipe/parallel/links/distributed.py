@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe.parallel.errors import LaunchError
 from megapipe.parallel.groups import DistributedGroup
-from megapipe.parallel.links.link import Edge, Link, Transfer
+from megapipe.parallel.links.link import Edge, LinkEnd, Transfer
 from megapipe.schedules.validation import STREAMS_PER_PRIORITY
 
 _NCCL_MAXIMUM_BLOCKS = 4
@@ -21,7 +21,7 @@ _BLOCKS_OF_A_MULTIPROCESSOR = 2
 """NCCL's thread blocks that fit on one: they have up to 640 threads, and a multiprocessor runs 1536 or more."""
 
 
-class DistributedLink(Link):
+class DistributedLink(LinkEnd):
     """Either end of an edge.
 
     Args:

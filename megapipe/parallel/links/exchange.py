@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from megapipe.parallel.groups import DistributedGroup
-from megapipe.parallel.links.link import Edge, Link, Transfer
+from megapipe.parallel.links.link import Edge, LinkEnd, Transfer
 from megapipe.parallel.links.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megapipe.parallel.links.shared_memory_setup import host_identity, shared_memory_links
 
@@ -56,6 +56,6 @@ def _chunks(message: Tensor) -> Sequence[Tensor]:
     return message.split(CHUNK_BYTES // message.element_size())
 
 
-def _close(links: Iterable[Link]) -> None:
+def _close(links: Iterable[LinkEnd]) -> None:
     for link in links:
         link.close()

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from megapipe.parallel.groups import Group, ThreadWorld
 from megapipe.parallel.groups.threads import Deposit
-from megapipe.parallel.links.link import Edge, Link, Transfer
+from megapipe.parallel.links.link import Edge, LinkEnd, Transfer
 
 
 class _Posted(Transfer):
     """One posted send or receive. On a GPU, events order the streams of the two threads."""
 
-    def __init__(self, world: ThreadWorld, link: Link, number: int, tensor: Tensor) -> None:
+    def __init__(self, world: ThreadWorld, link: LinkEnd, number: int, tensor: Tensor) -> None:
         self._world = world
         self._link = link
         self._number = number
@@ -38,7 +38,7 @@ class _Meeting:
         self.receives: deque[_Posted] = deque()
 
 
-class InProcessLink(Link):
+class InProcessLink(LinkEnd):
     """Either end of an edge between threads. A send is over once its tensor has been copied into the receiver's."""
 
     def __init__(self, edge: Edge, group: Group, timeout: float, world: ThreadWorld, meeting: _Meeting) -> None:
@@ -80,7 +80,7 @@ class InProcessLink(Link):
         send.finished = receive.finished = True
 
 
-def in_process_links(group: Group, world: ThreadWorld, edges: Sequence[Edge], timeout: float) -> dict[Edge, Link]:
+def in_process_links(group: Group, world: ThreadWorld, edges: Sequence[Edge], timeout: float) -> dict[Edge, LinkEnd]:
     """This rank's ends of `edges`. A collective call: the source makes the meeting place and hands it over."""
     mine = {edge: _Meeting() for edge in edges if edge.source == group.rank}
     meetings = {edge: meeting for made in group.all_gather_object(mine) for edge, meeting in made.items()}

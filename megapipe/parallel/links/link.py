@@ -85,7 +85,7 @@ class Loan(ABC):
         """The sender may write that memory again. Once for each loan, after it was taken."""
 
 
-class Link:
+class LinkEnd:
     """One end of an edge. The sending end has `send`, the receiving end `receive`; messages arrive in order.
 
     Only one thread uses a link. Starting a send or a receive does not wait for the peer's part, with two exceptions: a

@@ -7,14 +7,16 @@ from megapipe.parallel.groups import DistributedGroup
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.links.distributed import gloo_links, nccl_links
 from megapipe.parallel.links.in_process import in_process_links
-from megapipe.parallel.links.link import Edge, Link
+from megapipe.parallel.links.link import Edge, LinkEnd
 from megapipe.parallel.links.shared_memory_setup import host_identity, shared_memory_links
 from megapipe.parallel.mesh import Mesh
 
 LinkKind = Literal["auto", "gloo", "shared_memory", "nccl", "in_process"]
 
 
-def make_links(mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0) -> dict[Edge, Link]:
+def make_links(
+    mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0
+) -> dict[Edge, LinkEnd]:
     """This rank's ends of `edges`, which run within its pipeline.
 
     A collective call: all ranks of a pipeline call it with the same edges in the same order, at most one edge for each

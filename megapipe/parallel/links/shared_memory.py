@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group
-from megapipe.parallel.links.link import FINISHED, Edge, Link, Loan, Transfer
+from megapipe.parallel.links.link import FINISHED, Edge, LinkEnd, Loan, Transfer
 from megapipe.parallel.links.ring import RingBuffer
 from megapipe.parallel.links.turns import Links
 
@@ -25,7 +25,7 @@ _copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _copy_memory.restype = ctypes.c_void_p
 
 
-class SharedMemoryLink(Link, ABC):
+class SharedMemoryLink(LinkEnd, ABC):
     """What both ends have in common.
 
     Args:

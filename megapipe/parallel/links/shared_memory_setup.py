@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group
-from megapipe.parallel.links.link import Edge, Link
+from megapipe.parallel.links.link import Edge, LinkEnd
 from megapipe.parallel.links.ring import RingBuffer, RingShape
 from megapipe.parallel.links.shared_memory import Links, SharedMemoryReceiver, SharedMemorySender
 
@@ -35,7 +35,7 @@ def host_identity() -> tuple[str, str]:
         return file.read().strip(), os.readlink("/proc/self/ns/net")
 
 
-def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> dict[Edge, Link]:
+def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> dict[Edge, LinkEnd]:
     """This rank's ends of `edges`. A collective call over the pipeline's group, whose ranks are on one host.
 
     Raises:
@@ -43,7 +43,7 @@ def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> 
         OSError: the host has no memory left for the slots.
     """
     mine = Links()
-    links: dict[Edge, Link] = {}
+    links: dict[Edge, LinkEnd] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         address = f"\0megapipe-{secrets.token_hex(16)}"
         listener.bind(address)
@@ -60,9 +60,9 @@ def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> 
 
 def _accept_all(
     listener: socket.socket, group: Group, edges: Sequence[Edge], timeout: float, mine: Links
-) -> dict[Edge, Link]:
+) -> dict[Edge, LinkEnd]:
     """The receiving ends, once every source has connected."""
-    links: dict[Edge, Link] = {}
+    links: dict[Edge, LinkEnd] = {}
     expected = {index: edge for index, edge in enumerate(edges) if edge.destination == group.rank}
     deadline = time.monotonic() + timeout
     while expected:

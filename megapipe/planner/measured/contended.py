@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megapipe.layout.hardware.description import Link
+from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.layout.hardware.measured import Measurements
 from megapipe.schedules import Costs, Schedule, ScheduleError, Simulation
 from megapipe.schedules.actions import COMPUTE_STREAM, Kind
@@ -91,7 +91,7 @@ def simulate_measured(
     )
 
 
-def traffic_share(link: Link, replicas: int) -> float:
+def traffic_share(link: IntraNodeLink, replicas: int) -> float:
     """Of a busy rank, what a sum of gradients over that many replicas takes: as measured, a whole one if not."""
     row = link.measured("all_reduce", replicas)
     return 1.0 if row is None else row.busy

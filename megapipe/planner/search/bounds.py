@@ -17,7 +17,7 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
-from megapipe.planner.search.figures import LayerFigures, LayerWork, Work
+from megapipe.planner.search.figures import LayerFigures, LayerWork, MicrobatchSeconds
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
 from megapipe.planner.search.space import Recompute, ZeroStage
@@ -121,7 +121,7 @@ class LayoutBounds:
             last = 0.0 if self._by_hand or schedule.file else self._last_of(shape.pipeline, chunks)
         return _Facts(shape.pipeline, chunks, self._count(shape), most, last, fills)
 
-    def _seconds(self, facts: "_Facts", layout: Layout, work: Work) -> float:
+    def _seconds(self, facts: "_Facts", layout: Layout, work: MicrobatchSeconds) -> float:
         """m micro-batches on the busiest rank, and under a flush one of them on each of the others.
 
         Some rank has at least the average of everything, and at least the average of blocks, rounded up; the last one
@@ -135,7 +135,7 @@ class LayoutBounds:
             busiest = max(busiest, facts.last * work.block.whole + work.head.whole)
         return self._step(facts, layout, work, busiest)
 
-    def _step(self, facts: "_Facts", layout: Layout, work: Work, busiest: float) -> float:
+    def _step(self, facts: "_Facts", layout: Layout, work: MicrobatchSeconds, busiest: float) -> float:
         """Of a step whose busiest rank works so long on a micro-batch, at the least."""
         total = facts.num_microbatches * busiest
         if facts.fills:

@@ -33,7 +33,7 @@ class Bounds(Protocol):
         ...
 
 
-class Costs(Protocol):
+class LayoutPredictor(Protocol):
     """What layouts cost; the bytes alone are found faster, and most often they decide already."""
 
     def num_bytes(self, layout: Layout) -> int:
@@ -67,7 +67,7 @@ class Explorer:
         self,
         layouts: Layouts,
         bounds: Bounds,
-        costs: Costs,
+        costs: LayoutPredictor,
         memory_limit: float,
         report: Report = lambda share: None,
     ) -> None:

@@ -38,7 +38,7 @@ class LayerWork:
 
 
 @dataclass(frozen=True)
-class Work:
+class MicrobatchSeconds:
     """Seconds of one micro-batch on one rank. embedding, block, head: of a layer, of blocks the fastest; whole: of all
     layers; passing: without what runs again."""
 
@@ -50,7 +50,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Held:
+class MicrobatchBytes:
     """Bytes of one micro-batch on one rank. A layer's are held until its backward; working: of a block that runs again
     besides; stream: of a message between stages."""
 
@@ -145,12 +145,14 @@ class LayerFigures:
         data = config.parallel.data or 1
         return LayoutCosts(config, self._layers, data, self._path, VOCABULARY_ALIGNMENT, device=self._device)
 
-    def _held(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> Held:
+    def _held(
+        self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute
+    ) -> MicrobatchBytes:
         config = self._config(tensor, context, micro_size, sequence, recompute)
         costs = self._costs(config)
         whole, stream = float(costs.kept(self._blocks[0])), float(costs.stream)
         full = recompute == "full"
-        return Held(
+        return MicrobatchBytes(
             min(whole, stream / config.recompute.every) if full else whole,
             float(costs.kept(self._embedding)),
             float(costs.kept(self._head)),
@@ -158,7 +160,9 @@ class LayerFigures:
             stream,
         )
 
-    def _work(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> Work:
+    def _work(
+        self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute
+    ) -> MicrobatchSeconds:
         config = self._config(tensor, context, micro_size, sequence, recompute)
         works = [self._of_layer(config, each) for each in self._blocks]
         block = min(works, key=lambda work: work.whole)
@@ -166,7 +170,7 @@ class LayerFigures:
         edges = embedding.whole + head.whole
         blocks = self._base.model.num_layers
         passing = blocks * (block.forward + block.backward) + edges
-        return Work(embedding, block, head, blocks * block.whole + edges, passing)
+        return MicrobatchSeconds(embedding, block, head, blocks * block.whole + edges, passing)
 
     def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
         found = self._times.of(config, layer)

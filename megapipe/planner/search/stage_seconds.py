@@ -11,7 +11,7 @@ from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.replicas import side_by_side
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
-from megapipe.planner.search.figures import NO_TRAFFIC, LayerFigures, Work
+from megapipe.planner.search.figures import NO_TRAFFIC, LayerFigures, MicrobatchSeconds
 from megapipe.planner.search.layouts import Configurations, Layout
 
 Floats = npt.NDArray[np.float64]
@@ -29,7 +29,7 @@ class StageSeconds:
         self._cuts: dict[tuple[object, ...], _Cut] = {}
         self._counts: dict[tuple[object, ...], TrafficCounts] = {}
 
-    def busiest(self, layout: Layout, work: Work, num_microbatches: int) -> float:
+    def busiest(self, layout: Layout, work: MicrobatchSeconds, num_microbatches: int) -> float:
         """Seconds with the traffic of replicas that goes with every micro-batch, edges' weights left out.
 
         work: of one micro-batch. num_microbatches: of a step.

@@ -19,7 +19,7 @@ from megapipe.layout.hardware.measured import MeasuredCollective, Transport
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links import Edge, Link, LinkKind, make_links
+from megapipe.parallel.links import Edge, LinkEnd, LinkKind, make_links
 from megapipe.parallel.mesh import Mesh
 
 SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
@@ -168,7 +168,7 @@ _CALLS = {
 }
 
 
-def _round_trip(mesh: Mesh, there: Link, back: Link, tensor: Tensor) -> None:
+def _round_trip(mesh: Mesh, there: LinkEnd, back: LinkEnd, tensor: Tensor) -> None:
     if mesh.rank == 0:
         there.send(tensor).wait()
         back.receive(tensor).wait()

@@ -11,7 +11,7 @@ import torch
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.durable import write_whole
-from megapipe.layout.hardware.description import Device, Hardware, HostLink, Link, Network, NodeGroup
+from megapipe.layout.hardware.description import Device, Hardware, HostLink, IntraNodeLink, Network, NodeGroup
 from megapipe.layout.hardware.measured import Contention, MeasuredLayer, Measurements
 from megapipe.layout.hardware.reader import read_hardware
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
@@ -159,14 +159,14 @@ def assembled(
     return Hardware("this machine", (group,), measured=measured)
 
 
-def _links(together: Sequence[Together], bandwidth: float) -> tuple[Link, Network]:
+def _links(together: Sequence[Together], bandwidth: float) -> tuple[IntraNodeLink, Network]:
     """Inside the machine what its pairs of ranks reach; a machine without ranks that talk has its memory's rate."""
     rows = tuple(row for each in together for row in each.collectives)
     if not rows:
-        return Link(0.0, bandwidth, bandwidth), Network(0.0, bandwidth, 1)
+        return IntraNodeLink(0.0, bandwidth, bandwidth), Network(0.0, bandwidth, 1)
     pair = next(row for row in rows if row.operation == "all_reduce")
     # Of two ranks' all-reduce, two steps of a ring.
-    inside = Link(pair.latency / 2, pair.bandwidth, pair.bandwidth, rows)
+    inside = IntraNodeLink(pair.latency / 2, pair.bandwidth, pair.bandwidth, rows)
     last = [row for row in rows if row.operation == "send"][-1]
     return inside, Network(last.latency, last.bandwidth, 1)
 

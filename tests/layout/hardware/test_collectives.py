@@ -14,10 +14,10 @@ from megapipe.layout.hardware.collectives import (
     ring_time,
     send_time,
 )
-from megapipe.layout.hardware.description import Link
+from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.spec.communication import Exchange, Operation
 
-FAST = Link(latency=1e-6, bandwidth=300e9, pair_bandwidth=300e9)
+FAST = IntraNodeLink(latency=1e-6, bandwidth=300e9, pair_bandwidth=300e9)
 RINGS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -49,7 +49,7 @@ def test_rings_take_what_stepping_them_takes(
 ) -> None:
     """`local` rings run side by side, one starting from each local member of a node, on equal parts of the buffer."""
     size, (fast, slow) = local * nodes, shares
-    group = GroupLinks((local,) * nodes, Link(latencies[0], fast, fast), slow, latencies[1])
+    group = GroupLinks((local,) * nodes, IntraNodeLink(latencies[0], fast, fast), slow, latencies[1])
     inside, border = (Fraction(latencies[0]), Fraction(fast)), (Fraction(latencies[1]), Fraction(slow))
     links = [border if nodes > 1 and (i + 1) % local == 0 else inside for i in range(size)]
     whole = stepped_ring(size, Fraction(num_bytes, size), links)
@@ -78,17 +78,19 @@ def test_the_hierarchical_all_reduce_is_pipettes_form() -> None:
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_ring_sends_what_the_costs_count(operation: Operation, size: int) -> None:
     exchange = Exchange(operation, 1000, 2, calls=3)
-    found = exchange_time(exchange, GroupLinks((size,), Link(0.0, 7e9, 7e9)))
+    found = exchange_time(exchange, GroupLinks((size,), IntraNodeLink(0.0, 7e9, 7e9)))
     assert found.transfer == pytest.approx(exchange.sent(size) / 7e9)
     assert found.latency == 0
 
 
 def test_an_all_to_all_fills_links_inside_and_between_nodes_side_by_side() -> None:
     exchange = Exchange("all_to_all", 800, 1)
-    alone = exchange_time(exchange, GroupLinks((8,), Link(0.0, 7.0, 7.0)))
+    alone = exchange_time(exchange, GroupLinks((8,), IntraNodeLink(0.0, 7.0, 7.0)))
     assert alone.seconds == pytest.approx(exchange.sent(8) / 7)
     for crossing, seconds in ((8.0, 200 / 1.0), (1.6, 2 * 2 * 200 / 1.6)):
-        group = GroupLinks((2, 2), Link(1.0, 5.0, 1.0), crossing, 10.0)  # each member gives each other 200 bytes
+        group = GroupLinks(
+            (2, 2), IntraNodeLink(1.0, 5.0, 1.0), crossing, 10.0
+        )  # each member gives each other 200 bytes
         found = exchange_time(exchange, group)
         assert (found.transfer, found.latency) == (seconds, 3 * 10)
 
@@ -100,12 +102,12 @@ def test_the_faster_way_is_taken() -> None:
         ways = [ring_time("all_reduce", num_bytes, group), hierarchical_time("all_reduce", num_bytes, group)]
         assert collective_time("all_reduce", num_bytes, group) == min(ways, key=lambda way: way.seconds)
     assert collective_time("all_reduce", 1e9, group).algorithm == "hierarchical"
-    even = GroupLinks((8, 8), Link(1e-6, 200e9, 200e9), 400e9, 1e-6)
+    even = GroupLinks((8, 8), IntraNodeLink(1e-6, 200e9, 200e9), 400e9, 1e-6)
     assert collective_time("all_reduce", 1e9, even).algorithm == "ring"
 
 
 def test_two_without_a_switch_have_their_pairs_link_alone() -> None:
-    mesh = Link(latency=0.0, bandwidth=150e9, pair_bandwidth=25e9)
+    mesh = IntraNodeLink(latency=0.0, bandwidth=150e9, pair_bandwidth=25e9)
     assert ring_time("all_gather", 1e9, GroupLinks((2,), mesh)).seconds == pytest.approx(0.5e9 / 25e9)
     assert ring_time("all_gather", 1e9, GroupLinks((4,), mesh)).seconds == pytest.approx(0.75e9 / 150e9)
     assert send_time(1e9, GroupLinks((2,), mesh)).seconds == pytest.approx(1e9 / 25e9)
@@ -134,7 +136,7 @@ def test_faster_links_are_never_slower(
     members: list[int], bandwidths: tuple[float, float], faster: float, operation: Operation, num_bytes: float
 ) -> None:
     def seconds(inside: float, crossing: float, size: float = num_bytes) -> float:
-        link = Link(1e-6, inside, inside)
+        link = IntraNodeLink(1e-6, inside, inside)
         return collective_time(operation, size, GroupLinks(tuple(members), link, crossing, 1e-5)).seconds
 
     inside, crossing = bandwidths

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.description import Device, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, Network, NodeGroup
 from megapipe.layout.hardware.node_order import EXACT_NODES, OrderCost, best_node_order
 from megapipe.layout.hardware.placement import Placement
 
@@ -14,7 +14,7 @@ from megapipe.layout.hardware.placement import Placement
 def machine(matrix: tuple[tuple[float, ...], ...] | None, devices: int = 4, adapters: int = 2) -> Hardware:
     nodes = None if matrix is None else len(matrix)
     device = Device("a", {"bf16": 1e12}, 1e9, 1e9)
-    group = NodeGroup("n", device, devices, Link(0.0, 1e9, 1e9), Network(0.0, 20.0, adapters), nodes)
+    group = NodeGroup("n", device, devices, IntraNodeLink(0.0, 1e9, 1e9), Network(0.0, 20.0, adapters), nodes)
     return Hardware("m", (group,), matrix)
 
 

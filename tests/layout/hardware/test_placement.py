@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.layout.hardware.collectives import GroupLinks
-from megapipe.layout.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.description import Device, Efficiency, Hardware, IntraNodeLink, Network, NodeGroup
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.hardware.reader import load_hardware
 
@@ -25,7 +25,7 @@ DEVICE = Device("a", {"bf16": 1e12}, 1e9, 1e9)
 def machine(
     devices: int, adapters: int = 1, matrix: tuple[tuple[float, ...], ...] | None = None, bandwidth: float = 24.0
 ) -> Hardware:
-    inside, outside = Link(1.0, 100.0, 50.0), Network(10.0, bandwidth, adapters)
+    inside, outside = IntraNodeLink(1.0, 100.0, 50.0), Network(10.0, bandwidth, adapters)
     return Hardware("m", (NodeGroup("n", DEVICE, devices, inside, outside),), matrix)
 
 
@@ -67,7 +67,7 @@ def test_one_adapter_is_shared_by_all_that_send() -> None:
     assert placement.inside == {"tensor": 2, "context": 1, "pipeline": 2, "data": 1}
     (replicas,) = placement.groups("data")
     assert (replicas.members, replicas.crossing, replicas.crossing_latency) == ((1,) * 4, 6.0, 10.0)
-    assert placement.boundary(0) == [GroupLinks((2,), Link(1.0, 100.0, 50.0))]
+    assert placement.boundary(0) == [GroupLinks((2,), IntraNodeLink(1.0, 100.0, 50.0))]
     assert placement.send(50.0, 0).seconds == 1.0 + 50 / 50
 
 
@@ -145,14 +145,16 @@ def test_of_a_border_the_side_with_the_smaller_share_counts() -> None:
 
 
 def test_nodes_of_several_kinds_go_at_the_slower_ones_pace() -> None:
-    fast = NodeGroup("fast", DEVICE, 4, Link(1.0, 100.0, 50.0), Network(10.0, 80.0, 4), num_nodes=1)
-    slow = NodeGroup("slow", replace(DEVICE, name="b"), 2, Link(2.0, 60.0, 60.0), Network(20.0, 6.0, 1), num_nodes=2)
+    fast = NodeGroup("fast", DEVICE, 4, IntraNodeLink(1.0, 100.0, 50.0), Network(10.0, 80.0, 4), num_nodes=1)
+    slow = NodeGroup(
+        "slow", replace(DEVICE, name="b"), 2, IntraNodeLink(2.0, 60.0, 60.0), Network(20.0, 6.0, 1), num_nodes=2
+    )
     placement = Placement(Hardware("mixed", (fast, slow)), {"tensor": 2, "data": 4})
     assert [placement.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [placement.device_of(rank).name for rank in (3, 4)] == ["a", "b"]
     assert {group.inside.bandwidth for group in placement.groups("tensor")} == {50.0 * 2, 60.0}
     (replicas,) = placement.groups("data")
-    assert (replicas.members, replicas.inside) == ((2, 1, 1), Link(2.0, 60.0, 50.0))
+    assert (replicas.members, replicas.inside) == ((2, 1, 1), IntraNodeLink(2.0, 60.0, 50.0))
     assert (replicas.crossing, replicas.crossing_latency) == (3.0, 20.0)
 
 
@@ -191,10 +193,17 @@ def test_groups_on_any_nodes_are_those_of_counting_rank_by_rank(
     """Nodes of several kinds and sizes, cut where ranks happen to end: each group's members node by node, and its
     slowest border by the shares of what is active on both sides."""
     kinds = [
-        NodeGroup(f"n{size}", DEVICE, size, Link(1.0, 50.0 + 10 * at, 50.0), Network(10.0 + at, 12.0, 2), num_nodes=2)
+        NodeGroup(
+            f"n{size}",
+            DEVICE,
+            size,
+            IntraNodeLink(1.0, 50.0 + 10 * at, 50.0),
+            Network(10.0 + at, 12.0, 2),
+            num_nodes=2,
+        )
         for at, size in enumerate(per_node)
     ]
-    kinds.append(NodeGroup("rest", DEVICE, 4, Link(1.0, 100.0, 50.0), Network(10.0, 24.0, 1), num_nodes=64))
+    kinds.append(NodeGroup("rest", DEVICE, 4, IntraNodeLink(1.0, 100.0, 50.0), Network(10.0, 24.0, 1), num_nodes=64))
     count = sum(kind.num_nodes or 0 for kind in kinds)
     links = tuple(tuple(1.0 + (3 * a + 5 * b) % 7 for b in range(count)) for a in range(count)) if matrix else None
     placement = Placement(Hardware("mixed", tuple(kinds), links), sizes)

@@ -5,7 +5,7 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.description import Device, Efficiency, Hardware, IntraNodeLink, Network, NodeGroup
 from megapipe.layout.hardware.reader import load_hardware
 
 NOMINAL = Efficiency()
@@ -40,7 +40,7 @@ def even_stages(stages: int, layers: int = SMALL.num_layers) -> list[int]:
 def machine(latency: float = 0.0, bandwidth: float = 1e15, efficiency: Efficiency = NOMINAL) -> Hardware:
     """Nodes of eight GPUs; by default their links take no time to speak of."""
     device = Device("GPU", {"bf16": 300e12, "fp16": 300e12, "fp32": 20e12}, 80e9, 2e12, efficiency)
-    group = NodeGroup("n", device, 8, Link(latency, bandwidth, bandwidth), Network(latency, bandwidth, 8))
+    group = NodeGroup("n", device, 8, IntraNodeLink(latency, bandwidth, bandwidth), Network(latency, bandwidth, 8))
     return Hardware("machine", (group,))
 
 

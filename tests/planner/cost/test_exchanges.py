@@ -4,14 +4,14 @@ import pytest
 
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.collectives import GroupLinks
-from megapipe.layout.hardware.description import Link
+from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.exchanges import exchanges_seconds, layer_exchange_seconds, shard_groups
 from megapipe.spec.attention_path import attention_path
 from megapipe.spec.gpt import gpt_layers
 from tests.planner.cost.runs import SELENE, SMALL, config_of
 
-INSIDE = Link(1e-6, 100.0, 50.0)
+INSIDE = IntraNodeLink(1e-6, 100.0, 50.0)
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -5,7 +5,7 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Device, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, Network, NodeGroup
 from megapipe.layout.hardware.measured import Contention, MeasuredCollective, MeasuredLayer, Measurements
 from megapipe.planner.measured.shape import shape_of
 
@@ -50,6 +50,6 @@ def machine(**fields: Any) -> Hardware:
         layers=ROWS,
         contention=(Contention(1, 1.0), Contention(2, 1.1), Contention(4, 2.3)),
     )
-    inside = Link(1e-4, 1e9, 1e9, COLLECTIVES)
+    inside = IntraNodeLink(1e-4, 1e9, 1e9, COLLECTIVES)
     group = NodeGroup("here", DEVICE, 4, inside, Network(1e-4, 1e9, 1), num_nodes=1)
     return Hardware("made up", (group,), measured=replace(measured, **fields))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
-from megapipe.layout.hardware.description import Device, Efficiency, Hardware, Link, Network, NodeGroup
+from megapipe.layout.hardware.description import Device, Efficiency, Hardware, IntraNodeLink, Network, NodeGroup
 
 
 def run(**model: Any) -> PretrainConfig:
@@ -27,7 +27,7 @@ def machine(
 ) -> Hardware:
     """Nodes of equal devices. memory: bytes of one. inside, outside: bytes per second, of a node the latter."""
     device = Device("accelerator", {"bf16": 1e13, "fp32": 5e12}, memory, 1e12, Efficiency(0.7, 30.0, 1e-6))
-    links = Link(1e-6, inside, inside), Network(5e-6, outside, 1)
+    links = IntraNodeLink(1e-6, inside, inside), Network(5e-6, outside, 1)
     group = NodeGroup("all", device, node, *links, num_nodes=nodes, price_per_hour=8.0)
     return Hardware("small", (group,))
 
