@@ -1,10 +1,17 @@
 """Which modules the product has, and what training imports."""
 
 import functools
+import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from tests.architecture.imports import imports, reachable
 from tests.architecture.source import Source, product, working_tree
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 
 ENTRY_POINTS = ("pretrain_gpt.py", "pretrain_bert.py", "tools", "examples")
 """Programs; the examples are those of the library."""
@@ -20,6 +27,16 @@ NO_ENTRY_POINT = {
 TRAINING_MODULES = 448
 TRAINING_PLANNER_MODULES = 57
 """What `import megapipe.training.pretrain` loads of megapipe, and of that of the planner. May only go down."""
+TRAINED_MODULES = 448
+"""What a process has loaded of megapipe after a step of a GPT on one device. May only go down."""
+
+TRAIN_AND_COUNT = """
+import pickle, sys
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.pretrain import pretrain
+assert pretrain(pickle.load(sys.stdin.buffer), LaunchEnvironment()) == 0
+print(sum(name.split(".")[0] == "megapipe" for name in sys.modules))
+"""
 
 
 @functools.cache
@@ -49,3 +66,16 @@ def test_training_imports_no_more_modules_than_before() -> None:
     planner = {name for name in loaded if name.startswith("megapipe.planner")}
     assert len(loaded) <= TRAINING_MODULES
     assert len(planner) <= TRAINING_PLANNER_MODULES, sorted(planner)
+
+
+@pytest.mark.slow
+def test_a_training_step_loads_no_more_modules_than_before(tmp_path: Path) -> None:
+    config = make_config(
+        write_shard(tmp_path),
+        GPT2_SHAPE,
+        parallel={"device": "cpu"},
+        training={"steps": 1, "directory": str(tmp_path / "run")},
+    )
+    command = [sys.executable, "-c", TRAIN_AND_COUNT]
+    done = subprocess.run(command, input=pickle.dumps(config), capture_output=True, check=True, timeout=120)
+    assert int(done.stdout.split()[-1]) <= TRAINED_MODULES
