@@ -23,7 +23,7 @@ from train_step_contest.models import MODELS
 from train_step_contest.pipeline import ALONE, PIPELINE, pipeline_seconds
 from train_step_contest.timing import Rate, in_turns, one_by_one, paired_ratio, rates, ratio_to_best_peer, show, timed
 
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.throughput import UtilisationMeter, device_peak
 
 Result = dict[str, Any]
@@ -35,7 +35,7 @@ def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Calla
     makers = contestants(setting)
     config = configuration(setting, 1, compiled=False)
     peak = device_peak(setting.device, setting.precision)
-    meter = UtilisationMeter(config, gpt_layers(config.model), peak, 1)
+    meter = UtilisationMeter(config, model_layers(config.model), peak, 1)
     tokens = setting.training.num_tokens
 
     def found_of(seconds: dict[str, list[float]]) -> dict[str, Rate]:

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.bert import BertModelConfig, BertPretrainConfig
+from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.kinds import kind_of
 from megapipe.config.load import parse, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.recompute_budget import peak_bytes
 from megapipe.planner.report.words import layout_told
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.validate import validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +49,7 @@ def model_of(path: Path) -> ModelConfig:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    layers = bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
+    layers = model_layers(model)
     return sum({s.name: s.num_elements for layer in layers for s in layer.parameters.values()}.values())
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.model import ModelConfig
-from megapipe.spec.communication import pipeline_exchange, replica_exchanges, tensor_exchanges, total_sent
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import stored_elements
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.units import Unit, UnitCosts
+from megapipe.spec.layers import layer_ops, model_layers
+from megapipe.spec.ops import MicrobatchShape, exchanges
 from tests.support.layout_table import GUIDE, table, written
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -39,13 +40,13 @@ def example(dimension: str) -> int:
 
 
 def test_the_example_is_that_of_the_formulas() -> None:
-    block = gpt_layers(MODEL)[1]
-    assert example("tensor") == round(
-        total_sent(tensor_exchanges(MODEL, block, 1, 2048, "bf16", tensor_size=8), 8) / MIB
-    )
-    assert example("pipeline") == round(pipeline_exchange(MODEL, 1, 2048, "bf16").bytes / MIB)
-    elements = stored_elements(block.parameters.values())
-    assert example("data") == round(total_sent(replica_exchanges(elements, "bf16"), 8) / MIB)
+    shape = MicrobatchShape(MODEL, 1, 2048, "bf16", tensor=8)
+    tensor = exchanges(layer_ops("block", shape))["tensor"]
+    assert example("tensor") == round(sum(each.sent(8) for each in tensor) / MIB)
+    assert example("pipeline") == round(shape.stream / MIB)
+    unit = Unit(tuple(model_layers(MODEL)[1].parameters.values()))
+    (data,) = UnitCosts(PretrainConfig(), replicas=8).reduction(unit)["data+context"]
+    assert example("data") == round(data.sent(8) / MIB)
 
 
 def test_the_table_has_many_layouts_of_one_result() -> None:

@@ -17,7 +17,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layout.stages import lay_out
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.assemble import Assembly
 from pipeline_contest.measure import in_turns
 from pipeline_contest.orders import Race
@@ -49,7 +49,7 @@ def race_gpt(mesh: Mesh, pool: LinkPool, race: Race, num_microbatches: int, repe
     config.batch = replace(config.batch, micro_size=SAMPLES)
     config.data = replace(config.data, sequence_length=TOKENS)
     num_ranks = mesh.size("pipeline")
-    layout = lay_out(gpt_layers(MODEL), MODEL, num_ranks * race.chunks, TOKENS)
+    layout = lay_out(model_layers(MODEL), MODEL, num_ranks * race.chunks, TOKENS)
     schedule = build(race.name, num_ranks, num_microbatches, units_per_stage=layout.units_per_stage)
     stages = Assembly(config, mesh, layout, schedule.header).stages()
     contexts = _contexts(num_microbatches)

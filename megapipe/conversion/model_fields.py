@@ -11,8 +11,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parser_errors import in_words
 from megapipe.config.untrusted import DECODING_ERRORS
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import ParameterSpec
 
 
@@ -37,7 +36,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Every parameter by its global name, in the model's order; tied ones once."""
-    layers = bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
+    layers = model_layers(model)
     return {spec.name: spec for layer in layers for spec in layer.parameters.values()}
 
 

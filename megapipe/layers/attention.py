@@ -30,11 +30,12 @@ AttentionPath = Literal["sdpa", "unfused"]
 def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPath:
     """The faster path, forward and backward, on this device type; `spec.attention_path` has the rule."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return faster_path(device, half, num_tokens, amx=half and device == "cpu" and _has_amx())
+    return faster_path(device, half, num_tokens, amx=half and device == "cpu" and has_amx())
 
 
 @constant_when_compiled
-def _has_amx() -> bool:
+def has_amx() -> bool:
+    """Return whether this CPU has matrix instructions for bf16."""
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
 
 
 class Peak(NamedTuple):

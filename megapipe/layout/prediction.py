@@ -7,10 +7,22 @@ from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.rank import RankPrediction
-from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, layers_of
 from megapipe.schedules import Schedule
 from megapipe.spec.attention_path import attention_path
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
+
+
+def layout_costs(config: PretrainConfig, *, device: str = "cpu", amx: bool = False, shard: int = 0) -> LayoutCosts:
+    """Return the sizes of a run's layers on one rank. Arguments as in `predict_rank`; shard: as in `LayoutCosts`.
+
+    parallel.data may be open; the state of units then counts one replica.
+    """
+    path = attention_path(
+        config.model, cast(Precision, config.training.precision), device, config.data.sequence_length, amx
+    )
+    data = config.parallel.data or 1
+    return LayoutCosts(config, layers_of(config), data, path, VOCABULARY_ALIGNMENT, shard=shard, device=device)
 
 
 def predict_rank(
@@ -31,18 +43,10 @@ def predict_rank(
     auto the plan's that the run has made.
     """
     shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
-    model, precision = config.model, cast(Precision, config.training.precision)
     layout = StageLayout.of(config)
     replicas = shape.group_of(rank, "data", "context")
-    costs = LayoutCosts(
-        config,
-        layout.layers,
-        shape.sizes["data"],
-        attention_path(model, precision, device, config.data.sequence_length, amx),
-        VOCABULARY_ALIGNMENT,
-        shard=replicas.index(rank) % config.zero.num_shards(len(replicas)),
-        device=device,
-    )
+    shard = replicas.index(rank) % config.zero.num_shards(len(replicas))
+    costs = layout_costs(config, device=device, amx=amx, shard=shard)
     place = shape.coordinates(rank)["pipeline"]
     again = layout.recomputed(config.recompute) if recomputed is None else recomputed
     return RankPrediction(costs, schedule, layout.ranges, again, place, predictions, over_gloo=device == "cpu")

@@ -11,11 +11,12 @@ from functools import cached_property
 
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.timeline import Held, timeline
-from megapipe.layout.units import Unit
+from megapipe.layout.traffic import merged, repeated, scalar_exchanges
+from megapipe.layout.units import StateBytes, Unit
 from megapipe.schedules import Kind, Schedule
 from megapipe.schedules.actions import Action
-from megapipe.spec.communication import Exchange, merged, pipeline_exchange, repeated, scalar_exchanges
-from megapipe.spec.memory import FULL_BYTES, StateBytes
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES
+from megapipe.spec.ops import Exchange
 from megapipe.spec.parameters import LayerSpec
 
 Traffic = dict[tuple[str, str], tuple[int, int, int]]
@@ -206,11 +207,8 @@ class RankPrediction:
         last = len(header.stages) - 1
         sends = sum(stage < last and stage + 1 not in mine for stage in mine)
         sends += sum(stage > 0 and stage - 1 not in mine for stage in mine)
-        config = costs.config
-        shards = config.parallel.sequence_shards
-        message = pipeline_exchange(
-            config.model, config.batch.micro_size, costs.tokens // shards, costs.precision, sends
-        )
+        width = ELEMENT_BYTES[costs.precision]
+        message = Exchange("send", costs.stream // width, width, sends)
         return repeated([message], header.num_microbatches)
 
     def _scalars(self) -> dict[str, list[Exchange]]:

@@ -5,16 +5,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megapipe.config.bert import BertModelConfig, BertPretrainConfig
+from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import num_stages
 from megapipe.schedules.balance import balance_layers, check_assignment
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.compute import layer_flops
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import layer_flops, model_layers
 from megapipe.spec.parameters import LayerSpec, tied_stages
 
 VOCABULARY_ALIGNMENT = 64
@@ -88,7 +86,7 @@ def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
 @lru_cache(maxsize=16)
 def _layers_of(keyed: Keyed) -> tuple[LayerSpec, ...]:
     model: ModelConfig = keyed.value
-    return bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
+    return model_layers(model)
 
 
 def predictions_of(config: PretrainConfig) -> int | None:

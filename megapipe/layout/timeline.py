@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
-from megapipe.spec.communication import MESSAGES_IN_FLIGHT
-from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES
 from megapipe.spec.temporaries import Phase
 
 if TYPE_CHECKING:

@@ -3,15 +3,69 @@
 Rajbhandari et al. (2020, arXiv 1910.02054), sections 5 and 7.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.whole_matrices import MatrixPlacement, place
-from megapipe.layout.zero import flat_elements
-from megapipe.spec.communication import Exchange
-from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes, num_moments
-from megapipe.spec.parameters import ParameterSpec
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.ops import Exchange
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT, ParameterSpec
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of parameters and what belongs to them on one rank.
+
+    weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
+    is the master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps.
+    """
+
+    weights: int
+    master: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.master + self.gradients + self.moments
+
+
+def num_moments(optimizer: OptimizerConfig, matrix: bool = False) -> int:
+    """Return how many numbers the optimizer keeps between steps for every element of a parameter.
+
+    matrix: one of those that Muon treats as matrices (`ParameterSpec.matrix`).
+    """
+    if optimizer.name == "muon" and matrix:
+        return 1
+    if optimizer.name in ("adamw", "muon"):
+        return 2
+    return 1 if optimizer.momentum else 0
+
+
+def flat_elements(
+    specs: Iterable[ParameterSpec],
+    *,
+    tensor_size: int = 1,
+    alignment: int = 1,
+    num_shards: int = 1,
+    whole_matrices: bool = False,
+) -> int:
+    """Return the elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it
+    divide.
+
+    whole_matrices: Muon's shards, which cut no matrix that fits in one (`layout.whole_matrices`).
+    """
+    if whole_matrices:
+        return place(specs, num_shards, tensor_size=tensor_size, alignment=alignment).num_elements
+    sizes = (prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
+    elements = sum(-(-size // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for size in sizes)
+    whole = SEGMENT_ALIGNMENT * num_shards
+    return -(-elements // whole) * whole
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megapipe.layout.scheduling import build_schedule, schedule_problems
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.token_order import TokenOrder, chunks_per_rank, order_of
 from megapipe.schedules import ScheduleError
-from megapipe.spec.gpt import tensor_problems
+from megapipe.spec.layers import tensor_problems
 
 
 def data_parallel_size(config: PretrainConfig, world_size: int) -> int:

@@ -147,7 +147,7 @@ def build_layer(
     kernels: Registry = OPS,
     recompute_logits: bool = False,
 ) -> nn.Module:
-    """As models.gpt.build_layer, for the layers of spec.bert.bert_layers."""
+    """As models.gpt.build_layer, for the layers of spec.layers.model_layers."""
     shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
     module: nn.Module
     if spec.kind == "embedding":

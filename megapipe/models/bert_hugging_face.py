@@ -18,7 +18,7 @@ from megapipe.models.gpt_hugging_face import (
     parted,
     query_key_value,
 )
-from megapipe.spec.bert import bert_layers
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import ParameterSpec
 
 _OUTER = {
@@ -71,7 +71,7 @@ def to_hugging_face(ours: Mapping[str, Tensor], model: BertModelConfig) -> dict[
 
 def correspondences(model: BertModelConfig) -> list[Correspondence]:
     """Where every parameter of `model` lives in transformers' weights."""
-    specs = {spec.name: spec for layer in bert_layers(model) for spec in layer.parameters.values()}
+    specs = {spec.name: spec for layer in model_layers(model) for spec in layer.parameters.values()}
     return [_correspondence(spec, model) for spec in specs.values()]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapipe.config.errors import nearest
 from megapipe.config.model import ModelConfig
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import ParameterSpec
 
 Family = Literal["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "ernie4_5_moe"]
@@ -151,7 +151,7 @@ def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
     if family not in get_args(Family):
         known = get_args(Family)
         raise WeightMappingError(f"unknown family {family!r}{nearest(family, known)}; families are {', '.join(known)}")
-    specs = {spec.name: spec for layer in gpt_layers(model) for spec in layer.parameters.values()}
+    specs = {spec.name: spec for layer in model_layers(model) for spec in layer.parameters.values()}
     return [_correspondence(spec, model, family) for spec in specs.values()]
 
 

@@ -1,7 +1,7 @@
 """Which way attention goes: fused, or by way of its weights, which it then keeps for the backward."""
 
 from megapipe.config.model import ModelConfig
-from megapipe.spec.memory import AttentionPath, Precision
+from megapipe.spec.dtypes import AttentionPath, Precision
 
 LEAST_HEAD_DIM = 16
 """Channels of a head that flex_attention's kernels need."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+LayerKind = Literal["embedding", "block", "head"]
 SEGMENT_ALIGNMENT = 64
 """Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
 collectives see aligned addresses."""
@@ -108,7 +109,7 @@ class LayerSpec:
     """
 
     name: str
-    kind: Literal["embedding", "block", "head"]
+    kind: LayerKind
     index: int
     parameters: dict[str, ParameterSpec]
 

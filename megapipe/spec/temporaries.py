@@ -6,16 +6,14 @@ So the peak of a step is within an action, not after it. `layout.timeline` adds 
 with. Forwards need less than the backward of the same layer, and are not counted.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
 
-from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputedPart
-from megapipe.spec.experts import has_experts, rows_of_rank
-from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, AttentionPath, Precision
+from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.layers import has_experts
+from megapipe.spec.ops import MicrobatchShape
 from megapipe.spec.parameters import LayerSpec
 
 Phase = Literal["backward", "input half", "weight half"]
@@ -31,25 +29,10 @@ def chunk_rows(num_columns: int, element_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Temporaries:
-    """Sizes of one layer's backward on one tensor rank.
+    """Sizes of one layer's backward on one tensor rank."""
 
-    micro_size: samples of a micro-batch. sequence_length: tokens of a sample on the tensor ranks of one context rank.
-    predictions: hidden tokens of a sample that a BERT's head predicts; None for all tokens. alignment: rows of a
-    padded vocabulary shard come in its multiples. recompute: parts of a block that the backward recomputes.
-    """
-
-    model: ModelConfig
+    shape: MicrobatchShape
     layer: LayerSpec
-    micro_size: int
-    sequence_length: int
-    precision: Precision
-    attention: AttentionPath
-    predictions: int | None = None
-    tensor_size: int = 1
-    alignment: int = 1
-    recompute_logits: bool = False
-    recompute: Collection[RecomputedPart] = ()
-    sequence_parallel: bool = False
 
     def of(self, phase: Phase) -> int:
         """Return the peak bytes of a backward, or of one half of it, beyond those held before it."""
@@ -62,25 +45,12 @@ class Temporaries:
         return self._block(whole=phase == "backward")
 
     @cached_property
-    def _width(self) -> int:
-        return ELEMENT_BYTES[self.precision]
-
-    @cached_property
-    def _tokens(self) -> int:
-        return self.micro_size * self.sequence_length
-
-    @cached_property
-    def _stream(self) -> int:
-        """Bytes of the residual stream of all tokens."""
-        return self._tokens * self.model.hidden_size * self._width
-
-    @cached_property
     def _gathered(self) -> int:
         """Bytes of tokens that tensor ranks gather: what a matrix product reads while they share the tokens."""
-        return self._stream if self.sequence_parallel and self.tensor_size > 1 else 0
+        return self.shape.stream if self.shape.sequence_parallel and self.shape.tensor > 1 else 0
 
     def _elements(self, path: str) -> int:
-        return prod(self.layer.parameters[path].local_shape(self.tensor_size, self.alignment))
+        return prod(self.layer.parameters[path].local_shape(self.shape.tensor, self.shape.alignment))
 
     @cached_property
     def _largest(self) -> int:
@@ -88,41 +58,40 @@ class Temporaries:
 
     def _gradient(self, elements: int) -> int:
         """Bytes of a weight's gradient, and of its cast to fp32 if it has another dtype."""
-        return elements * (FULL_BYTES if self._width == FULL_BYTES else self._width + FULL_BYTES)
+        return elements * (FULL_BYTES if self.shape.width == FULL_BYTES else self.shape.width + FULL_BYTES)
 
     def _weight_half(self) -> int:
         """Gradients are added to their accumulators without a cast."""
         if self.layer.kind == "embedding":
             return self._table()
-        scaled = self._rows * self.model.hidden_size * self._width + self._gathered if self.layer.kind == "head" else 0
-        return self._largest * self._width + scaled
+        scaled = (
+            self.shape.rows * self.shape.model.hidden_size * self.shape.width + self._gathered
+            if self.layer.kind == "head"
+            else 0
+        )
+        return self._largest * self.shape.width + scaled
 
     def _table(self) -> int:
         """Rows of an embedding's gradient are summed in fp32; tensor ranks mask those of others' tokens in a copy."""
-        rows = FULL_BYTES * self._largest + self._gathered + (self._stream if self.tensor_size > 1 else 0)
-        if self._width == FULL_BYTES:
+        rows = FULL_BYTES * self._largest + self._gathered + (self.shape.stream if self.shape.tensor > 1 else 0)
+        if self.shape.width == FULL_BYTES:
             return rows
-        wide = self._tokens * self.model.hidden_size * FULL_BYTES
-        return rows + max(wide, self._width * self._largest)
-
-    @property
-    def _rows(self) -> int:
-        """Rows of the head's logits."""
-        return self._tokens if self.predictions is None else self.micro_size * self.predictions
+        wide = self.shape.tokens * self.shape.model.hidden_size * FULL_BYTES
+        return rows + max(wide, self.shape.width * self._largest)
 
     def _head(self, *, whole: bool) -> int:
         """The gradients of the last hidden states and of the output matrix, which the logits' gradient makes."""
-        rows, elements = self._rows, self._elements("output.weight")
-        hidden = rows * self.model.hidden_size * self._width
+        rows, elements = self.shape.rows, self._elements("output.weight")
+        hidden = rows * self.shape.model.hidden_size * self.shape.width
         if not whole:
             return hidden
-        if self.recompute_logits:
-            columns = elements // self.model.hidden_size
-            logits = min(rows, chunk_rows(columns, self._width)) * columns * self._width
-            return hidden + elements * (FULL_BYTES + self._width) + logits
-        if self._width == FULL_BYTES:
+        if self.shape.recompute_logits:
+            columns = elements // self.shape.model.hidden_size
+            logits = min(rows, chunk_rows(columns, self.shape.width)) * columns * self.shape.width
+            return hidden + elements * (FULL_BYTES + self.shape.width) + logits
+        if self.shape.width == FULL_BYTES:
             return 2 * hidden + self._gradient(elements)  # rows are scaled before the product
-        return hidden + max(hidden + elements * self._width, self._gradient(elements))
+        return hidden + max(hidden + elements * self.shape.width, self._gradient(elements))
 
     def _block(self, *, whole: bool) -> int:
         """Return the largest need of the gradients of the second matrix, the activation and the first matrix.
@@ -130,37 +99,43 @@ class Temporaries:
         A product's output gradient is freed before its weight's gradient is cast, unless it is the residual stream's.
         Attention comes after them, when more has been freed; without a fused kernel its weights' gradients count.
         """
-        model, shards = self.model, self.tensor_size if self.sequence_parallel else 1
+        model, shards = self.shape.model, self.shape.shards
         experts = has_experts(self.layer)
-        rows = rows_of_rank(model, self._tokens, self.tensor_size) if experts else self._tokens
-        hidden = rows * model.hidden_size * self._width // (1 if experts else shards)
-        inner = rows * model.ffn_size * self._width // (1 if experts else self.tensor_size)
+        rows = self.shape.expert_rows if experts else self.shape.tokens
+        hidden = rows * model.hidden_size * self.shape.width // (1 if experts else shards)
+        inner = rows * model.ffn_size * self.shape.width // (1 if experts else self.shape.tensor)
         outer = inner * (2 if model.activation == "swiglu" else 1)
         up, down = (self._elements(f"mlp.{name}.weight") if whole else 0 for name in ("up", "down"))
-        again = inner if "mlp" in self.recompute else 0
+        again = inner if "mlp" in self.shape.recompute else 0
         # A whole backward has freed what operations before it saved; the input half leaves it to the other half.
         freed = hidden if experts and whole else 0
         activated = inner - again if whole else 0
         own = hidden if experts or model.hidden_dropout else 0
         moments = [
-            inner + max(own + self._gathered + again + down * self._width, self._gradient(down)) - freed,
+            inner + max(own + self._gathered + again + down * self.shape.width, self._gradient(down)) - freed,
             inner + outer - activated - freed,
             hidden
-            + max(outer + 2 * self._gathered + up * self._width, self._gradient(up))
+            + max(outer + 2 * self._gathered + up * self.shape.width, self._gradient(up))
             - activated
             - outer
             - freed,
         ]
-        if self.attention == "unfused":
+        if self.shape.attention == "unfused":
             moments.append(self._attention_weights() - activated - outer - freed)
         return max(moments)
 
     def _attention_weights(self) -> int:
         """The weights and mixed values if recomputed, and the weights' gradients before and after the softmax."""
-        weights = self._tokens * self.sequence_length * self.model.num_heads * self._width // self.tensor_size
-        if "attention" in self.recompute:
-            return 3 * weights + self._stream // self.tensor_size
-        if self.model.attention_dropout:  # the dropped weights have been freed
+        weights = (
+            self.shape.tokens
+            * self.shape.local_length
+            * self.shape.model.num_heads
+            * self.shape.width
+            // self.shape.tensor
+        )
+        if "attention" in self.shape.recompute:
+            return 3 * weights + self.shape.stream // self.shape.tensor
+        if self.shape.model.attention_dropout:  # the dropped weights have been freed
             return weights
-        shards = self.tensor_size if self.sequence_parallel else 1
-        return 2 * (weights - self._stream // shards)  # so have what the second norm and its product saved
+        shards = self.shape.shards
+        return 2 * (weights - self.shape.stream // shards)  # so have what the second norm and its product saved

@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.registry import Registry
 from megapipe.layout.stages import layers_of, predictions_of
-from megapipe.models import bert, bert_kernels, gpt, gpt_kernels
-from megapipe.models.gpt_kernels import KernelUse
+from megapipe.models import bert, gpt
 from megapipe.parallel.groups import Group
 from megapipe.spec.parameters import LayerSpec
-from megapipe.training.context_layout import runs_ring
 
 PAIR_TERMS = {"order": "sop", "next": "nsp"}
 """What a sentence head learns -> the term of the loss."""
@@ -27,14 +24,12 @@ class ModelFamily:
     layers: in order. loss_terms: names of the sums that the last stage's loss consists of. predictions: tokens of a
     sample that the head predicts, None for all.
     build: (layer, tensor group, alignment of padded rows, kernels) -> its module, parameters yet unbound.
-    kernels: (dtype, device type) -> every op that its layers run.
     """
 
     layers: tuple[LayerSpec, ...]
     loss_terms: tuple[str, ...]
     predictions: int | None
     build: Callable[[LayerSpec, Group, int, Registry], nn.Module]
-    kernels: Callable[[torch.dtype, str], list[KernelUse]]
 
     def named(self, values: tuple[float, ...]) -> dict[str, float]:
         """A value of each term by its name; nothing where the loss is one number, which needs no name."""
@@ -43,13 +38,7 @@ class ModelFamily:
 
 def family_of(config: PretrainConfig) -> ModelFamily:
     """GPT's, or BERT's for the configuration of a BERT run."""
-    length, tensor = config.data.sequence_length, config.parallel.tensor
     recompute = config.recompute.logits
-
-    def without_ring(uses: list[KernelUse]) -> list[KernelUse]:
-        # A ring makes its weights piece by piece, in no op of the registry.
-        return [use for use in uses if use.op != "attention_probabilities" or not runs_ring(config)]
-
     if isinstance(config, BertPretrainConfig):
         encoder = config.model
         pairs = [PAIR_TERMS[config.data.pairs]] if config.data.pairs != "none" else []
@@ -60,9 +49,6 @@ def family_of(config: PretrainConfig) -> ModelFamily:
             lambda spec, group, alignment, kernels: bert.build_layer(
                 spec, encoder, group, alignment, kernels, recompute
             ),
-            lambda dtype, device: without_ring(
-                bert_kernels.kernel_uses(encoder, dtype, device, length, tensor, recompute)
-            ),
         )
     decoder = config.model
     return ModelFamily(
@@ -70,5 +56,4 @@ def family_of(config: PretrainConfig) -> ModelFamily:
         ("lm",),
         None,
         lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels, recompute),
-        lambda dtype, device: without_ring(gpt_kernels.kernel_uses(decoder, dtype, device, length, tensor)),
     )

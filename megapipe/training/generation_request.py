@@ -20,7 +20,7 @@ from megapipe.data.manifest import read_manifest
 from megapipe.data.shard_tokenizer import tokenizer_of_shard
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.parallel.launch import DeviceChoice
-from megapipe.spec.gpt import tensor_problems
+from megapipe.spec.layers import tensor_problems
 
 
 class PromptError(ValueError):

@@ -10,12 +10,13 @@ from megapipe.config.run import PretrainConfig
 from megapipe.kernels import apex_backend, preferences
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
+from megapipe.layers.attention import has_amx
 from megapipe.layers.fp8 import ALIGNMENT
-from megapipe.models.gpt_kernels import KernelUse, runs_unfused
+from megapipe.layout.prediction import layout_costs
 from megapipe.spec.attention_path import why_a_mask
+from megapipe.spec.ops import registry_uses
 from megapipe.training.assemble import DTYPES
 from megapipe.training.context_layout import runs_ring
-from megapipe.training.families import family_of
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that multiply in fp8."""
@@ -44,23 +45,30 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
     Raises ConfigError with every demand that cannot be met here.
     """
     dtype = DTYPES[config.training.precision]
-    uses = family_of(config).kernels(dtype, device.type)
-    uses.append(KernelUse("gradient_norm", torch.float32, 1))
+    uses = [(op, dtype, width) for op, width in layer_uses(config, device.type)]
+    uses.append(("gradient_norm", torch.float32, 1))
     if config.optimizer.name in ("adamw", "muon"):
-        uses.append(KernelUse("adamw", torch.float32, 1))
+        uses.append(("adamw", torch.float32, 1))
     if not config.training.master_weights:
-        uses.append(KernelUse("stochastic_rounding", torch.float32, 1))
+        uses.append(("stochastic_rounding", torch.float32, 1))
     if kernels.is_requested("weight_gradient"):
-        uses.append(KernelUse("weight_gradient", dtype, config.model.hidden_size))
+        uses.append(("weight_gradient", dtype, config.model.hidden_size))
     choices, problems = [], []
-    for use in uses:
+    for op, precision, width in uses:
         try:
-            choices.append(kernels.choice(use.op, device.type, use.dtype, use.width))
+            choices.append(kernels.choice(op, device.type, precision, width))
         except KernelError as error:
             problems.append(f"kernels.backends: {error}")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return choices
+
+
+def layer_uses(config: PretrainConfig, device: str) -> list[tuple[str, int]]:
+    """Return the ops of the kernel registry that training runs in the layers, with the length of the last axis."""
+    costs = layout_costs(config, device=device, amx=device == "cpu" and has_amx())
+    distinct = (costs.layers[0], costs.layers[1], costs.layers[-1])
+    return registry_uses([op for layer in distinct for op in costs.ops(layer)])
 
 
 def document_attention(config: PretrainConfig, device: torch.device) -> str | None:
@@ -146,11 +154,10 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
     if config.recompute.method != "selective" or "attention" not in config.recompute.parts:
         return None
     blocks = config.data.isolate_documents and why_a_mask(config.model, device.type) is None
-    dtype = DTYPES[config.training.precision]
     if (
         not blocks
         and not runs_ring(config)
-        and runs_unfused(config.model, dtype, device.type, config.data.sequence_length)
+        and layout_costs(config, device=device.type, amx=device.type == "cpu" and has_amx()).attention == "unfused"
     ):
         return None
     how = "in a ring" if runs_ring(config) else "fused"

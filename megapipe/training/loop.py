@@ -14,7 +14,7 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.experts import load_variations
+from megapipe.spec.layers import load_variations
 from megapipe.training import skipping
 from megapipe.training.evaluation import Evaluator
 from megapipe.training.flags import any_rank

@@ -20,6 +20,7 @@ from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.config.schedule import ScheduleConfig
 from megapipe.engine.clocks import this_host
+from megapipe.layers.attention import has_amx
 from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
@@ -105,7 +106,7 @@ def _needs(config: PretrainConfig, world_size: int, device: str, ranks: Sequence
     if undecided:
         config = replace(config, offload=replace(config.offload, activations="none"))
     schedule = lowered_schedule(config, StageLayout.of(config))
-    amx = device == "cpu" and bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    amx = device == "cpu" and has_amx()
     for rank in ranks:
         predicted = predict_rank(config, schedule, rank, device=device, amx=amx)
         in_host = predicted.in_host()

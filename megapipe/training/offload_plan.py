@@ -7,25 +7,22 @@ from typing import cast
 
 import torch
 
-from megapipe.config.bert import BertModelConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layers.attention import has_amx
 from megapipe.layout.moves import blocks_of, named_offload
 from megapipe.layout.offload import BlockCost, DoesNotFit, Treatments, treat
+from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import splits_backwards
-from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
-from megapipe.models.gpt_kernels import runs_unfused
+from megapipe.layout.stages import StageLayout
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.memory import microbatches_held
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule
-from megapipe.spec.bert_memory import bert_activation_bytes
-from megapipe.spec.compute import layer_flops
-from megapipe.spec.memory import AttentionPath, Precision, activation_bytes, boundary_bytes
+from megapipe.spec.ops import total_flops
 from megapipe.spec.parameters import LayerSpec
 from megapipe.training.assemble import DTYPES
-from megapipe.training.families import family_of
 from megapipe.training.matrix_product import product_flops
 
 COPIED = 64 * 2**20
@@ -164,26 +161,8 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def _block_cost(config: PretrainConfig, mesh: Mesh, layer: LayerSpec, flops: float) -> BlockCost:
-    model, tensor = config.model, mesh.size("tensor")
-    precision = cast(Precision, config.training.precision)
-    size, length = config.batch.micro_size, config.data.sequence_length
-    work = layer_flops(model, layer, size, length)
-    unfused = runs_unfused(model, DTYPES[precision], mesh.device.type, length)
-    attention: AttentionPath = "unfused" if unfused else "sdpa"
-    if isinstance(model, BertModelConfig):
-        predictions = family_of(config).predictions or length
-        kept = bert_activation_bytes(
-            model, layer, size, length, predictions, precision, attention, tensor_size=tensor,
-            alignment=VOCABULARY_ALIGNMENT,
-        )  # fmt: skip
-    else:
-        kept = activation_bytes(
-            model, layer, size, length, precision, attention, tensor_size=tensor, alignment=VOCABULARY_ALIGNMENT
-        )
+    device = mesh.device.type
+    costs = layout_costs(config, device=device, amx=device == "cpu" and has_amx())
+    work, ranks = total_flops(costs.ops(layer)), costs.tensor * costs.context
     backward = work.backward_input + (0 if splits_backwards(config) else work.backward_weight)
-    return BlockCost(
-        work.forward / tensor / flops,
-        backward / tensor / flops,
-        kept,
-        boundary_bytes(model, size, length, precision),
-    )
+    return BlockCost(work.forward / ranks / flops, backward / ranks / flops, costs.kept(layer), costs.stream)

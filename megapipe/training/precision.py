@@ -13,7 +13,7 @@ import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
 from megapipe.training.matrix_product import product_seconds, product_size
 
 

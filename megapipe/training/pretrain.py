@@ -24,8 +24,8 @@ from megapipe.parallel.launch import (
 )
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
-from megapipe.spec.experts import active_parameters
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
+from megapipe.spec.layers import active_parameters
 from megapipe.spec.parameters import LayerSpec
 from megapipe.training import loss_curve, metrics, skipping
 from megapipe.training.determinism import require_determinism

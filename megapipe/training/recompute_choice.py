@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-import torch
-
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.layers.attention import has_amx
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.device_type import hardware_device_type
 from megapipe.layout.hardware.reader import load_hardware
@@ -47,7 +46,7 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
 
 def _chosen(config: PretrainConfig, mesh: Mesh, per_node: int, device_bytes: float) -> Resolved:
     device = mesh.device.type
-    amx = device == "cpu" and bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    amx = device == "cpu" and has_amx()
     return resolved(config, _hardware(config, device, per_node), mesh.world.size, device_bytes=device_bytes, amx=amx)
 
 

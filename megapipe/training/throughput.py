@@ -7,8 +7,8 @@ import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.devices import peak_flops
-from megapipe.spec.compute import model_flops_per_token
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
+from megapipe.spec.layers import model_flops_per_token
 from megapipe.spec.parameters import LayerSpec
 from megapipe.training.assemble import DTYPES
 from megapipe.training.families import family_of

@@ -19,10 +19,8 @@ USED_BY_TESTS_ALONE = {
     "largest_that_fits": "the largest models of a paper",
     "num_pairs": "pairs of a piece of ring attention, for the balance over ranks",
     "product_efficiency": "closed form of a matrix product's share of the peak",
-    "replica_exchanges": "closed form of what replicas send",
     "rounding_words": "the random numbers that kernels repeat",
     "run_in_process": "a mesh as threads of one process",
-    "total_sent": "closed form of what replicas send",
     "transition_seconds": "one entry of a table of Galvatron's",
 }
 """What stays all the same, and why. Nothing may be added."""

@@ -11,7 +11,7 @@ from megapipe.checkpoint.manifest_file import MANIFEST
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.runs import config_in, train
@@ -51,7 +51,7 @@ def flip(path: Path, position: int) -> None:
 def restored(mesh: Mesh, config: PretrainConfig) -> int:
     """The step that a run would go on from."""
     with Checkpointer(config, mesh) as checkpointer:
-        found = checkpointer.restore(Replica(config, mesh, gpt_layers(config.model)))
+        found = checkpointer.restore(Replica(config, mesh, model_layers(config.model)))
     return 0 if found is None else found.step
 
 
@@ -169,14 +169,14 @@ def test_the_last_few_are_kept_and_a_step_is_saved_once(tmp_path: Path, corpus: 
     assert checkpoints(config) == ["step-00000003", "step-00000004"]
     mesh = alone()
     with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, model_layers(config.model))
         assert checkpointer.restore(replica) is not None
         assert checkpointer.save(replica, 4, 32, []) == path_of(config, 4)
 
 
 def weights_after(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
     with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, model_layers(config.model))
         assert checkpointer.restore(replica) is None
     states = replica.states()
     assert all(state.newest == 0 and not state.moments for state in states)

@@ -19,7 +19,7 @@ from megapipe.checkpoint.hugging_face import INDEX, SINGLE
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.models.bert_hugging_face import from_hugging_face
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.bert import bert_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.toy import alone
@@ -39,7 +39,7 @@ def initial(mesh: Mesh, config: BertPretrainConfig) -> list[Shard]:
     sizes = mesh.shape.sizes
     config.parallel = replace(config.parallel, tensor=sizes["tensor"], pipeline=sizes["pipeline"])
     with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh, bert_layers(config.model))
+        replica = Replica(config, mesh, model_layers(config.model))
         assert checkpointer.restore(replica) is None
     states = replica.states()
     return shards(states, [state.master for state in states])

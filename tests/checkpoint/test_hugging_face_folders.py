@@ -20,7 +20,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.models.gpt_hugging_face import from_hugging_face
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
 from tests.checkpoint.runs import config_in
@@ -48,7 +48,7 @@ def initial(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
     sizes = mesh.shape.sizes
     config.parallel = replace(config.parallel, tensor=sizes["tensor"], pipeline=sizes["pipeline"])
     with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, model_layers(config.model))
         assert checkpointer.restore(replica) is None
     states = replica.states()
     return shards(states, [state.master for state in states])

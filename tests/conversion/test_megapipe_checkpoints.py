@@ -15,7 +15,7 @@ from megapipe.config.zero import ZeroConfig
 from megapipe.conversion.command import main
 from megapipe.conversion.megapipe_source import MegapipeSource
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.replica import Replica
 from tests.checkpoint.runs import assert_same_bits, config_in, run
 from tests.conversion.test_round_trips import logits_of
@@ -33,7 +33,7 @@ def saved(mesh: Mesh, folder: Path) -> dict[str, list[Shard]]:
     """A rank's part of a save; returns what it holds of each kind."""
     config = config_in(folder, "unused", MODEL, data={"sequence_length": 16}, parallel=dict(SIZES))
     config.zero = ZeroConfig(stage=1)
-    replica = Replica(config, mesh, gpt_layers(MODEL))
+    replica = Replica(config, mesh, model_layers(MODEL))
     states = replica.states()
     for state in states:
         # Functions of the weights, so that tensor ranks hold the same of what they do not share.

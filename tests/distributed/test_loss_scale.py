@@ -14,7 +14,7 @@ from megapipe.config.loss_scale import LossScaleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.exit_codes import ExitCode
 from megapipe.training.replica import Replica
@@ -100,7 +100,7 @@ def fed(
 ) -> tuple[list[tuple[float, bool]], list[float], list[Tensor]]:
     """Losses and skips of a run that flushes or not, its scales and weights; one rank has one poisoned micro-batch."""
     config = replace(config, parallel=replace(config.parallel, timeout_seconds=30.0))
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     scaler = replica.loss_scaler
     assert scaler is not None
     loader = batch_loader(config, mesh, replica, split_samples(config, "train"))

@@ -9,7 +9,7 @@ import torch
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -36,7 +36,7 @@ def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[St
     """Three steps, in which samples of the batch before number `first_kept` have no loss token."""
     sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
     config = replace(config, parallel=replace(config.parallel, **sizes))
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
     results = []
     for step in range(3):

@@ -19,7 +19,7 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.loader import StepBatch
 from megapipe.training.replica import Replica
@@ -61,7 +61,7 @@ def trained(mesh: Mesh, config: PretrainConfig, drained: tuple[int, ...], poison
     """Feed all steps to a rank's engine, drained behind some of them and at the end."""
     parallel = replace(config.parallel, data=mesh.size("data"), pipeline=mesh.size("pipeline"), timeout_seconds=30.0)
     config = replace(config, parallel=replace(parallel, tensor=mesh.size("tensor")))
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     results: list[StepResult] = []
     for step, batch in enumerate(batches(config, mesh, replica, poisoned)):
         results += replica.engine.feed(inputs(config, step, batch))
@@ -89,7 +89,7 @@ class Held:
 def recursion(mesh: Mesh, config: PretrainConfig, poisoned: bool) -> RankRun:
     """2BW by hand in one process: `older` finds gradients, `newest` is stepped by them."""
     config = replace(config, schedule=replace(config.schedule, name="1f1b", update=None))
-    older, newest = (Replica(config, mesh, gpt_layers(config.model)) for _ in range(2))
+    older, newest = (Replica(config, mesh, model_layers(config.model)) for _ in range(2))
     held = Held()
     older.optimizer = held  # type: ignore[assignment]
     older.engine = older.engine_for(config.batch.global_size)

@@ -13,7 +13,7 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training import assemble
 from megapipe.training.assemble import CompiledForward
 from megapipe.training.replica import Replica
@@ -175,5 +175,5 @@ def test_what_auto_decides_is_the_same_too(corpus: str) -> None:
 
 def run_and_plan(mesh: Mesh, config: PretrainConfig) -> tuple[RankRun, str]:
     config = replace(config, parallel=replace(config.parallel, data=1))
-    remarks = Replica(config, mesh, gpt_layers(config.model)).plan.remarks
+    remarks = Replica(config, mesh, model_layers(config.model)).plan.remarks
     return run_gpt(mesh, config, STEPS), " ".join(remarks)

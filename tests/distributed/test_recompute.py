@@ -17,12 +17,12 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.command.main import main
 from megapipe.schedules.text import dumps
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes, boundary_bytes
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.kernel_choices import attention_kept
 from megapipe.training.replica import Replica
 from megapipe.training.validate import validate
+from tests.spec.sizes import message_bytes, predicted_bytes
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_close
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt, write_shard
@@ -101,7 +101,7 @@ def test_stale_gradients_are_the_same_ones(corpus: str, schedule: str) -> None:
 def fed(mesh: Mesh, config: PretrainConfig) -> list[tuple[float, float]]:
     """Losses and gradient norms of a schedule that never flushes."""
     config = replace(config, parallel=replace(config.parallel, data=1, timeout_seconds=30.0))
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
     results = []
     for step in range(STEPS):
@@ -166,7 +166,7 @@ def test_replicas_and_tensor_ranks_run_again_too(corpus: str, sizes: dict[str, i
 def peak(mesh: Mesh, config: PretrainConfig) -> int:
     """The most bytes that a step made and held at once, its second time."""
     config = replace(config, parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
     batch = loader.load(0)
     replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
@@ -187,8 +187,8 @@ def test_a_rank_keeps_inputs_and_one_run_of_blocks(corpus: str, every: int, inpu
     config.recompute = RecomputeConfig(method="full", every=every)
     microbatches = config.batch.global_size // config.batch.micro_size
     shape = config.batch.micro_size, config.data.sequence_length
-    stream = boundary_bytes(model, *shape, "fp32")
-    layers = {layer.kind: activation_bytes(model, layer, *shape, "fp32", "unfused") for layer in gpt_layers(model)}
+    stream = message_bytes(model, *shape, "fp32")
+    layers = {layer.kind: predicted_bytes(model, layer, *shape, "fp32", "unfused") for layer in model_layers(model)}
     expected = microbatches * (inputs * stream + layers["head"]) + inside * layers["block"]
     found = run_mesh({}, peak, config)[0]
     assert 0.9 * expected < found < 1.1 * expected + 2 * stream

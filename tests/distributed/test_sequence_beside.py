@@ -19,7 +19,7 @@ from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.evaluation import Evaluator
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import on_layout
@@ -173,7 +173,7 @@ def test_whole_vectors_are_summed_once_a_step_whatever_the_micro_batches(corpus:
 def peak(mesh: Mesh, config: PretrainConfig) -> tuple[int, int]:
     """The most bytes that a step made and held at once, its second time; elements of a message between stages."""
     config = replace(config, parallel=replace(config.parallel, data=1, timeout_seconds=30.0))
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
     replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
     with LiveBytes() as live:

@@ -12,13 +12,12 @@ from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.engine.step import StepInput
 from megapipe.layout.prediction import predict_rank
-from megapipe.layout.zero import flat_elements
+from megapipe.layout.units import StateBytes, flat_elements
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import StateBytes
+from megapipe.spec.layers import model_layers
 from megapipe.training import replica as replica_module
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
@@ -110,7 +109,7 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
 
     replica_module.communicators = watching  # type: ignore[attr-defined]
     with LiveBytes() as live:
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, model_layers(config.model))
         counts.created = live.current
     states.extend(replica.states())
     rank = predict_rank(config, replica.schedule, mesh.rank)
@@ -150,7 +149,7 @@ LAYERED = {"name": "modular", "chunks": UNITS}
 def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str) -> None:
     """Whatever the micro-batches (arXiv 2106.02679); layers that the forward ended with are still there. Buffers of
     one step's end are its own: the next one starts with none."""
-    sizes = [flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in gpt_layers(LLAMA)]
+    sizes = [flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in model_layers(LLAMA)]
     cases = [(microbatches, buffers) for microbatches in (1, 5) for buffers in (1, 2, 3)]
     configs = [
         config_of(corpus, microbatches, LAYERED, stage=3, weight_buffers=buffers, gradient_buffers=min(buffers, 2))

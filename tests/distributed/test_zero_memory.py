@@ -12,7 +12,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
@@ -33,7 +33,7 @@ def config_of(corpus: str, blocks: int, data: int, global_size: int = 1, **group
 def state_bytes(blocks: int) -> int:
     """fp32 weights, gradients and two moments."""
     model = replace(MODEL, num_layers=blocks)
-    return 16 * sum(spec.num_elements for layer in gpt_layers(model) for spec in layer.parameters.values())
+    return 16 * sum(spec.num_elements for layer in model_layers(model) for spec in layer.parameters.values())
 
 
 def without_a_heap() -> None:
@@ -55,7 +55,7 @@ def trained(mesh: Mesh, config: PretrainConfig) -> list[float]:
 
 
 def train(mesh: Mesh, config: PretrainConfig) -> list[float]:
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
     losses = []
     for step in range(2):

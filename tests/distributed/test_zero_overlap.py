@@ -17,7 +17,7 @@ from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.measured.trace_file import Event
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training import replica as replica_module
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
@@ -71,7 +71,7 @@ def traced(mesh: Mesh, config: PretrainConfig) -> tuple[list[Event], Log]:
         return replace(groups, shards=made[-1])
 
     replica_module.communicators = slowed  # type: ignore[attr-defined]
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     for stage in replica.stages.values():
         stage.units = [[slow(twin) for twin in twins] for twins in stage.units]
     engine = replica.engine_for(config.batch.global_size)

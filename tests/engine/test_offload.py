@@ -24,11 +24,11 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.schedule import SectionName
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.replica import Replica
 from tests.optim.test_optimizer import SPECS
+from tests.spec.sizes import predicted_bytes
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_threads
@@ -107,7 +107,7 @@ def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool
     config = replace(config, parallel=replace(config.parallel, data=1))
     progress = Progress()
     out, back = SlowCopies("offload", progress), SlowCopies("reload", progress)
-    replica = Replica(config, mesh, gpt_layers(config.model), Swaps(CPU, out, back))
+    replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, out, back))
     recorder = CountingRecorder(replica.schedule, 0, CPU)
     recorder.progress = progress
     replica.engine.record(recorder)
@@ -117,7 +117,7 @@ def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool
 
 def plain_run(mesh: Mesh, config: PretrainConfig) -> list[float]:
     config = replace(config, offload=OffloadConfig(), parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     return [replica.engine.run(each).loss for each in two_steps(replica, config, mesh)]
 
 
@@ -135,7 +135,7 @@ def test_compute_goes_on_while_copies_are_under_way(config: PretrainConfig, sche
 def counted_run(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
     """The most bytes that the second step made and held at once, bytes of host memory, and most units away at once."""
     config = replace(config, parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh, gpt_layers(config.model), swaps := Swaps(CPU))
+    replica = Replica(config, mesh, model_layers(config.model), swaps := Swaps(CPU))
     first, second = two_steps(replica, config, mesh)
     replica.engine.run(first)
     with LiveBytes() as live:
@@ -151,8 +151,8 @@ def test_the_device_holds_what_moves_and_the_host_what_has_left(config: Pretrain
     all heads', and of the blocks the one in use, those that wait and those that never left."""
     config = replace(config, offload=OffloadConfig(activations="blocks", prefetch=prefetch))
     shape = config.batch.micro_size, config.data.sequence_length
-    layers = gpt_layers(config.model)
-    kept = {layer.kind: activation_bytes(config.model, layer, *shape, "fp32", "unfused") for layer in layers}
+    layers = model_layers(config.model)
+    kept = {layer.kind: predicted_bytes(config.model, layer, *shape, "fp32", "unfused") for layer in layers}
     peak, host, away = run_threads({}, counted_run, config)[0]
     microbatches = config.batch.global_size // config.batch.micro_size
     assert away == 4 * microbatches
@@ -219,7 +219,7 @@ class BrokenCopies(ThreadCopies):
 
 def broken_run(mesh: Mesh, config: PretrainConfig) -> str:
     config = replace(config, parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh, gpt_layers(config.model), Swaps(CPU, BrokenCopies("offload")))
+    replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, BrokenCopies("offload")))
     with pytest.raises(EngineError) as error:
         replica.engine.run(two_steps(replica, config, mesh)[0])
     return str(error.value)
@@ -233,7 +233,7 @@ def test_a_copy_that_fails_names_the_action_that_waited_for_it(config: PretrainC
 
 def test_an_engine_without_swaps_refuses_a_schedule_that_moves(config: PretrainConfig) -> None:
     def bare(mesh: Mesh) -> None:
-        replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh, gpt_layers(config.model))
+        replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh, model_layers(config.model))
         Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
 
     with pytest.raises(EngineError, match="gpipe offloads, but this engine was created without swaps"):

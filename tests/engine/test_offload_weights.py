@@ -16,15 +16,15 @@ from megapipe.engine.step import StepInput
 from megapipe.engine.swaps import Swaps
 from megapipe.engine.transfers import Transfers
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
-from megapipe.layout.zero import flat_elements
+from megapipe.layout.units import flat_elements
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import FULL_BYTES
+from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.layers import model_layers
 from megapipe.training.replica import Replica
 from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
 from tests.optim.test_optimizer import SPECS
@@ -82,7 +82,7 @@ class Found:
 def counted_run(mesh: Mesh, config: PretrainConfig) -> Found:
     out, back = Counted("offload"), Counted("reload")
     with LiveBytes() as live:
-        replica = Replica(config, mesh, gpt_layers(config.model), Swaps(CPU, out, back))
+        replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, out, back))
         created = live.current
     states = replica.states()
     moving = [state.weights[0] for state in states if isinstance(state, HostWeights)]
@@ -120,7 +120,7 @@ def test_no_more_units_than_buffers_are_on_the_device(
         offload=replace(config.offload, weight_buffers=buffers),
     )
     found = run_threads({}, counted_run, config)[0]
-    layers = gpt_layers(config.model)
+    layers = model_layers(config.model)
     table = layers[0].parameters["word.weight"]
     units = [[each for each in layer.parameters.values() if not tied or each.name != table.name] for layer in layers]
     sizes = [flat_elements(unit, alignment=VOCABULARY_ALIGNMENT) for unit in units]
@@ -202,7 +202,7 @@ def copies_in(replica: Replica) -> list[bool]:
 def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool], list[bool], list[Tensor]]:
     progress = Progress()
     back = PrefetchedCopies("reload", progress)
-    replica = Replica(config, mesh, gpt_layers(config.model), Swaps(CPU, None, back))
+    replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, None, back))
     back.hidden = copies_in(replica)
     recorder = CountingRecorder(replica.schedule, 0, CPU)
     recorder.progress = progress
@@ -218,7 +218,7 @@ def evaluated(replica: Replica, step: StepInput) -> list[Tensor]:
 
 
 def plain_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[Tensor]]:
-    replica = Replica(replace(config, offload=OffloadConfig()), mesh, gpt_layers(config.model))
+    replica = Replica(replace(config, offload=OffloadConfig()), mesh, model_layers(config.model))
     steps = two_steps(replica, config, mesh)
     return [replica.engine.run(each).loss for each in steps], evaluated(replica, steps[0])
 
@@ -239,7 +239,7 @@ def test_weights_come_while_the_unit_before_computes(config: PretrainConfig, sch
 
 def test_an_engine_without_swaps_refuses_weights_in_host_memory(config: PretrainConfig) -> None:
     def bare(mesh: Mesh) -> None:
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, model_layers(config.model))
         schedule = replica.forward_engine().schedule
         Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
 

@@ -12,8 +12,7 @@ from megapipe.engine.host_copies import HostPool
 from megapipe.engine.saved_tensors import SavedTensors, address_of
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes
+from megapipe.spec.layers import model_layers
 from megapipe.training.memory_report import saved_bytes
 from tests.layers.bound import GPT2, LLAMA, bind, small_model
 from tests.support.live_bytes import LiveBytes
@@ -92,7 +91,7 @@ def test_weights_integers_and_what_is_handed_on_stay() -> None:
 def test_a_split_backward_finds_its_tape(model: dict[str, object]) -> None:
     """A block's two halves, with everything that its forward kept away in between."""
     config = small_model(**model)
-    spec = gpt_layers(config)[1]
+    spec = model_layers(config)[1]
     data = torch.randn(2, 16, 32)
     gradient = torch.randn(2, 16, 32)
     found = []
@@ -103,7 +102,7 @@ def test_a_split_backward_finds_its_tape(model: dict[str, object]) -> None:
         saved, piece = forward(lambda x, m=layer.module, c=context: m(x, context=c)[0], data.clone(), tape,
                                *layer.module.parameters())  # fmt: skip
         if moves:
-            assert move_away(saved, pool) == activation_bytes(config, spec, 2, 16, "fp32", "sdpa") + shared(config)
+            assert move_away(saved, pool) == saved(config, spec, 2, 16, "fp32", "sdpa") + shared(config)
             assert not [tensor for tensor in tape.kept if tensor.numel()]
             bring_back(saved, pool)
         (passed,) = backward_input(piece, (gradient,))

@@ -11,7 +11,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.models.gpt import build_layer
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import LayerSpec
 
 VOCABULARY = 61
@@ -84,7 +84,7 @@ def bind(
 
 def bind_model(model: ModelConfig, **how: object) -> list[BoundLayer]:
     """Every layer of a model; see `bind`."""
-    return [bind(spec, model, **how) for spec in gpt_layers(model)]  # type: ignore[arg-type]
+    return [bind(spec, model, **how) for spec in model_layers(model)]  # type: ignore[arg-type]
 
 
 def make_context(model: ModelConfig, batch: int = 2, length: int = 12, seed: int = 3) -> MicrobatchContext:

@@ -16,7 +16,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, BoundLayer, bind, make_context, small_model
 from tests.support.meshes import run_mesh
 
@@ -78,7 +78,7 @@ def check(case: str, backend: str, group: Group | None = None) -> None:
     fields, dtype, which = CASES[case]
     torch._dynamo.reset()
     model = small_model(**fields)
-    specs = gpt_layers(model)
+    specs = model_layers(model)
     layers = [bind(specs[index], model, group, dtype, seed=seed) for seed, index in enumerate(which)]
     counter = CompileCounterWithBackend(backend)
     forward = CompiledForward(backend=counter, fullgraph=True)

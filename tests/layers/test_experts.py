@@ -19,7 +19,7 @@ from megapipe.layers.mlp import MLP
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Group
 from megapipe.parallel.sharding import free
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, BoundLayer, bind, make_context, small_model
 from tests.support.meshes import run_threads
 
@@ -29,7 +29,7 @@ SHAPES = {"gpt2": GPT2, "llama": LLAMA, "dropout": DROPOUT, "gelu": {"activation
 
 def block_of(model: ModelConfig, dtype: torch.dtype = torch.float64, group: Group | None = None) -> BoundLayer:
     """The first block, its router's bias drawn as other biases are."""
-    return bind(gpt_layers(model)[1], model, group, dtype)
+    return bind(model_layers(model)[1], model, group, dtype)
 
 
 def experts_of(block: BoundLayer) -> Experts:

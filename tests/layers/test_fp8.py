@@ -13,7 +13,7 @@ from megapipe.layers.linear import Linear
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from tests.layers.bound import GPT2, LLAMA, bind, make_context, small_model
 from tests.support.meshes import run_mesh
 
@@ -106,7 +106,7 @@ def test_the_emulation_is_torchs_scaled_product(format_a: torch.dtype, by_row: b
 def test_a_split_backward_gives_the_same_bits(recipe: Recipe) -> None:
     for fields in (GPT2, LLAMA):
         model = small_model(**fields)
-        layer = bind(gpt_layers(model)[1], model)
+        layer = bind(model_layers(model)[1], model)
         for module in layer.module.modules():
             if isinstance(module, Linear):
                 module.products = Fp8Products(recipe, SOLO)

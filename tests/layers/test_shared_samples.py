@@ -19,7 +19,7 @@ from megapipe.layers.shared_samples import share_samples
 from megapipe.layout.token_order import ContextAttention, order_of, token_numbers
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.spec.gpt import transformer_block
+from megapipe.spec.layers import model_layers
 from tests.support.meshes import run_mesh
 
 SEED = 11
@@ -66,7 +66,7 @@ def attention_of(case: Case) -> Attention:
         attention=case.path,  # type: ignore[arg-type]
         positions="none",
     )
-    shapes = {path: each.shape for path, each in transformer_block(model, 0).parameters.items()}
+    shapes = {path: each.shape for path, each in model_layers(model)[1].parameters.items()}
     return kind(model, within(shapes, "attention"), SoloGroup("tensor"), OPS, site=1)
 
 

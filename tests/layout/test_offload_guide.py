@@ -9,11 +9,10 @@ from megapipe.config.load import parse
 from megapipe.config.model import ModelConfig
 from megapipe.layout.offload import BlockCost, treat
 from megapipe.schedules.command.main import main
-from megapipe.spec.compute import layer_flops
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes, boundary_bytes
+from megapipe.spec.layers import layer_flops, model_layers
 from megapipe.training.offload_plan import PREFETCHES
 from megapipe.training.validate import validate
+from tests.spec.sizes import message_bytes, predicted_bytes
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
@@ -23,11 +22,11 @@ def gpt3_block() -> BlockCost:
     """On one of 8 tensor ranks, at 400 TFLOP/s."""
     model = ModelConfig(vocabulary_size=51200, num_layers=96, hidden_size=12288, num_heads=96, max_positions=2048,
                         hidden_dropout=0.1, attention_dropout=0.1)  # fmt: skip
-    layer = gpt_layers(model)[1]
+    layer = model_layers(model)[1]
     work = layer_flops(model, layer, 1, 2048)
-    kept = activation_bytes(model, layer, 1, 2048, "bf16", "sdpa", tensor_size=8)
+    kept = predicted_bytes(model, layer, 1, 2048, "bf16", "sdpa", tensor=8)
     backward = work.backward_input + work.backward_weight
-    stream = boundary_bytes(model, 1, 2048, "bf16")
+    stream = message_bytes(model, 1, 2048, "bf16")
     return BlockCost(work.forward / 8 / 4e14, backward / 8 / 4e14, kept, stream)
 
 

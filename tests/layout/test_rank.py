@@ -11,16 +11,14 @@ from megapipe.config.zero import ZeroConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.rank import RankPrediction
 from megapipe.layout.timeline import timeline
-from megapipe.layout.zero import flat_elements
+from megapipe.layout.units import StateBytes, flat_elements
 from megapipe.schedules import build
-from megapipe.spec.communication import merged, replica_exchanges
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import StateBytes
+from megapipe.spec.layers import model_layers
 
 MODEL = ModelConfig(
     vocabulary_size=128, num_layers=4, hidden_size=64, num_heads=4, max_positions=32, tie_embeddings=False
 )
-LAYERS = gpt_layers(MODEL)
+LAYERS = model_layers(MODEL)
 UNITS = len(LAYERS)
 REPLICAS = 4
 
@@ -48,13 +46,13 @@ def sizes() -> list[int]:
 def test_layered_accumulation_gathers_twice_and_reduces_once_whatever_the_micro_batches(
     microbatches: int, buffers: int
 ) -> None:
-    """The volumes of `replica_exchanges`, but for the layers that are still gathered when the backward begins."""
+    """Rajbhandari et al. (2020, section 7): weights twice and gradients once, but for the layers that are still
+    gathered when the backward starts."""
     traffic = layered(microbatches, buffers).traffic()
-    expected = merged([each for size in sizes() for each in replica_exchanges(size, "fp32", stage=3)])
-    assert traffic["data+context", "reduce_scatter"] == expected["reduce_scatter"]
-    calls, elements, _ = expected["all_gather"]
-    saved = sum(sizes()[-buffers:])
-    assert traffic["data+context", "all_gather"] == (calls - buffers, elements - saved, 4 * (elements - saved))
+    elements, saved = sum(sizes()), sum(sizes()[-buffers:])
+    assert traffic["data+context", "reduce_scatter"] == (UNITS, elements, 4 * elements)
+    gathered = 2 * elements - saved
+    assert traffic["data+context", "all_gather"] == (2 * UNITS - buffers, gathered, 4 * gathered)
 
 
 def test_state_and_what_comes_and_goes_of_it_are_the_peak_of_rajbhandari() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megapipe.config.model import ModelConfig
 from megapipe.layout.whole_matrices import place
 from megapipe.parallel.segments import SegmentTable
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
 
 
@@ -89,7 +89,7 @@ MODELS = {
 def test_the_guide_has_the_padding_of_real_blocks(name: str) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     (row,) = re.findall(rf"^\| {name} \|(.*)\|$", guide, re.MULTILINE)
-    specs = list(gpt_layers(MODELS[name])[1].parameters.values())
+    specs = list(model_layers(MODELS[name])[1].parameters.values())
     parameters = sum(spec.num_elements for spec in specs)
     found = []
     for count in (2, 3, 4, 8, 16):

@@ -16,7 +16,7 @@ from megapipe.models.bert_hugging_face import from_hugging_face, to_hugging_face
 from megapipe.models.gpt_hugging_face import WeightMappingError
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.bert import bert_layers
+from megapipe.spec.layers import model_layers
 from tests.layers.bound import BoundLayer, all_gradients
 
 MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)
@@ -82,7 +82,7 @@ def make_context(seed: int = 3) -> BertContext:
 
 def bound(model: BertModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> list[BoundLayer]:
     layers = []
-    for spec in bert_layers(model):
+    for spec in model_layers(model):
         state = UnitState(spec.name, spec.parameters.values(), compute_dtype=dtype)
         module = build_layer(spec, model, SoloGroup("tensor"))
         state.bind(module, spec.parameters)

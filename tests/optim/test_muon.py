@@ -13,6 +13,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.muon import MuonConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.layout.whole_matrices import place
 from megapipe.optim.make import make_optimizer
 from megapipe.optim.newton_schulz import orthogonalised
@@ -20,7 +21,6 @@ from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.sharding import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.memory import num_moments, state_bytes
 from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.training.muon_shards import muon_shards
 from megapipe.training.validate import validate
@@ -221,7 +221,7 @@ def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
     optimizer: FlatOptimizer = make_optimizer(CONFIGS[0])
     optimizer.update([state], 1, 1e-3, torch.tensor(1.0))
     config = CONFIGS[0]
-    expected = state_bytes(specs, "fp32", moments=num_moments(config), matrix_moments=num_moments(config, matrix=True))
+    expected = UnitCosts(PretrainConfig(optimizer=config), replicas=1).state(Unit(tuple(specs)))
     assert sum(moment.nbytes for moment in state.moments.values()) == expected.moments == 4 * (64 * 32 + 2 * 64 * 2)
 
 

@@ -1,6 +1,7 @@
 """Stochastic rounding: right on average, the same bits however a tensor is cut, and able to learn where rounding to
 nearest stands still."""
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -13,11 +14,11 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.reference.stochastic_rounding import Elements, round_to
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.optim.make import make_optimizer
 from megapipe.optim.rounding import round_weights
 from megapipe.parallel.unit_state import UnitState
 from megapipe.random.rounding import rounding_key, rounding_words
-from megapipe.spec.memory import state_bytes
 from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.training.validate import validate
 
@@ -114,7 +115,9 @@ def test_the_formula_counts_what_is_kept(master: bool, moments: str) -> None:
     make_optimizer(config).update([state], 1, 1e-3, torch.tensor(1.0))
     kept = {*state.weights, state.master, *state.gradients, *state.moments.values()}
     storages = {each.data_ptr(): each.nbytes for each in kept}
-    expected = state_bytes([spec], "bf16", master_weights=master, moment_bytes=2 if moments == "bf16" else 4)
+    run = PretrainConfig(optimizer=config)
+    run.training = replace(run.training, precision="bf16", master_weights=master)
+    expected = UnitCosts(run, replicas=1).state(Unit((spec,)))
     assert (
         sum(storages.values())
         == expected.total

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megapipe.config.model import ModelConfig
 from megapipe.random import weights
 from megapipe.random.weights import fill_box
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import Box, Init
 
 NORMAL = Init("normal", 0.02)
@@ -55,7 +55,7 @@ def test_any_box_equals_its_part_of_the_whole(case: tuple[tuple[int, ...], Box],
 def test_the_shards_of_a_model_are_parts_of_its_tensors(tensor_size: int) -> None:
     model = ModelConfig(vocabulary_size=301, num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=4)
     model.activation = "swiglu"
-    for layer in gpt_layers(model):
+    for layer in model_layers(model):
         for spec in layer.parameters.values():
             full = fill_box(spec.name, spec.shape, whole(spec.shape), spec.init, 5)
             for rank in range(tensor_size):

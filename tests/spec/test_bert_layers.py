@@ -12,8 +12,7 @@ from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainCo
 from megapipe.models.bert import build_layer
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.compute import layer_flops
+from megapipe.spec.layers import layer_flops, model_layers
 from tests.models.test_bert_hugging_face import BATCH, HIDDEN_TOKENS, LENGTH, MODEL, make_context
 
 
@@ -29,12 +28,12 @@ def test_parameters_are_as_many_as_transformers_has(
         theirs = getattr(transformers, family + kind)(config)
         theirs.tie_weights()
     model = replace(MODEL, num_layers=3, max_positions=512, norm_position=norm_position, sentence_head=sentence_head)
-    ours = {spec.name: spec.num_elements for layer in bert_layers(model) for spec in layer.parameters.values()}
+    ours = {spec.name: spec.num_elements for layer in model_layers(model) for spec in layer.parameters.values()}
     assert sum(ours.values()) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
 def test_the_heads_products_are_those_that_a_profiler_counts() -> None:
-    spec = bert_layers(MODEL)[-1]
+    spec = model_layers(MODEL)[-1]
     state = UnitState(spec.name, spec.parameters.values())
     state.initialize(1)
     module = build_layer(spec, MODEL, SoloGroup("tensor"))

@@ -18,17 +18,11 @@ from megapipe.models.gpt import Block
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.context import (
-    ContextBytes,
-    all_to_all_bytes,
-    context_activation_bytes,
-    kv_copies,
-    ring_bytes,
-)
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import LayerSpec
+from megapipe.spec.transformer import kv_copies
+from tests.spec.sizes import predicted_bytes, sent_bytes
 from tests.support.meshes import run_threads
 from tests.support.partial_groups import PartialGroup
 
@@ -107,7 +101,7 @@ def measured(
     kind: ContextAttention,
     dtype: torch.dtype,
     recompute: list[RecomputedPart],
-) -> tuple[int, ContextBytes]:
+) -> tuple[int, tuple[int, int]]:
     """Bytes that a rank's forward leaves for its backward, and what both send."""
     group = CountingGroup(mesh.group("context"))
     share = Share(order_of(kind, not isinstance(model, BertModelConfig)), group.rank, group.size)
@@ -134,7 +128,7 @@ def measured(
     kept = sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in known)
     forward = group.sent
     output.sum().backward()
-    return kept, ContextBytes(forward, group.sent - forward)
+    return kept, (forward, group.sent - forward)
 
 
 def measure(
@@ -145,7 +139,7 @@ def measure(
     precision: Precision,
     recompute: list[RecomputedPart] | None = None,
     size: int = SIZE,
-) -> list[tuple[int, ContextBytes]]:
+) -> list[tuple[int, tuple[int, int]]]:
     arguments = (model, layer, micro_size, kind, DTYPES[precision], recompute or [])
     return run_threads({"context": size}, measured, *arguments)
 
@@ -167,8 +161,10 @@ def test_every_layer_keeps_what_is_predicted(
     )
     if shape == "gpt2-dropout" and attention == "unfused":
         model.attention_dropout = 0.1
-    for layer in gpt_layers(model):
-        expected = context_activation_bytes(model, layer, micro_size, SEQUENCE, precision, attention, kind, SIZE)
+    for layer in model_layers(model):
+        expected = predicted_bytes(
+            model, layer, micro_size, SEQUENCE, precision, attention, context_attention=kind, context=SIZE
+        )
         for kept, _ in measure(model, layer, micro_size, kind, precision):
             assert kept == expected, layer.name
 
@@ -180,9 +176,17 @@ def test_every_layer_of_a_bert_keeps_what_is_predicted(
     kind: ContextAttention, micro_size: int, attention: Literal["sdpa", "unfused"]
 ) -> None:
     model = BertModelConfig(vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4, attention=attention)
-    for layer in bert_layers(model):
-        expected = context_activation_bytes(
-            model, layer, micro_size, SEQUENCE, "fp32", attention, kind, SIZE, predictions=PREDICTIONS
+    for layer in model_layers(model):
+        expected = predicted_bytes(
+            model,
+            layer,
+            micro_size,
+            SEQUENCE,
+            "fp32",
+            attention,
+            predictions=PREDICTIONS,
+            context_attention=kind,
+            context=SIZE,
         )
         for kept, _ in measure(model, layer, micro_size, kind, "fp32"):
             assert kept == expected, layer.name
@@ -191,10 +195,10 @@ def test_every_layer_of_a_bert_keeps_what_is_predicted(
 @pytest.mark.parametrize("parts", [["attention"], ["mlp", "norms"]], ids=str)
 def test_what_is_made_again_is_not_kept(parts: list[RecomputedPart]) -> None:
     model = ModelConfig(vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4, attention="unfused")
-    block = gpt_layers(model)[1]
+    block = model_layers(model)[1]
     for kind in ("ring", "all_to_all"):
-        arguments = (model, block, 2, SEQUENCE, "fp32", "unfused", kind, SIZE)
-        expected = context_activation_bytes(*arguments, recompute=parts)  # type: ignore[arg-type]
+        how = {"context_attention": kind, "context": SIZE}
+        expected = predicted_bytes(model, block, 2, SEQUENCE, "fp32", "unfused", recompute=parts, **how)
         assert [kept for kept, _ in measure(model, block, 2, kind, "fp32", parts)] == [expected] * SIZE  # type: ignore
 
 
@@ -203,8 +207,8 @@ def test_what_is_made_again_is_not_kept(parts: list[RecomputedPart]) -> None:
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_a_ring_sends_what_is_predicted(shape: str, size: int, precision: Precision) -> None:
     model = ModelConfig(vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4, **SHAPES[shape])
-    expected = ring_bytes(model, 3, SEQUENCE, precision, size)
-    found = measure(model, gpt_layers(model)[1], 3, "ring", precision, size=size)
+    expected = sent_bytes(model, 3, SEQUENCE, precision, "ring", size)
+    found = measure(model, model_layers(model)[1], 3, "ring", precision, size=size)
     assert [sent for _, sent in found] == [expected] * size
 
 
@@ -220,18 +224,17 @@ def test_an_all_to_all_sends_what_is_predicted(shape: str, size: int, monkeypatc
         return exchange(x, group)
 
     monkeypatch.setattr(collectives, "_exchanged", counting)
-    expected = all_to_all_bytes(model, 3, SEQUENCE, "fp32", size)
-    measure(model, gpt_layers(model)[1], 3, "all_to_all", "fp32", size=size)
+    expected = sent_bytes(model, 3, SEQUENCE, "fp32", "all_to_all", size)
+    measure(model, model_layers(model)[1], 3, "all_to_all", "fp32", size=size)
     assert len(sent) == 4 * size
-    assert sum(sent) == size * (expected.forward + expected.backward)
+    assert sum(sent) == size * sum(expected)
 
 
 def test_tensor_ranks_share_what_is_sent() -> None:
     model = replace(ModelConfig(hidden_size=64, num_heads=8), num_kv_heads=4)
-    for formula in (ring_bytes, all_to_all_bytes):
-        whole = formula(model, 1, SEQUENCE, "bf16", 2)
-        half = formula(model, 1, SEQUENCE, "bf16", 2, tensor_size=2)
-        assert (2 * half.forward, 2 * half.backward) == (whole.forward, whole.backward)
+    for kind in ("ring", "all_to_all"):
+        whole, half = (sent_bytes(model, 1, SEQUENCE, "bf16", kind, 2, tensor=tensor) for tensor in (1, 2))
+        assert tuple(2 * each for each in half) == whole
 
 
 def test_key_heads_are_copied_until_they_divide() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megapipe.config.load import parse
-from megapipe.spec.context import ContextBytes, all_to_all_bytes, context_activation_bytes, ring_bytes
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from tests.layers.redraw import PICTURE, picture
+from tests.spec.sizes import predicted_bytes, sent_bytes
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "context_parallel.md").read_text(encoding="utf-8")
@@ -21,11 +21,11 @@ def test_what_a_block_keeps_and_sends(size: int) -> None:
     model = parse(["--model", str(ROOT / "examples/models/llama3_8b.yaml")]).model
     shape = (1, 131072)
     expected: list[int] = [
-        context_activation_bytes(model, gpt_layers(model)[1], *shape, "bf16", "sdpa", kind, size)
+        predicted_bytes(model, model_layers(model)[1], *shape, "bf16", "sdpa", context_attention=kind, context=size)
         for kind in ("ring", "all_to_all")
     ]
-    sent: list[ContextBytes] = [formula(model, *shape, "bf16", size) for formula in (ring_bytes, all_to_all_bytes)]
-    expected += [number for each in sent for number in (each.forward, each.backward)]
+    for kind in ("ring", "all_to_all"):
+        expected += sent_bytes(model, *shape, "bf16", kind, size)
     assert [int(figure) for figure in re.findall(r"\d+", row[1])] == [round(each / 2**20) for each in expected]
 
 

@@ -16,11 +16,8 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.graph import gradient_edge
 from megapipe.layers.split import SplitTape
 from megapipe.models.gpt import Block
-from megapipe.spec.compute import layer_flops, model_flops_per_token
-from megapipe.spec.experts import active_parameters
-from megapipe.spec.gpt import gpt_layers, tensor_problems
-from megapipe.spec.memory import activation_bytes
-from megapipe.spec.weight_halves import weight_half_bytes
+from megapipe.spec.layers import active_parameters, layer_flops, model_flops_per_token, model_layers, tensor_problems
+from tests.spec.sizes import predicted_bytes
 from tests.spec.test_memory_measured import DTYPES, LLAMA, SEQUENCE, bound_layer, shared_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,13 +31,13 @@ def test_a_token_of_mixtral_uses_the_published_share_of_its_parameters() -> None
     """47 billion of which 13 billion are used (arXiv 2401.04088, abstract)."""
     path = ROOT / "examples/models/mixtral_8x7b.yaml"
     model = parse(["--model", str(path)]).model
-    layers = gpt_layers(model)
+    layers = model_layers(model)
     active = active_parameters(model, layers)
     assert round(active / 1e9) == 13
     assert f"A token uses {active:,} of them" in path.read_text()
     dense = replace(model, num_experts=None)
-    assert active_parameters(dense, gpt_layers(dense)) == sum(
-        spec.num_elements for layer in gpt_layers(dense) for spec in layer.parameters.values()
+    assert active_parameters(dense, model_layers(dense)) == sum(
+        spec.num_elements for layer in model_layers(dense) for spec in layer.parameters.values()
     )
 
 
@@ -49,18 +46,18 @@ def test_two_of_eight_experts_compute_as_an_mlp_of_twice_the_width_does() -> Non
     sizes: dict[str, Any] = {**SIZES, **LLAMA, "num_kv_heads": 4, "ffn_hidden_size": 96}
     model = ModelConfig(**sizes, num_experts=8)
     wide = ModelConfig(**{**sizes, "ffn_hidden_size": 192})
-    found, expected = (layer_flops(each, gpt_layers(each)[1], 3, 32) for each in (model, wide))
+    found, expected = (layer_flops(each, model_layers(each)[1], 3, 32) for each in (model, wide))
     router = 2 * 3 * 32 * 64 * 8
     assert found.forward == expected.forward + router
     assert found.backward_input == expected.backward_input + router
     assert found.backward_weight == expected.backward_weight + router
-    assert model_flops_per_token(model, gpt_layers(model), 32) > model_flops_per_token(wide, gpt_layers(wide), 32)
+    assert model_flops_per_token(model, model_layers(model), 32) > model_flops_per_token(wide, model_layers(wide), 32)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flops_are_what_torch_counts_in_the_layer(shape: str) -> None:
     model = ModelConfig(**SIZES, **SHAPES[shape], **EXPERTS, attention="unfused")
-    layer = gpt_layers(model)[1]
+    layer = model_layers(model)[1]
     module = with_drawn_weights(bound_layer(model, layer, torch.float32))
     hidden = torch.randn(3, SEQUENCE, 64, requires_grad=True)
     with FlopCounterMode(display=False) as forward:
@@ -95,7 +92,7 @@ def test_a_block_keeps_what_is_predicted(
         normalize_expert_shares=normalize,
         expert_balance_rate=0.0,
     )
-    layer = gpt_layers(model)[1]
+    layer = model_layers(model)[1]
     module = with_drawn_weights(bound_layer(model, layer, DTYPES[precision]))
     assert isinstance(module, Block)
     module.recompute(parts)
@@ -111,7 +108,7 @@ def test_a_block_keeps_what_is_predicted(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(hidden, context=context)
     kept = sum(each.untyped_storage().nbytes() for address, each in saved.items() if address not in weights)
-    predicted = activation_bytes(model, layer, 3, SEQUENCE, precision, "sdpa", recompute=parts)
+    predicted = predicted_bytes(model, layer, 3, SEQUENCE, precision, "sdpa", recompute=parts)
     assert kept - shared_bytes(model, layer) == predicted
 
 
@@ -122,7 +119,7 @@ def test_what_is_predicted_waits_for_a_weight_half(
     shape: str, parts: list[RecomputedPart], precision: Literal["fp32", "bf16"]
 ) -> None:
     model = ModelConfig(**SIZES, **SHAPES[shape], **EXPERTS, attention="unfused", hidden_dropout=0.1)
-    layer = gpt_layers(model)[1]
+    layer = model_layers(model)[1]
     module = with_drawn_weights(bound_layer(model, layer, DTYPES[precision]))
     assert isinstance(module, Block)
     module.recompute(parts)
@@ -131,7 +128,7 @@ def test_what_is_predicted_waits_for_a_weight_half(
     (output,) = module(hidden, context=MicrobatchContext(ordinals=torch.arange(3), tape=tape))
     tape.backward_input([gradient_edge(output)], [torch.ones_like(output)], [hidden])
     kept: dict[int, Tensor] = {t.untyped_storage().data_ptr(): t for t in tape.kept if t.is_floating_point()}
-    predicted = weight_half_bytes(model, layer, 3, SEQUENCE, precision, recompute=parts)
+    predicted = predicted_bytes(model, layer, 3, SEQUENCE, precision, recompute=parts, halves=True)
     assert sum(each.untyped_storage().nbytes() for each in kept.values()) == predicted
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from megapipe.config.model import LARGEST, ModelConfig
-from megapipe.spec.gpt import gpt_layers, tensor_problems
+from megapipe.spec.layers import model_layers, tensor_problems
 from megapipe.spec.parameters import LayerSpec, ParameterSpec, tied_names
 
 
@@ -13,7 +13,7 @@ def unique_parameters(layers: tuple[LayerSpec, ...]) -> dict[str, ParameterSpec]
 
 
 def total(model: ModelConfig) -> int:
-    return sum(spec.num_elements for spec in unique_parameters(gpt_layers(model)).values())
+    return sum(spec.num_elements for spec in unique_parameters(model_layers(model)).values())
 
 
 def llama(**changes: object) -> ModelConfig:
@@ -100,7 +100,7 @@ def test_megatrons_models_have_their_published_size(heads: int, hidden: int, lay
 
 
 def test_layers_come_in_order_and_names_carry_their_layer() -> None:
-    layers = gpt_layers(ModelConfig(num_layers=3))
+    layers = model_layers(ModelConfig(num_layers=3))
     assert [(layer.name, layer.kind, layer.index) for layer in layers] == [
         ("embedding", "embedding", 0),
         ("blocks.0", "block", 0),
@@ -114,28 +114,28 @@ def test_layers_come_in_order_and_names_carry_their_layer() -> None:
 
 
 def test_a_tied_head_uses_the_word_embedding_itself() -> None:
-    tied = gpt_layers(ModelConfig(tie_embeddings=True))
+    tied = model_layers(ModelConfig(tie_embeddings=True))
     assert tied[-1].parameters["output.weight"] is tied[0].parameters["word.weight"]
     assert tied_names(tied) == ("embedding.word.weight",)
-    untied = gpt_layers(ModelConfig(tie_embeddings=False))
+    untied = model_layers(ModelConfig(tie_embeddings=False))
     assert untied[-1].parameters["output.weight"].name == "head.output.weight"
     assert tied_names(untied) == ()
 
 
 def test_only_what_multiplies_or_embeds_is_decayed_and_only_block_matrices_are_matrices() -> None:
     for model in (ModelConfig(), llama(qk_norm=True, bias="all")):
-        for spec in unique_parameters(gpt_layers(model)).values():
+        for spec in unique_parameters(model_layers(model)).values():
             assert spec.decay == (spec.init.kind == "normal")
             assert spec.matrix == (spec.decay and spec.name.startswith("blocks."))
             assert (spec.init.kind == "ones") == (spec.name.endswith("norm.weight"))
 
 
 def test_matrices_that_write_to_the_residual_stream_start_smaller() -> None:
-    block = gpt_layers(ModelConfig(num_layers=8, init_std=0.02))[1].parameters
+    block = model_layers(ModelConfig(num_layers=8, init_std=0.02))[1].parameters
     assert block["attention.output.weight"].init.std == pytest.approx(0.02 / 4)
     assert block["mlp.down.weight"].init.std == pytest.approx(0.02 / 4)
     assert block["attention.qkv.weight"].init.std == 0.02
-    plain = gpt_layers(ModelConfig(num_layers=8, init_std=0.02, scale_residual_init=False))[1].parameters
+    plain = model_layers(ModelConfig(num_layers=8, init_std=0.02, scale_residual_init=False))[1].parameters
     assert plain["mlp.down.weight"].init.std == 0.02
 
 
@@ -146,7 +146,7 @@ def test_the_boxes_of_the_tensor_ranks_tile_every_parameter(tensor_size: int, ac
         vocabulary_size=101, num_layers=1, hidden_size=32, num_heads=8, num_kv_heads=4, ffn_hidden_size=48
     )
     model.activation = activation  # type: ignore[assignment]
-    for spec in unique_parameters(gpt_layers(model)).values():
+    for spec in unique_parameters(model_layers(model)).values():
         boxes = [spec.box(rank, tensor_size) for rank in range(tensor_size)]
         if spec.partition_axis is None:
             assert all(box.shape == spec.shape for box in boxes)
@@ -176,7 +176,7 @@ def test_a_tensor_size_that_does_not_divide_is_named_with_those_that_do() -> Non
 def test_the_rule_on_the_tensor_size_agrees_with_the_shapes(tensor_size: int) -> None:
     model = ModelConfig(num_layers=1, hidden_size=48, num_heads=12, num_kv_heads=6, ffn_hidden_size=72)
     try:
-        for spec in unique_parameters(gpt_layers(model)).values():
+        for spec in unique_parameters(model_layers(model)).values():
             if "output.weight" not in spec.name:
                 spec.local_shape(tensor_size)
         fits = True
@@ -191,7 +191,7 @@ def test_elements_of_the_largest_model_fit_in_64_bits(activation: str, without: 
     sizes: dict[str, Any] = {**LARGEST, "num_layers": 1, without: None}
     model = ModelConfig(**sizes, activation=activation)  # type: ignore[arg-type]
     assert not any("at most" in problem for problem in model.problems())
-    assert all(spec.num_elements < 1 << 63 for spec in unique_parameters(gpt_layers(model)).values())
+    assert all(spec.num_elements < 1 << 63 for spec in unique_parameters(model_layers(model)).values())
     for name, largest in LARGEST.items():
         if name != without:
             assert (

@@ -8,8 +8,9 @@ import pytest
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig, RecomputedPart
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import AttentionPath, activation_bytes, boundary_bytes
+from megapipe.spec.dtypes import AttentionPath
+from megapipe.spec.layers import model_layers
+from tests.spec.sizes import message_bytes, predicted_bytes
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
 GPT3 = ModelConfig(
@@ -24,8 +25,8 @@ GPT3 = ModelConfig(
 
 
 def kept(attention: AttentionPath, parts: Collection[RecomputedPart]) -> int:
-    block = gpt_layers(GPT3)[1]
-    return activation_bytes(GPT3, block, 1, 2048, "bf16", attention, tensor_size=8, recompute=parts)
+    block = model_layers(GPT3)[1]
+    return predicted_bytes(GPT3, block, 1, 2048, "bf16", attention, tensor=8, recompute=parts)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,6 @@ def test_what_a_block_keeps(setting: str, parts: list[RecomputedPart] | None) ->
     row = re.search(rf"^\| {re.escape(setting)} \| (\d+) \| (\d+) \|", GUIDE, re.M)
     assert row is not None
     paths: tuple[AttentionPath, ...] = ("unfused", "sdpa")
-    full = boundary_bytes(GPT3, 1, 2048, "bf16")
+    full = message_bytes(GPT3, 1, 2048, "bf16")
     expected = [full if parts is None else kept(path, parts) for path in paths]
     assert [int(figure) for figure in row.groups()] == [round(each / 2**20) for each in expected]

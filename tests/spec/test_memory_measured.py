@@ -15,11 +15,9 @@ from megapipe.layers.sequence_shard import shard_sequence
 from megapipe.models import bert
 from megapipe.models.gpt import Block, build_layer
 from megapipe.parallel.groups import Group, SoloGroup
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.bert_memory import bert_activation_bytes
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes, isolation_bytes
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import LayerSpec
+from tests.spec.sizes import predicted_bytes
 
 SEQUENCE = 32
 HIDDEN_TOKENS = 5
@@ -134,9 +132,9 @@ def test_every_layer_keeps_what_is_predicted(
     )
     if shape == "gpt2-dropout" and attention == "unfused":
         model.attention_dropout = 0.1
-    for layer in gpt_layers(model):
+    for layer in model_layers(model):
         measured = saved_bytes(model, layer, micro_size, DTYPES[precision]) - shared_bytes(model, layer)
-        assert measured == activation_bytes(model, layer, micro_size, SEQUENCE, precision, attention), layer.name
+        assert measured == predicted_bytes(model, layer, micro_size, SEQUENCE, precision, attention), layer.name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -165,17 +163,17 @@ def test_every_layer_of_a_bert_keeps_what_is_predicted(
         attention_dropout=dropout if attention == "unfused" else 0.0,
     )
     parts: list[RecomputedPart]
-    for layer in bert_layers(model):
+    for layer in model_layers(model):
         for parts in [], ["attention", "mlp", "norms"]:
             again = parts if layer.kind == "block" else None
             measured = saved_bytes(model, layer, micro_size, DTYPES[precision], recompute=again)
-            shape = micro_size, SEQUENCE, HIDDEN_TOKENS
-            predicted = bert_activation_bytes(model, layer, *shape, precision, attention, recompute=parts)
+            sizes = micro_size, SEQUENCE, precision, attention
+            predicted = predicted_bytes(model, layer, *sizes, recompute=parts, predictions=HIDDEN_TOKENS)
             assert measured == predicted, (layer.name, parts)
-    head = bert_layers(model)[-1]
+    head = model_layers(model)[-1]
     measured = saved_bytes(model, head, micro_size, DTYPES[precision], recompute_logits=True)
-    shape = micro_size, SEQUENCE, HIDDEN_TOKENS
-    assert measured == bert_activation_bytes(model, head, *shape, precision, attention, recompute_logits=True)
+    sizes = micro_size, SEQUENCE, precision, attention
+    assert measured == predicted_bytes(model, head, *sizes, recompute_logits=True, predictions=HIDDEN_TOKENS)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -190,14 +188,13 @@ def test_documents_apart_keep_masks_and_angles(
     )
     starts = torch.zeros(micro_size, SEQUENCE, dtype=torch.int64)
     starts[:, SEQUENCE // 2 :] = SEQUENCE // 2
-    block = gpt_layers(model)[1]
+    block = model_layers(model)[1]
     parts: list[RecomputedPart]
     for parts in [], ["attention"]:
         again = parts if parts else None
         measured = saved_bytes(model, block, micro_size, DTYPES[precision], recompute=again, document_starts=starts)
         sizes = micro_size, SEQUENCE, precision, attention
-        predicted = activation_bytes(model, block, *sizes, recompute=parts)
-        assert measured == predicted + isolation_bytes(model, *sizes, recompute=parts), parts
+        assert measured == predicted_bytes(model, block, *sizes, recompute=parts, isolate_documents=True), parts
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -215,14 +212,14 @@ def test_a_block_keeps_no_part_that_it_makes_again(
     )
     if shape == "gpt2-dropout" and attention == "unfused":
         model.attention_dropout = 0.1
-    block = gpt_layers(model)[1]
+    block = model_layers(model)[1]
     measured = saved_bytes(model, block, 3, DTYPES[precision], recompute=parts) - shared_bytes(model, block)
-    assert measured == activation_bytes(model, block, 3, SEQUENCE, precision, attention, recompute=parts)
+    assert measured == predicted_bytes(model, block, 3, SEQUENCE, precision, attention, recompute=parts)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_head_that_recomputes_its_logits_keeps_what_is_predicted(precision: Literal["fp32", "bf16"]) -> None:
     model = ModelConfig(vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=4)
-    head = gpt_layers(model)[-1]
+    head = model_layers(model)[-1]
     measured = saved_bytes(model, head, 3, DTYPES[precision], recompute_logits=True)
-    assert measured == activation_bytes(model, head, 3, SEQUENCE, precision, "sdpa", recompute_logits=True)
+    assert measured == predicted_bytes(model, head, 3, SEQUENCE, precision, "sdpa", recompute_logits=True)

@@ -7,9 +7,9 @@ import pytest
 
 from megapipe.config.load import parse
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes, boundary_bytes
+from megapipe.spec.layers import model_layers
 from megapipe.training.validate import validate
+from tests.spec.sizes import message_bytes, predicted_bytes
 from tests.spec.test_memory_guide import GPT3
 
 ROOT = Path(__file__).parents[2]
@@ -19,15 +19,15 @@ TENSOR = 8
 
 def kept(row: str, sequence_parallel: bool) -> int:
     if row == "a message between stages":
-        return boundary_bytes(GPT3, 1, 2048, "bf16", sequence_shards=TENSOR if sequence_parallel else 1)
-    return activation_bytes(
+        return message_bytes(GPT3, 1, 2048, "bf16", tensor=TENSOR, sequence_parallel=sequence_parallel)
+    return predicted_bytes(
         GPT3,
-        gpt_layers(GPT3)[1],
+        model_layers(GPT3)[1],
         1,
         2048,
         "bf16",
         "unfused" if "unfused" in row else "sdpa",
-        tensor_size=TENSOR,
+        tensor=TENSOR,
         recompute=RecomputeConfig().parts if "selective" in row else (),
         sequence_parallel=sequence_parallel,
     )

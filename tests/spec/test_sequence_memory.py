@@ -8,10 +8,8 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputedPart
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.bert_memory import bert_activation_bytes
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes
+from megapipe.spec.layers import model_layers
+from tests.spec.sizes import predicted_bytes
 from tests.spec.test_memory_measured import DTYPES, HIDDEN_TOKENS, SEQUENCE, SHAPES, saved_bytes, shared_bytes
 from tests.support.meshes import run_threads
 
@@ -21,7 +19,7 @@ SIZES: dict[str, Any] = {"vocabulary_size": 104, "num_layers": 1, "hidden_size":
 
 def measured(mesh: Mesh, model: ModelConfig, micro_size: int, precision: str, how: dict[str, Any]) -> dict[str, int]:
     """Bytes kept by each layer on this tensor rank."""
-    layers = bert_layers(model) if isinstance(model, BertModelConfig) else gpt_layers(model)
+    layers = model_layers(model)
     found = {}
     for layer in layers:
         options = {} if layer.kind != "block" else {"recompute": how.get("recompute")}
@@ -54,15 +52,15 @@ def test_every_rank_keeps_what_is_predicted(
     model = ModelConfig(**SIZES, attention=attention, **SHAPES[shape])
     parts: list[RecomputedPart] = how.get("recompute", [])
     for found in run_threads({"tensor": tensor}, measured, model, micro_size, precision, how):
-        for layer in gpt_layers(model):
-            predicted = activation_bytes(
+        for layer in model_layers(model):
+            predicted = predicted_bytes(
                 model,
                 layer,
                 micro_size,
                 SEQUENCE,
                 precision,
                 attention,
-                tensor_size=tensor,
+                tensor=tensor,
                 recompute=parts,
                 recompute_logits=how.get("recompute_logits", False),
                 sequence_parallel=True,
@@ -77,17 +75,17 @@ def test_every_rank_of_a_bert_keeps_what_is_predicted(
 ) -> None:
     model = BertModelConfig(**SIZES, attention="unfused", norm_position=norm_position, **DROPOUT)
     for found in run_threads({"tensor": tensor}, measured, model, micro_size, precision, {}):
-        for layer in bert_layers(model):
-            predicted = bert_activation_bytes(
+        for layer in model_layers(model):
+            predicted = predicted_bytes(
                 model,
                 layer,
                 micro_size,
                 SEQUENCE,
-                HIDDEN_TOKENS,
                 precision,
                 "unfused",
-                tensor_size=tensor,
+                tensor=tensor,
                 sequence_parallel=True,
+                predictions=HIDDEN_TOKENS,
             )
             assert found[layer.name] == predicted, layer.name
 
@@ -102,18 +100,11 @@ def test_a_block_is_table_2_of_the_paper(tensor: int) -> None:
     )
     stream, rows = length * micro_size * hidden, length * micro_size
     scores = 5 * heads * length / hidden
-    block = gpt_layers(model)[1]
+    block = model_layers(model)[1]
 
     def kept(sequence_parallel: bool) -> int:
-        return activation_bytes(
-            model,
-            block,
-            micro_size,
-            length,
-            "bf16",
-            "unfused",
-            tensor_size=tensor,
-            sequence_parallel=sequence_parallel,
+        return predicted_bytes(
+            model, block, micro_size, length, "bf16", "unfused", tensor=tensor, sequence_parallel=sequence_parallel
         )
 
     assert kept(True) == stream * (34 + scores) / tensor + 16 * rows / tensor

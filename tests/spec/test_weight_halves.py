@@ -16,10 +16,9 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.graph import gradient_edge
 from megapipe.layers.split import SplitTape
 from megapipe.models.gpt import Block
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import LayerSpec
-from megapipe.spec.weight_halves import weight_half_bytes
+from tests.spec.sizes import predicted_bytes
 from tests.spec.test_memory_measured import DTYPES, HIDDEN_TOKENS, LLAMA, SEQUENCE, bert_context, bound_layer
 
 
@@ -28,7 +27,7 @@ def test_a_block_equals_the_papers_formula(micro: int, sequence: int, heads: int
     """arXiv 2401.10241, table 1: 32 s b h; ours adds inputs and gradients of two norms, 8 s b h, and their statistics.
     Over tensor ranks the products' own 24 s b h are shared, the residual stream's 8 are not."""
     model = ModelConfig(num_layers=1, hidden_size=16 * heads, num_heads=heads)
-    kept = weight_half_bytes(model, gpt_layers(model)[1], micro, sequence, "bf16", tensor_size=tensor)
+    kept = predicted_bytes(model, model_layers(model)[1], micro, sequence, "bf16", tensor=tensor, halves=True)
     sbh = sequence * micro * model.hidden_size
     assert kept == sbh * (24 // tensor + 8) + sbh * 8 + 2 * 8 * sequence * micro
 
@@ -65,14 +64,14 @@ def test_every_layer_keeps_what_is_predicted(
     sizes |= {"attention": "unfused", "hidden_dropout": 0.1}
     if shape == "bert":
         model: ModelConfig = BertModelConfig(norm_position="pre", **sizes)
-        layers = bert_layers(model)  # type: ignore[arg-type]
+        layers = model_layers(model)  # type: ignore[arg-type]
     else:
         model = ModelConfig(**sizes, **(LLAMA if shape == "llama" else {}))
-        layers = gpt_layers(model)
+        layers = model_layers(model)
     for layer in layers[1:]:
         measured = waiting_bytes(model, layer, micro_size, DTYPES[precision], parts)
         hidden = HIDDEN_TOKENS if shape == "bert" else None
-        predicted = weight_half_bytes(
-            model, layer, micro_size, SEQUENCE, precision, predictions=hidden, recompute=parts
+        predicted = predicted_bytes(
+            model, layer, micro_size, SEQUENCE, precision, predictions=hidden, recompute=parts, halves=True
         )
         assert measured == pytest.approx(predicted, rel=0.05), layer.name

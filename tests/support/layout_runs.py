@@ -15,13 +15,13 @@ from megapipe.engine.shared_state import GradientReduction
 from megapipe.engine.step import StepInput
 from megapipe.engine.swaps import Swaps
 from megapipe.layers.context import BertContext
+from megapipe.layout.units import StateBytes
 from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
-from megapipe.spec.memory import StateBytes
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples

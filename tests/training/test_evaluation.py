@@ -13,7 +13,7 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.evaluation import Evaluator, batch_sums, perplexity
 from megapipe.training.records import EvaluationRecord
 from megapipe.training.replica import Replica
@@ -42,7 +42,7 @@ def configuration(corpus: str, samples: int, sizes: dict[str, int] | None = None
 
 
 def evaluate(mesh: Mesh, config: PretrainConfig) -> tuple[EvaluationRecord, EvaluationRecord]:
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     evaluation = Evaluator(config, mesh, replica, open_samples(config, "validation"))
     return evaluation.run(3), evaluation.run(4)
 
@@ -50,7 +50,7 @@ def evaluate(mesh: Mesh, config: PretrainConfig) -> tuple[EvaluationRecord, Eval
 def one_by_one(config: PretrainConfig, limit: int) -> tuple[float, int]:
     """Mean loss and number of predictions of the first windows, one at a time through the bare modules."""
     samples = open_samples(config, "validation")
-    replica = Replica(config, connected_mesh(MeshShape({}), torch.device("cpu")), gpt_layers(config.model))
+    replica = Replica(config, connected_mesh(MeshShape({}), torch.device("cpu")), model_layers(config.model))
     loss_sum, count = 0.0, 0
     for ordinal in range(min(limit, len(samples))):
         window = torch.from_numpy(samples.tokens(ordinal)[None])
@@ -104,7 +104,7 @@ def test_every_layout_gets_the_same_and_every_rank_knows_it(
 
 def evaluate_trained(mesh: Mesh, config: PretrainConfig) -> float:
     """Behind three updates, so that the versions differ of which one is the newest."""
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     for step in range(3):
         batch = loader.load(step * config.batch.global_size)

@@ -17,8 +17,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.command.main import main
-from megapipe.spec.experts import load_variations
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import load_variations, model_layers
 from megapipe.training import plan_commands
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
@@ -184,14 +183,14 @@ def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:
     """A share that is normalised over one expert is 1, whatever its score: the router would get no gradient."""
     model = replace(MODEL, experts_per_token=1, normalize_expert_shares=False)
     validate(make_config("shard", model), 1)
-    block = bind(gpt_layers(model)[1], model)
+    block = bind(model_layers(model)[1], model)
     x = torch.randn((2, 12, model.hidden_size), generator=torch.Generator().manual_seed(1))
     for normalize, learns in ((False, True), (True, False)):
         block.module.mlp.router.normalize = normalize
         block.module.mlp(x, None).square().sum().backward()
         gradient = block.gradients().pop("blocks.0.mlp.router.weight").abs().max().item()
         assert (gradient > 1e-6) is learns
-        block = bind(gpt_layers(model)[1], model)
+        block = bind(model_layers(model)[1], model)
 
 
 def test_a_dry_run_takes_tokens_to_be_evenly_shared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from megapipe.checkpoint import RunState, save
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.models.bert_hugging_face import to_hugging_face
 from megapipe.parallel.launch import initialize
-from megapipe.spec.bert import bert_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.fill_mask_command import main
 from megapipe.training.generate_command import main as generate
 from megapipe.training.replica import Replica
@@ -53,7 +53,7 @@ def save_bert(folder: Path, vocabulary: Path, model: BertModelConfig = MODEL) ->
     config = BertPretrainConfig(model=model, data=data)
     config.parallel = replace(config.parallel, data=1)
     mesh = initialize({}, "cpu")
-    replica = Replica(config, mesh, bert_layers(model))
+    replica = Replica(config, mesh, model_layers(model))
     run = RunState(7, 56, {"seed": config.training.seed}, "fp32", (), asdict(config))
     save(folder / "checkpoints", replica.states(), {}, run, mesh)
     return replica

@@ -16,7 +16,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.preprocess.command import main as preprocess
 from megapipe.parallel.launch import initialize
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.generate_command import main
 from megapipe.training.replica import Replica
 from tests.support.launch import ROOT, environment
@@ -33,7 +33,7 @@ def save_run(folder: Path, prefix: str, model: ModelConfig = MODEL) -> Path:
     config.data = replace(config.data, prefix=prefix, sequence_length=model.max_positions)
     config.parallel = replace(config.parallel, data=1)
     mesh = initialize({}, "cpu")
-    replica = Replica(config, mesh, gpt_layers(model))
+    replica = Replica(config, mesh, model_layers(model))
     run = RunState(7, 56, {"seed": config.training.seed}, "fp32", (), asdict(config))
     return save(folder / "checkpoints", replica.states(), {}, run, mesh).parents[1]
 

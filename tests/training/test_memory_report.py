@@ -20,8 +20,7 @@ from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.host_weights import HostWeights
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.memory_report import (
     OutOfMemory,
@@ -32,6 +31,7 @@ from megapipe.training.memory_report import (
 )
 from megapipe.training.replica import Replica
 from tests.optim.test_optimizer import SPECS
+from tests.spec.sizes import predicted_bytes
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 
 SEQUENCE = 16
@@ -47,7 +47,7 @@ def report_of(folder: Path, break_unit: str, backward: bool, schedule: str = "gp
     mesh: Mesh = connected_mesh(MeshShape({}), torch.device("cpu"))
     model = replace(GPT2_SHAPE, num_layers=3)
     config = make_config(write_shard(folder), model, batch={"global_size": 4}, schedule={"name": schedule})
-    replica = Replica(config, mesh, gpt_layers(model))
+    replica = Replica(config, mesh, model_layers(model))
     stage = replica.stages[0]
     names = [stage.states[index].name for index in range(len(stage.units))]
     module = stage.units[names.index(break_unit)][0]
@@ -120,7 +120,7 @@ def test_weights_in_host_memory_count_while_the_device_has_them() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "unfused"])
 def test_kept_activations_are_what_the_cost_model_predicts(model: ModelConfig, attention: str) -> None:
     model = replace(model, attention=attention)  # type: ignore[arg-type]
-    for layer in gpt_layers(model):
+    for layer in model_layers(model):
         module = build_layer(layer, model, SoloGroup("tensor"))
         for path, spec in layer.parameters.items():
             owner, _, leaf = path.rpartition(".")
@@ -135,7 +135,7 @@ def test_kept_activations_are_what_the_cost_model_predicts(model: ModelConfig, a
         rotary_tables = 2 * SEQUENCE * (model.head_dim // 2) * 4
         if layer.kind == "block" and model.positions == "rotary":
             found -= rotary_tables
-        assert found == activation_bytes(model, layer, 2, SEQUENCE, "fp32", attention), layer.name  # type: ignore[arg-type]
+        assert found == predicted_bytes(model, layer, 2, SEQUENCE, "fp32", attention), layer.name  # type: ignore[arg-type]
 
 
 def test_other_failures_are_not_taken_for_it() -> None:

@@ -13,11 +13,11 @@ from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes
+from megapipe.spec.layers import model_layers
 from megapipe.training.offload_plan import GIB
 from megapipe.training.replica import Replica
 from megapipe.training.validate import validate
+from tests.spec.sizes import predicted_bytes
 from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.meshes import run_threads
 
@@ -33,7 +33,7 @@ def config_of(offload: dict[str, Any], recompute: dict[str, Any] | None = None, 
 
 def planned(mesh: Mesh, config: PretrainConfig) -> tuple[Any, tuple[tuple[int, ...], ...], tuple[str, ...]]:
     parallel = replace(config.parallel, data=1, pipeline=mesh.size("pipeline"))
-    plan = Replica(replace(config, parallel=parallel), mesh, gpt_layers(config.model)).plan
+    plan = Replica(replace(config, parallel=parallel), mesh, model_layers(config.model)).plan
     return plan.recompute, plan.offload.units, plan.remarks
 
 
@@ -59,7 +59,7 @@ def auto(memory: float, bandwidth: float) -> dict[str, Any]:
     """memory: in blocks of one micro-batch. Blocks run at 1 GFLOP/s; bandwidth: in copies of a block a forward."""
     config = config_of({})
     tokens = config.batch.micro_size * config.data.sequence_length
-    block = activation_bytes(MODEL, gpt_layers(MODEL)[1], 1, config.data.sequence_length, "fp32", "sdpa")
+    block = predicted_bytes(MODEL, model_layers(MODEL)[1], 1, config.data.sequence_length, "fp32", "sdpa")
     forward = 2 * tokens * 12 * MODEL.hidden_size**2 * 1.1 / 1e9
     return {
         "activations": "auto", "memory": memory * block / GIB, "compute": 1e-3,

@@ -16,7 +16,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
 from megapipe.schedules.measured.run import read_run
 from megapipe.schedules.measured.trace_file import read_rank
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training.batches import batch_loader, split_samples
 from megapipe.training.profile import Profiler
 from megapipe.training.replica import Replica
@@ -35,7 +35,7 @@ def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_behind: int) -
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], timeout_seconds=30.0)
     config = replace(config, parallel=parallel)
-    replica = Replica(config, mesh, gpt_layers(config.model))
+    replica = Replica(config, mesh, model_layers(config.model))
     loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
     said: list[str] = []
     with Profiler(config, mesh, said.append, 0) as profiler:
@@ -121,7 +121,7 @@ def test_a_run_that_fails_keeps_its_trace_and_its_error(tmp_path: Path, corpus: 
     def failing(mesh: Mesh) -> None:
         config = make_config(corpus, GPT2_SHAPE, profile={"trace": str(tmp_path), "first_step": 1})
         config.parallel = replace(config.parallel, pipeline=1, data=1)
-        replica = Replica(config, mesh, gpt_layers(config.model))
+        replica = Replica(config, mesh, model_layers(config.model))
         batch = batch_loader(config, mesh, replica, split_samples(config, "train")).load(0)
         with Profiler(config, mesh, lambda line: None, 0) as profiler:
             profiler.before(0, replica.engine)

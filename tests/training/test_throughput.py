@@ -5,7 +5,7 @@ import torch
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from megapipe.training import throughput
 from megapipe.training.throughput import DevicePeak, UtilisationMeter, device_peak
 
@@ -18,7 +18,7 @@ def test_mfu_is_narayanans_flops_over_what_all_ranks_can_do() -> None:
     flops = 72 * sequence * layers * hidden**2 * (
         1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden)
     )  # fmt: skip
-    meter = UtilisationMeter(config, gpt_layers(model), DevicePeak(1e9, "made up"), num_ranks=4)
+    meter = UtilisationMeter(config, model_layers(model), DevicePeak(1e9, "made up"), num_ranks=4)
     assert meter.mfu(tokens=8 * sequence, seconds=2.0) == pytest.approx(8 * flops / (2.0 * 4e9), rel=1e-9)
 
 

@@ -17,7 +17,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.contents import Contents
 from megapipe.conversion.model_fields import model_of, parameters_of
-from megapipe.spec.gpt import tensor_problems
+from megapipe.spec.layers import tensor_problems
 from megapipe.spec.parameters import ParameterSpec
 
 VOCABULARY_DIVISOR = 128

@@ -1,6 +1,6 @@
 """What collectives take over links: rings, and rings inside nodes joined by rings between them.
 
-n members, M bytes of the whole buffer as `spec.communication.Exchange` counts them, a latency a step. A ring forwards
+n members, M bytes of the whole buffer as `spec.ops.Exchange` counts them, a latency a step. A ring forwards
 M / n bytes a step, over every link at once, so its slowest link sets the pace; an all-gather or reduce-scatter takes
 n - 1 steps (Thakur, Rabenseifner and Gropp 2005, doi 10.1177/1094342005051521, section 4.1), an all-reduce both.
 Between nodes the members of one local index form a ring each, and share the node's adapters: of an all-reduce that is
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megapipe.layout.hardware.description import IntraNodeLink
-from megapipe.spec.communication import Exchange, Operation
+from megapipe.spec.ops import Exchange, Operation
 
 
 @dataclass(frozen=True)

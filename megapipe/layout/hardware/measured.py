@@ -55,7 +55,7 @@ class MeasuredWait(LayerRow):
 class MeasuredCollective:
     """A collective of `ranks` ranks of one node: a call takes latency + bytes / bandwidth.
 
-    Bytes are those of the whole buffer, as `spec.communication.Exchange` counts them. over: what carries it. busy:
+    Bytes are those of the whole buffer, as `spec.ops.Exchange` counts them. over: what carries it. busy:
     processor seconds that a rank spends in a second of it, 0 where a device of its own does the work.
     """
 

@@ -18,7 +18,7 @@ from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.layout.hardware.collectives import CollectiveTime, GroupLinks, collective_time
 from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, NodeGroup
-from megapipe.spec.communication import Operation
+from megapipe.spec.ops import Operation
 
 Numbers = npt.NDArray[np.int64]
 

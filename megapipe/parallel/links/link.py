@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
 from megapipe.parallel.errors import CommunicationError
 from megapipe.parallel.groups import Group
-from megapipe.spec.communication import MESSAGES_IN_FLIGHT
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from megapipe.planner.training_time.layouts import (
     shortest,
 )
 from megapipe.planner.training_time.megatron import training_seconds
-from megapipe.spec.experts import active_parameters
+from megapipe.spec.layers import active_parameters
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.collectives import CollectiveTime, GroupLinks, collective_time
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.layer_times import PhaseSeconds
-from megapipe.spec.communication import Exchange
+from megapipe.spec.ops import Exchange
 from megapipe.spec.parameters import LayerSpec
 
 

@@ -11,7 +11,7 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import Floats, StageCosts
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import KIND, STAGE, VERSION, Kind
-from megapipe.spec.memory import ELEMENT_BYTES
+from megapipe.spec.dtypes import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSec
 from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.galvatron.costs import overlapped
-from megapipe.spec.compute import Flops
+from megapipe.spec.ops import Flops
 from megapipe.spec.parameters import LayerSpec
 
 

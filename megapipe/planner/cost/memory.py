@@ -10,12 +10,12 @@ import numpy as np
 
 from megapipe.layout.hardware.device_type import hardware_device_type
 from megapipe.layout.scheduling import schedule_options
-from megapipe.layout.units import Unit, UnitCosts
+from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
+from megapipe.layout.units import StateBytes, Unit, UnitCosts
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.held_by_ranks import held_by_ranks
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.spec.communication import MESSAGES_IN_FLIGHT
-from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision, StateBytes
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.parameters import LayerSpec
 from megapipe.spec.temporaries import Phase
 

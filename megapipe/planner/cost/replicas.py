@@ -8,11 +8,12 @@ import numpy.typing as npt
 
 from megapipe.layout.hardware.collectives import GroupLinks, ring_time
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.traffic import scalar_exchanges
 from megapipe.layout.units import Unit
 from megapipe.planner.cost.exchanges import group_seconds
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.spec.communication import Exchange, scalar_exchanges
-from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.ops import Exchange
 
 Floats = npt.NDArray[np.float64]
 

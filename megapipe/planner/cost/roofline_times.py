@@ -9,7 +9,7 @@ from megapipe.layout.units import Unit, UnitCosts
 from megapipe.planner.cost.kernels import LayerKernels
 from megapipe.planner.cost.layer_times import LayerSeconds, PhaseSeconds
 from megapipe.planner.cost.updates import muon_seconds, update_seconds
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
 from megapipe.spec.parameters import LayerSpec
 
 SOURCE = "roofline of the device (Williams et al. 2009), products by its efficiency"
@@ -32,10 +32,10 @@ class RooflineTimes:
     def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
         """Of all kernels of a micro-batch, and of those that are made again inside its backward. Replicas and the
         pipeline change nothing about them."""
-        by_phase = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "again": 0.0}
+        by_phase = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "recompute": 0.0}
         for kernel in LayerKernels(config, layer, self.device, self.megatron_kernels):
             by_phase[kernel.phase] += kernel.time.seconds
-        again = by_phase.pop("again")
+        again = by_phase.pop("recompute")
         return PhaseSeconds(**by_phase), again
 
     def update(self, config: PretrainConfig, layer: LayerSpec) -> float:

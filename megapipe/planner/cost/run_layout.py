@@ -21,8 +21,9 @@ from megapipe.schedules.generators.registry import find_generator
 from megapipe.schedules.load_file import read_file
 from megapipe.schedules.offload import Offload
 from megapipe.spec.attention_path import attention_path
-from megapipe.spec.compute import Flops, layer_flops
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
+from megapipe.spec.layers import layer_flops
+from megapipe.spec.ops import Flops
 from megapipe.spec.parameters import tied_names
 
 

@@ -11,6 +11,7 @@ from megapipe.layout.moves import moves_to_host
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.rank import RankPrediction
 from megapipe.layout.scheduling import build_schedule
+from megapipe.layout.units import StateBytes
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
 from megapipe.planner.cost.host_copies import HostCopies, host_copies
@@ -21,7 +22,6 @@ from megapipe.planner.cost.step_time import hop_seconds
 from megapipe.planner.measured.contended import simulate_measured, traffic_share
 from megapipe.schedules import Costs, Link, Schedule, Simulation, simulate
 from megapipe.schedules.actions import KIND, Kind
-from megapipe.spec.memory import StateBytes
 
 STEPS = 4
 """Steps that a schedule without a flush is simulated for, half of which fill the pipeline."""

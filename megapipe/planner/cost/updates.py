@@ -5,7 +5,7 @@ from math import prod
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Device
 from megapipe.layout.hardware.roofline import matrix_product_time, memory_bound_time
-from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.parameters import ParameterSpec
 
 

@@ -24,7 +24,7 @@ from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.planner.search.stage_limits import StageLimiter
 from megapipe.planner.search.stage_seconds import StageSeconds
 from megapipe.schedules.generators.registry import find_generator
-from megapipe.spec.memory import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 
 Floats = npt.NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from megapipe.planner.cost.layer_times import LayerTimes, PhaseSeconds
 from megapipe.planner.search.layouts import Shape
 from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.spec.attention_path import attention_path
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
 from megapipe.spec.parameters import LayerSpec, tied_names
 
 

@@ -17,7 +17,7 @@ from megapipe.layout.scheduling import schedule_problems
 from megapipe.layout.validation import context_problems
 from megapipe.planner.search.space import MIN_CONTEXT_TOKENS, Recompute, SearchSpace, ZeroStage, check_request
 from megapipe.schedules.generators.registry import find_generator
-from megapipe.spec.gpt import tensor_problems
+from megapipe.spec.layers import tensor_problems
 
 Value = TypeVar("Value")
 

@@ -15,7 +15,7 @@ from megapipe.planner.galvatron.costs import STATES, EqualDevices, LayerProfile
 from megapipe.planner.galvatron.search import Plan, search
 from megapipe.planner.galvatron.strategies import Strategy
 from megapipe.planner.search.profiles import layer_figures, machine_figures
-from megapipe.spec.gpt import tensor_problems
+from megapipe.spec.layers import tensor_problems
 
 ADVICE = "this is a paper's method; megapipe cannot train it, because it uses one strategy for all layers"
 

@@ -14,7 +14,7 @@ from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.spec.attention_path import attention_path
-from megapipe.spec.memory import Precision
+from megapipe.spec.dtypes import Precision
 
 
 @dataclass(frozen=True)

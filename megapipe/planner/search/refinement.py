@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.node_order import OrderCost, best_node_order
+from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import num_stages
 from megapipe.layout.stages import StageLayout, layers_of
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
@@ -15,7 +16,7 @@ from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.findings import Found
 from megapipe.schedules.balance import balance_layers
-from megapipe.spec.memory import FULL_BYTES, Precision, boundary_bytes
+from megapipe.spec.dtypes import FULL_BYTES
 
 
 @dataclass
@@ -76,14 +77,7 @@ class Refiner:
         parallel = config.parallel
         sizes = {"data": parallel.data or 1, "pipeline": parallel.pipeline}
         sizes |= {"context": parallel.context, "tensor": parallel.tensor}
-        precision: Precision = config.training.precision  # type: ignore[assignment]
-        message = boundary_bytes(
-            config.model,
-            config.batch.micro_size,
-            config.data.sequence_length // parallel.context,
-            precision,
-            sequence_shards=parallel.sequence_shards,
-        )
+        message = layout_costs(config).stream
         elements = sum(spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values())
         gradients = FULL_BYTES * elements / (parallel.tensor * parallel.pipeline)
         try:

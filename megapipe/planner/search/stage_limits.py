@@ -6,7 +6,7 @@ from functools import cache
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import layers_of, predictions_of
-from megapipe.spec.compute import layer_flops
+from megapipe.spec.layers import layer_flops
 
 SLACK = 1e-9
 """Relative, on the side of more blocks, against the rounding of sums of FLOPs."""

@@ -19,7 +19,7 @@ from megapipe.layout.hardware.writer import written
 from megapipe.layout.validation import context_problems
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.measured.shape import shape_of
-from megapipe.spec.gpt import tensor_problems
+from megapipe.spec.layers import tensor_problems
 from megapipe.training.calibration.device import device_name, measured_bandwidth, measured_products, memory_bytes
 from megapipe.training.calibration.layers import Cell, StepTimes, cells, measure_cell
 from megapipe.training.calibration.ranks import on_ranks

@@ -15,7 +15,7 @@ from megapipe.layout.hardware.collectives import (
     send_time,
 )
 from megapipe.layout.hardware.description import IntraNodeLink
-from megapipe.spec.communication import Exchange, Operation
+from megapipe.spec.ops import Exchange, Operation
 
 FAST = IntraNodeLink(latency=1e-6, bandwidth=300e9, pair_bandwidth=300e9)
 RINGS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")

@@ -8,7 +8,7 @@ from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.exchanges import exchanges_seconds, layer_exchange_seconds, shard_groups
 from megapipe.spec.attention_path import attention_path
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from tests.planner.cost.runs import SELENE, SMALL, config_of
 
 INSIDE = IntraNodeLink(1e-6, 100.0, 50.0)
@@ -18,7 +18,7 @@ INSIDE = IntraNodeLink(1e-6, 100.0, 50.0)
 @pytest.mark.parametrize("group", ["tensor", "context"])
 def test_phases_add_up_to_a_micro_batch(sequence: bool, group: str) -> None:
     config = config_of(parallel={"tensor": 4, "context": 2, "sequence": sequence})
-    layers = gpt_layers(SMALL)
+    layers = model_layers(SMALL)
     costs = LayoutCosts(config, layers, 1, attention_path(SMALL, "bf16", "cuda", 1024), 64)
     placement = Placement(SELENE, {"tensor": 4, "context": 2})
     for layer in (layers[0], layers[1], layers[-1]):

@@ -17,12 +17,12 @@ from megapipe.layout.hardware.writer import written
 from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.plan import search_speed
-from megapipe.spec.gpt import gpt_layers
-from megapipe.spec.memory import activation_bytes
+from megapipe.spec.layers import model_layers
 from tests.planner.command.plan import ROOT, json_of, output
 from tests.planner.cost.runs import SMALL, config_of, machine
 from tests.planner.measured.machines import machine as measured_machine
 from tests.planner.measured.machines import run as measured_run
+from tests.spec.sizes import predicted_bytes
 
 NO_TIME = 1e30
 STATE = {"optimizer": True}
@@ -89,7 +89,7 @@ def test_the_closed_form_is_near_the_simulation(offload: dict[str, Any], pipelin
 def test_optimizer_state_goes_both_ways_at_once_behind_the_step() -> None:
     """12 bytes a parameter in bf16 with AdamW: master and two moments, in fp32 each; docs/offload.md has 0.48 s for a
     billion parameters at 25 GB/s. The last unit's way out comes besides."""
-    parameters = sum(spec.num_elements for layer in gpt_layers(SMALL) for spec in layer.parameters.values())
+    parameters = sum(spec.num_elements for layer in model_layers(SMALL) for spec in layer.parameters.values())
     found = predict(run(STATE), on(25e9)).estimate.seconds_of("offload")
     once = 12 * parameters / 25e9
     assert once <= found <= once * (1 + 1 / (SMALL.num_layers + 2)) * 1.01
@@ -98,7 +98,7 @@ def test_optimizer_state_goes_both_ways_at_once_behind_the_step() -> None:
 
 def test_a_link_that_is_the_bottleneck_carries_every_block_of_every_micro_batch() -> None:
     """In a pipeline of one rank a step takes at least as long as its blocks' way out, and their way back."""
-    kept = activation_bytes(SMALL, gpt_layers(SMALL)[1], 2, 1024, "bf16", "sdpa")
+    kept = predicted_bytes(SMALL, model_layers(SMALL)[1], 2, 1024, "bf16", "sdpa")
     bandwidth = 1e9
     blocks = SMALL.num_layers - 1  # the last one's backward follows at once: it stays
     found = predict(run(BLOCKS), on(bandwidth)).estimate.step_seconds

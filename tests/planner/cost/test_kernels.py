@@ -10,9 +10,7 @@ from megapipe.layout.hardware.description import Efficiency
 from megapipe.planner.cost.kernels import UNFUSED_LOSS_BYTES, LayerKernels
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.spec.bert import bert_layers
-from megapipe.spec.compute import layer_flops
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import layer_flops, model_layers
 from tests.planner.cost.runs import SMALL, config_of, machine
 
 DEVICE = machine().groups[0].device
@@ -34,7 +32,7 @@ def test_products_of_a_layer_are_the_flops_that_costs_counts(shape: str, tensor:
     """Unfused attention computes every pair of tokens, which is what `layer_flops` counts; a ring is fused."""
     model = replace(SHAPES[shape], attention="unfused")
     config = config_of(model, parallel={"tensor": tensor, "context": context}, batch={"micro_size": 3})
-    for layer in gpt_layers(model):
+    for layer in model_layers(model):
         counted = layer_flops(model, layer, 3, 1024)
         if context == 1 or layer.kind != "block":
             padding = 1.0 if layer.kind != "head" else -(-1024 // tensor // 64) * 64 * tensor / 1024
@@ -48,7 +46,7 @@ def test_products_of_a_layer_are_the_flops_that_costs_counts(shape: str, tensor:
 
 def test_fused_causal_attention_computes_half_and_its_backward_five_products_for_two() -> None:
     """Dao 2023, arXiv 2307.08691, sections 2.3 and 4.1; a BERT sees all pairs."""
-    block = gpt_layers(SMALL)[1]
+    block = model_layers(SMALL)[1]
     pairs = 2 * 2 * SMALL.hidden_size * 1024**2
     config = config_of(replace(SMALL, attention="sdpa"))
     fused = {
@@ -58,7 +56,7 @@ def test_fused_causal_attention_computes_half_and_its_backward_five_products_for
     bert = BertModelConfig(num_layers=2, hidden_size=2048, num_heads=16, attention="sdpa")
     run = BertPretrainConfig(model=bert)
     run.training.precision = "bf16"
-    both = [e for e in LayerKernels(run, bert_layers(bert)[1], DEVICE) if "fused" in e.name and e.phase == "forward"]
+    both = [e for e in LayerKernels(run, model_layers(bert)[1], DEVICE) if "fused" in e.name and e.phase == "forward"]
     assert both[0].time.compute * PEAK == pytest.approx(2 * 2 * 2048 * 512**2)
 
 
@@ -66,7 +64,7 @@ def test_kernels_that_only_move_bytes_take_their_bytes_over_the_bandwidth_that_i
     device = replace(DEVICE, efficiency=Efficiency(memory=0.5))
     config = config_of(batch={"micro_size": 2})
     stream = 2 * 1024 * SMALL.hidden_size * 2
-    block, head = gpt_layers(SMALL)[1], gpt_layers(SMALL)[-1]
+    block, head = model_layers(SMALL)[1], model_layers(SMALL)[-1]
     norm = next(each for each in LayerKernels(config, block, device) if each.name == "mlp_norm")
     assert norm.time.seconds == pytest.approx(2 * stream / 1e12)
     fused, unfused = (
@@ -79,7 +77,7 @@ def test_kernels_that_only_move_bytes_take_their_bytes_over_the_bandwidth_that_i
 
 def test_selective_recomputation_runs_again_what_it_names_and_full_the_forward() -> None:
     model = replace(SMALL, attention="unfused", attention_dropout=0.1)
-    block, times = gpt_layers(model)[1], RooflineTimes(DEVICE)
+    block, times = model_layers(model)[1], RooflineTimes(DEVICE)
 
     def again(**recompute: object) -> float:
         return times.of(config_of(model, recompute=recompute), block).recompute
@@ -91,13 +89,13 @@ def test_selective_recomputation_runs_again_what_it_names_and_full_the_forward()
     assert min(parts) > 0
     assert sum(parts) == pytest.approx(again(method="selective"))
     assert sum(parts) < forward
-    head = gpt_layers(model)[-1]
+    head = model_layers(model)[-1]
     logits = times.of(config_of(model, recompute={"logits": True}), head).recompute
     assert logits >= layer_flops(model, head, 1, 1024).forward / PEAK
 
 
 def test_sequence_parallelism_shares_the_norms_and_tensor_parallelism_the_products() -> None:
-    block, times = gpt_layers(SMALL)[1], RooflineTimes(DEVICE)
+    block, times = model_layers(SMALL)[1], RooflineTimes(DEVICE)
     whole, shared = (
         times.of(config_of(parallel={"tensor": 4, "sequence": sequence}), block) for sequence in (False, True)
     )
@@ -109,7 +107,7 @@ def test_sequence_parallelism_shares_the_norms_and_tensor_parallelism_the_produc
 def test_fp8_products_run_at_their_own_peak_where_the_device_has_one() -> None:
     fast = replace(DEVICE, peak_flops={**DEVICE.peak_flops, "fp8": 600e12})
     config = config_of(training={"fp8": "rowwise", "fp8_first_kept": 1}, batch={"micro_size": 4})
-    kept, chosen = gpt_layers(SMALL)[1], gpt_layers(SMALL)[2]
+    kept, chosen = model_layers(SMALL)[1], model_layers(SMALL)[2]
     assert (
         RooflineTimes(fast).of(config, kept).backward_weight > RooflineTimes(fast).of(config, chosen).backward_weight
     )
@@ -118,7 +116,7 @@ def test_fp8_products_run_at_their_own_peak_where_the_device_has_one() -> None:
 
 def test_updates_move_the_optimizers_bytes() -> None:
     """AdamW in bf16: gradient three times, master and two moments there and back, new weights: 38 bytes each."""
-    block = gpt_layers(SMALL)[1]
+    block = model_layers(SMALL)[1]
     seconds = RooflineTimes(DEVICE).of(config_of(), block).update
     elements = sum(spec.num_elements for spec in block.parameters.values())
     assert seconds == pytest.approx(elements * (3 * 4 + 2 * 2 * 4 + 2 * 4 + 2) / 2e12, rel=1e-3)
@@ -132,4 +130,4 @@ def test_updates_move_the_optimizers_bytes() -> None:
 
 def test_the_roofline_is_one_way_to_know_times_of_layers() -> None:
     times: LayerTimes = RooflineTimes(DEVICE)
-    assert "roofline" in times.of(config_of(), gpt_layers(SMALL)[1]).source
+    assert "roofline" in times.of(config_of(), model_layers(SMALL)[1]).source

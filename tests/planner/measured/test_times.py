@@ -16,10 +16,10 @@ from megapipe.planner.measured.times import MeasuredTimes, at_ease, between, is_
 from megapipe.planner.search.plan import Effort
 from megapipe.planner.search.search import QUICK, search
 from megapipe.planner.search.space import SearchSpace
-from megapipe.spec.gpt import gpt_layers
+from megapipe.spec.layers import model_layers
 from tests.planner.measured.machines import DEVICE, MODEL, machine, run
 
-EMBEDDING, BLOCK, *_, HEAD = gpt_layers(MODEL)
+EMBEDDING, BLOCK, *_, HEAD = model_layers(MODEL)
 AT_EASE = Contention(1, 1.0), Contention(4, 1.0)
 
 
@@ -89,7 +89,7 @@ def test_updates_go_by_the_elements_that_a_rank_owns() -> None:
 )
 def test_another_shape_is_the_rooflines_and_says_so(config, why) -> None:  # type: ignore[no-untyped-def]
     """The file's device is a quarter of a busy machine: a rank by itself is faster than that."""
-    layer = gpt_layers(config.model)[1]
+    layer = model_layers(config.model)[1]
     found, roofline = MeasuredTimes(machine(), contended=False).of(config, layer), RooflineTimes(DEVICE)
     assert why in found.source
     assert found.forward == pytest.approx(roofline.of(config, layer).forward / 2.3)
@@ -168,7 +168,7 @@ def test_how_tokens_are_shared_matters_to_layers_that_share_them_alone() -> None
 def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
     """One rank: its layers, its update and what the engine takes around 2 x 8 actions, and nothing else."""
     config, times = run(), MeasuredTimes(machine())
-    layers = [times.of(config, layer) for layer in gpt_layers(MODEL)]
+    layers = [times.of(config, layer) for layer in model_layers(MODEL)]
     work = 8 * sum(each.forward + each.backward_input + each.backward_weight for each in layers)
     work += sum(each.update for each in layers)
     assert estimate(config, machine()).step_seconds == pytest.approx(work)

@@ -13,7 +13,7 @@ from megapipe.planner.search.per_layer import per_layer
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.profiles import layer_figures, machine_figures
 from megapipe.planner.search.two_buffered import two_buffered_plan
-from megapipe.spec.memory import FULL_BYTES
+from megapipe.spec.dtypes import FULL_BYTES
 from tests.planner.search.runs import machine, run
 
 

@@ -1,0 +1,122 @@
+"""The layers of a model in order, with every parameter declared once, and what a layer's ops amount to."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.spec.ops import Flops, MicrobatchShape, Op, total_flops
+from megapipe.spec.parameters import LayerKind, LayerSpec
+from megapipe.spec.transformer import ROUTER, bert_head_ops, block_ops, embedding_ops, gpt_head_ops
+
+
+def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the layers of a model in order: `embedding`, `blocks.0` to `blocks.{num_layers - 1}`, `head`.
+
+    Shapes are the global canonical ones, in which every tensor-parallel shard is one box. With tied embeddings the
+    head's `output.weight` is the spec of the embedding's `word.weight` itself.
+    """
+    shape = MicrobatchShape(model)
+    embedding = _layer("embedding", "embedding", 0, embedding_ops(shape))
+    block = tuple(block_ops(shape))
+    blocks = (_layer(f"blocks.{index}", "block", index, block) for index in range(model.num_layers))
+    head = _layer("head", "head", 0, _head_ops(shape))
+    if model.tie_embeddings:
+        head.parameters["output.weight"] = embedding.parameters["word.weight"]
+    return (embedding, *blocks, head)
+
+
+def layer_ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
+    """Return the ops of a kind of layer for a micro-batch on one rank."""
+    kinds = {"embedding": embedding_ops, "block": block_ops, "head": _head_ops}
+    return tuple(kinds[kind](shape))
+
+
+def _head_ops(shape: MicrobatchShape) -> Iterable[Op]:
+    return bert_head_ops(shape) if isinstance(shape.model, BertModelConfig) else gpt_head_ops(shape)
+
+
+def layer_flops(
+    model: ModelConfig,
+    layer: LayerSpec,
+    micro_size: int,
+    sequence_length: int,
+    predictions: int | None = None,
+    recompute_logits: bool = False,
+) -> Flops:
+    """Return the FLOPs of a micro-batch of `micro_size` samples of `sequence_length` tokens, padding not counted.
+
+    predictions: tokens of a sample that the head predicts, by default all. recompute_logits: the backward recomputes
+    the logits.
+    """
+    shape = MicrobatchShape(
+        model, micro_size, sequence_length, predictions=predictions, recompute_logits=recompute_logits
+    )
+    return total_flops(layer_ops(layer.kind, shape))
+
+
+def model_flops_per_token(
+    model: ModelConfig, layers: tuple[LayerSpec, ...], sequence_length: int, predictions: int | None = None
+) -> int:
+    """Return the FLOPs of forward and backward per trained token: times tokens per second, over the devices' peak,
+    gives MFU."""
+    per_sample = sum(layer_flops(model, layer, 1, sequence_length, predictions).total for layer in layers)
+    return per_sample // sequence_length
+
+
+def has_experts(layer: LayerSpec) -> bool:
+    """Return whether a layer is a block with experts."""
+    return ROUTER in layer.parameters
+
+
+def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
+    """Return the parameters that one token uses, tied ones once: all but those of experts that it does not choose."""
+    used = {}
+    for layer in layers:
+        for path, spec in layer.parameters.items():
+            of_experts = path.startswith(("mlp.up.", "mlp.down.")) and has_experts(layer)
+            one = spec.num_elements // (model.num_experts or 1) * model.experts_per_token
+            used[spec.name] = one if of_experts else spec.num_elements
+    return sum(used.values())
+
+
+def load_variations(model: ModelConfig, squared_loads: Sequence[float], tokens: int) -> list[float]:
+    """Return for each block the standard deviation over the mean of its experts' numbers of tokens.
+
+    It is 0 where all experts got the same number; the one that got most has at most 1 + variation x sqrt(experts - 1)
+    times the mean. squared_loads: of each block the sum over its experts of squared loads, a load being what an expert
+    got beyond the mean, times the number of experts. tokens: tokens that the experts shared.
+    """
+    pairs = tokens * model.experts_per_token
+    return [math.sqrt(squares / (model.num_experts or 1)) / pairs for squares in squared_loads]
+
+
+def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
+    """Return why `tensor_size` ranks cannot shard the matrices of this model, one message per rule; empty if they can.
+
+    The vocabulary is padded, so that any number of ranks can shard it.
+    """
+    if tensor_size < 1:
+        return [f"parallel.tensor is {tensor_size}; it must be at least 1"]
+    lengths = {"model.num_heads": model.num_heads}
+    if model.num_experts is None:
+        lengths["model.ffn_hidden_size"] = model.ffn_size
+    else:
+        lengths["model.num_experts"] = model.num_experts
+    if model.num_kv_heads is not None:
+        lengths["model.num_kv_heads"] = model.num_kv_heads
+    common = math.gcd(*lengths.values())
+    working = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    return [
+        f"{name} {length} is not divisible by parallel.tensor {tensor_size}; "
+        f"tensor sizes that divide this model: {working}"
+        for name, length in lengths.items()
+        if length % tensor_size
+    ]
+
+
+def _layer(name: str, kind: LayerKind, index: int, ops: Iterable[Op]) -> LayerSpec:
+    """Return a layer of the parameters of its ops, with its name in front of their global names."""
+    parameters = {spec.name: replace(spec, name=f"{name}.{spec.name}") for op in ops for spec in op.weights}
+    return LayerSpec(name, kind, index, parameters)

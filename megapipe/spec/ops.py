@@ -1,0 +1,336 @@
+"""A layer as a list of ops: what each op holds, computes, exchanges and launches, declared once.
+
+Everything that a planner, a dry run, a simulator or a memory check wants to know about a layer is a sum over its ops:
+parameters, tensors saved for the backward, tensors that the weight half of a split backward needs, FLOPs, collectives
+and kernels. Saved tensors are named values, not byte counts, so that a tensor that two ops read counts once and a
+recomputed one is replaced by what it is computed from.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputedPart
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, AttentionPath, ContextAttention, Precision
+from megapipe.spec.parameters import ParameterSpec
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+KernelPhase = Literal["forward", "backward_input", "backward_weight", "recompute"]
+
+
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """One micro-batch on one rank of a layout: what the sizes of a layer's ops depend on.
+
+    micro_size: samples of a micro-batch. sequence_length: tokens of a whole sample. attention: its path. tensor:
+    tensor ranks. alignment: rows of a padded vocabulary shard are multiples of it. sequence_parallel: tensor ranks
+    shard the tokens between matrix products, in sequence_chunks pieces. context: ranks that shard each sample, by
+    context_attention. predictions: masked tokens of a sample that a BERT's head predicts on this rank; None for all
+    tokens. recompute: parts of a block that the backward recomputes. recompute_logits: the head saves no logits.
+    isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a mask.
+    fp8: matrix products of blocks are in fp8; tensorwise_fp8: with scales that the tensor ranks agree on.
+    stored_masks: dropout keeps its mask for the backward (on a GPU the kernels recompute it). repeats_keys: attention
+    needs a key and value head for each query head.
+    """
+
+    model: ModelConfig
+    micro_size: int = 1
+    sequence_length: int = 1
+    precision: Precision = "fp32"
+    attention: AttentionPath = "sdpa"
+    tensor: int = 1
+    alignment: int = 1
+    sequence_parallel: bool = False
+    sequence_chunks: int = 1
+    context: int = 1
+    context_attention: ContextAttention = "ring"
+    predictions: int | None = None
+    recompute: frozenset[RecomputedPart] = frozenset()
+    recompute_logits: bool = False
+    isolate_documents: bool = False
+    document_blocks: bool = False
+    fp8: bool = False
+    tensorwise_fp8: bool = False
+    stored_masks: bool = True
+    repeats_keys: bool = False
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of a sample on the tensor ranks of one context rank."""
+        return self.sequence_length // self.context
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch on the tensor ranks of one context rank."""
+        return self.micro_size * self.local_length
+
+    @property
+    def shards(self) -> int:
+        """Tensor ranks that shard the tokens between matrix products."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of the residual stream of all `tokens`."""
+        return self.tokens * self.model.hidden_size * self.width
+
+    @cached_property
+    def own_stream(self) -> int:
+        """Bytes of the residual stream of the tokens that this rank has between matrix products."""
+        return self.stream // self.shards
+
+    def statistics(self, rows: int) -> int:
+        """Bytes of the fp32 statistics of `rows` normalised rows: mean and deviation, or the deviation alone."""
+        return rows * FULL_BYTES * (2 if self.model.normalization == "layer_norm" else 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the head's logits."""
+        return self.tokens if self.predictions is None else self.micro_size * self.predictions
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows that the experts of this rank process if all experts are chosen equally often."""
+        return self.tokens * self.model.experts_per_token // self.tensor
+
+
+class Value(NamedTuple):
+    """A tensor that a forward leaves for the backward, or the input half of a backward for the weight half.
+
+    bytes: of its whole storage on this rank; a view counts as the tensor that it keeps alive. part: what
+    recompute.parts calls the part of the block that can recompute it, from `sources`.
+    """
+
+    name: str
+    bytes: int
+    part: RecomputedPart | None = None
+    sources: tuple["Value", ...] = ()
+
+
+class Collective(NamedTuple):
+    """Calls that all ranks of a group make for one micro-batch.
+
+    elements: as in `Exchange`. forward, backward: calls in a forward and in a whole backward. input_half, weight_half:
+    calls in the halves of a split one, which together may be more: sequence parallelism gathers twice in a whole
+    backward and four times in a split one. input_half None stands for `backward`.
+    """
+
+    group: Literal["tensor", "context"]
+    operation: Operation
+    elements: int
+    element_bytes: int
+    forward: int = 0
+    backward: int = 0
+    input_half: int | None = None
+    weight_half: int = 0
+
+    @property
+    def split_backward(self) -> int:
+        """Calls in both halves of a split backward."""
+        return (self.backward if self.input_half is None else self.input_half) + self.weight_half
+
+
+class Kernel(NamedTuple):
+    """Executed work: a matrix product, or a pass over memory.
+
+    product: rows, inner size, columns and number of such products, all on this rank; None for a pass. moved: bytes
+    read and written, where these are not the product's operands and result. dtype: number format of the product where
+    the device has it. out_bytes: of an element of the product's result. compute: factor of the product's FLOPs (causal
+    attention computes half of all pairs). times: factor of everything. mask: further bytes where dropout masks are
+    stored.
+    """
+
+    name: str
+    phase: KernelPhase
+    product: tuple[int, int, int, int] | None = None
+    moved: float | None = None
+    dtype: str = "fp32"
+    out_bytes: int | None = None
+    compute: float = 1.0
+    times: float = 1.0
+    mask: int = 0
+
+
+class Flops(NamedTuple):
+    """FLOPs of one micro-batch, over all tensor and context ranks together, from matrix products alone.
+
+    A product of [m, k] by [k, n] counts 2 m k n. Not counted are norms, activations, softmax, dropout, biases,
+    rotations, table look-ups and the recomputation inside fused attention: these are the model's FLOPs (Narayanan et
+    al., 2021, arXiv 2104.04473, equation 3), the numerator of MFU. Causal attention counts in full, as that paper
+    does: every query meets all keys of the sequence, or all of its sliding window. Experts count that a token goes to.
+
+    backward_input: gradients of activations. backward_weight: gradients of weights. A whole backward is their sum and
+    what is `recomputed` of the forward.
+    """
+
+    forward: int = 0
+    backward_input: int = 0
+    backward_weight: int = 0
+    recomputed: int = 0
+
+    @property
+    def total(self) -> int:
+        """Forward and backward without recomputation."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    @property
+    def executed(self) -> int:
+        """Forward and backward with recomputation: the measure of a stage's work, not of the model's."""
+        return self.total + self.recomputed
+
+
+NO_FLOPS = Flops()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of a layer.
+
+    weights: parameters, named by their path in the layer. gathered: its weights that tensor ranks hold whole see the
+    tokens of all of them also under sequence parallelism, so that their gradients need no sum. saves: what its
+    backward reads. weight_needs: what the weight half of a split backward reads, gradients included. uses: ops of the
+    kernel registry that it calls, with the length of the last axis.
+    """
+
+    name: str
+    weights: tuple[ParameterSpec, ...] = ()
+    gathered: bool = False
+    saves: tuple[Value, ...] = ()
+    weight_needs: tuple[Value, ...] = ()
+    flops: Flops = NO_FLOPS
+    collectives: tuple[Collective, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    uses: tuple[tuple[str, int], ...] = ()
+
+
+class Exchange(NamedTuple):
+    """One kind of call that all members of a group make.
+
+    elements: of the whole buffer, over all members: what an all-reduce sums, what an all-gather returns, what a
+    reduce-scatter starts from; of an all-to-all what each member gives; of a send the message. element_bytes: bytes of
+    one. calls: number of calls.
+    """
+
+    operation: Operation
+    elements: int
+    element_bytes: int
+    calls: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffers of all calls together."""
+        return self.elements * self.element_bytes * self.calls
+
+    def sent(self, members: int) -> float:
+        """Return the bytes that each of `members` ranks sends, by rings, which send least.
+
+        An all-reduce is a reduce-scatter and an all-gather, (members - 1) / members of the buffer each.
+        """
+        if self.operation == "send":
+            return float(self.bytes)
+        passes = 2 if self.operation == "all_reduce" else 1
+        return passes * self.bytes * (members - 1) / members
+
+
+def saved_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = ()) -> int:
+    """Return the bytes that a micro-batch's forward leaves on one rank for the backward.
+
+    Not counted: rotary tables that all micro-batches share, and the micro-batch's own tokens, labels and loss mask.
+    """
+    return _distinct_bytes((value for op in ops for value in op.saves), recompute)
+
+
+def weight_half_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = ()) -> int:
+    """Return the bytes that the input half of a split backward leaves on one rank for the weight half.
+
+    Of a GPT block's matrix products that is the 32 s b h bytes in half precision of Qi et al. (2023, arXiv 2401.10241,
+    table 1), who leave the norms out.
+    """
+    return _distinct_bytes((value for op in ops for value in op.weight_needs), recompute)
+
+
+def _distinct_bytes(values: Iterable[Value], recompute: Iterable[RecomputedPart]) -> int:
+    """Sum the storages: each once, and the sources of a recomputed value in its place."""
+    held: dict[str, int] = {}
+    waiting = list(values)
+    while waiting:
+        name, size, part, sources = waiting.pop()
+        if part is not None and part in recompute:
+            waiting.extend(sources)
+        else:
+            held[name] = max(held.get(name, 0), size)
+    return sum(held.values())
+
+
+def total_flops(ops: Iterable[Op]) -> Flops:
+    """Return the FLOPs of all ops."""
+    return Flops(*map(sum, zip(*(op.flops for op in ops), strict=True)))
+
+
+def exchanges(ops: Iterable[Op], *, forwards: int = 1, split: bool = False) -> dict[str, list[Exchange]]:
+    """Return by group what one micro-batch exchanges in `forwards` forwards and one backward; split: in two halves."""
+    found: dict[str, list[Exchange]] = {}
+    for op in ops:
+        for each in op.collectives:
+            calls = each.forward * forwards + (each.split_backward if split else each.backward)
+            found.setdefault(each.group, []).append(Exchange(*each[1:4], calls))
+    return found
+
+
+def partial_elements(ops: Iterable[Op]) -> int:
+    """Return the elements of weights that every tensor rank holds whole and applies to its own tokens alone.
+
+    Under sequence parallelism their gradients are summed over the tensor ranks, in fp32, before any other sum.
+    """
+    return sum(
+        spec.num_elements for op in ops if not op.gathered for spec in op.weights if spec.partition_axis is None
+    )
+
+
+def linear_flops(rows: int, elements: int, recomputed: bool = False) -> Flops:
+    """Return the FLOPs of a matrix of so many elements that multiplies `rows` rows."""
+    once = 2 * rows * elements
+    return Flops(once, once, once, once if recomputed else 0)
+
+
+def linear_kernels(
+    name: str, rows: int, inner: int, columns: int, *, dtype: str, width: int, times: float = 1.0, again: bool = False
+) -> tuple[Kernel, ...]:
+    """Return a linear layer's three products, and the first one again if the backward recomputes it."""
+    forward = Kernel(name, "forward", (rows, inner, columns, 1), dtype=dtype, out_bytes=width, times=times)
+    return (
+        forward,
+        *([forward._replace(phase="recompute")] if again else []),
+        forward._replace(
+            name=f"{name}, gradient of its input", phase="backward_input", product=(rows, columns, inner, 1)
+        ),
+        # A product reads and writes the fp32 sum that it adds to.
+        forward._replace(
+            name=f"{name}, gradient of its weight",
+            phase="backward_weight",
+            product=(inner, rows, columns, 1),
+            out_bytes=2 * FULL_BYTES,
+        ),
+    )
+
+
+def passes(name: str, forward: float, backward: float, *, again: bool = False, mask: int = 0) -> tuple[Kernel, ...]:
+    """Return a kernel that only reads and writes so many bytes, forward and backward."""
+    first = Kernel(name, "forward", moved=forward, mask=mask)
+    return (
+        first,
+        *([first._replace(phase="recompute")] if again else []),
+        Kernel(name, "backward_input", moved=backward, mask=mask),
+    )
+
+
+def registry_uses(ops: Sequence[Op]) -> list[tuple[str, int]]:
+    """Return the ops of the kernel registry that a layer calls, with the length of the last axis, each once."""
+    return list(dict.fromkeys(use for op in ops for use in op.uses))
