@@ -19,7 +19,7 @@ from megapipe.kernels.reference import (
     swiglu,
     weight_gradient,
 )
-from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
+from megapipe.kernels.registry import REFERENCE, Backend, KernelOp, Registry
 
 
 def _triton(name: str) -> Backend:
@@ -40,25 +40,25 @@ CROSS_ENTROPY = ("row_statistics", "logit_gradient", "statistics", "gradient", "
 
 OPS = Registry(
     [
-        Op(
+        KernelOp(
             "layer_norm",
             NORM,
             (_triton("layer_norm"), _cuda("layer_norm"), _apex("layer_norm"), Backend(REFERENCE, layer_norm)),
         ),
-        Op(
+        KernelOp(
             "rms_norm", NORM, (_triton("rms_norm"), _cuda("rms_norm"), _apex("rms_norm"), Backend(REFERENCE, rms_norm))
         ),
-        Op("gelu", ("apply",), (_triton("gelu"), Backend(REFERENCE, gelu))),
-        Op("bias_gelu", ("apply",), (_triton("bias_gelu"), Backend(REFERENCE, bias_gelu))),
-        Op("swiglu", ("apply",), (_triton("swiglu"), Backend(REFERENCE, swiglu))),
-        Op("rotary", ("apply",), (_triton("rotary"), Backend(REFERENCE, rotary))),
-        Op("dropout", ("apply",), (_triton("dropout"), Backend(REFERENCE, dropout))),
-        Op(
+        KernelOp("gelu", ("apply",), (_triton("gelu"), Backend(REFERENCE, gelu))),
+        KernelOp("bias_gelu", ("apply",), (_triton("bias_gelu"), Backend(REFERENCE, bias_gelu))),
+        KernelOp("swiglu", ("apply",), (_triton("swiglu"), Backend(REFERENCE, swiglu))),
+        KernelOp("rotary", ("apply",), (_triton("rotary"), Backend(REFERENCE, rotary))),
+        KernelOp("dropout", ("apply",), (_triton("dropout"), Backend(REFERENCE, dropout))),
+        KernelOp(
             "bias_dropout_residual",
             ("apply",),
             (_triton("bias_dropout_residual"), Backend(REFERENCE, bias_dropout_residual)),
         ),
-        Op(
+        KernelOp(
             "attention_probabilities",
             ("apply",),
             (
@@ -68,29 +68,29 @@ OPS = Registry(
                 Backend(REFERENCE, attention_probabilities),
             ),
         ),
-        Op(
+        KernelOp(
             "softmax",
             ("forward", "input_gradient"),
             (_triton("softmax"), _cuda("softmax"), _apex("softmax", only_requested=True), Backend(REFERENCE, softmax)),
         ),
-        Op("cross_entropy", CROSS_ENTROPY, (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))),
-        Op(
+        KernelOp("cross_entropy", CROSS_ENTROPY, (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))),
+        KernelOp(
             "linear_cross_entropy",
             ("statistics", "statistics_and_gradient", "complete_gradient", "backward"),
             (_triton("linear_cross_entropy"), Backend(REFERENCE, linear_cross_entropy)),
         ),
-        Op("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), _apex("adamw"), Backend(REFERENCE, adamw))),
-        Op(
+        KernelOp("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), _apex("adamw"), Backend(REFERENCE, adamw))),
+        KernelOp(
             "stochastic_rounding",
             ("round_to",),
             (_triton("stochastic_rounding"), Backend(REFERENCE, stochastic_rounding)),
         ),
-        Op(
+        KernelOp(
             "gradient_norm",
             ("squared_norm",),
             (_triton("gradient_norm"), _apex("gradient_norm"), Backend(REFERENCE, gradient_norm)),
         ),
-        Op(
+        KernelOp(
             "weight_gradient",
             ("accumulate",),
             (_apex("weight_gradient", only_requested=True), Backend(REFERENCE, weight_gradient)),

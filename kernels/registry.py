@@ -73,7 +73,7 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Op:
+class KernelOp:
     """An op: functions that every backend supplies, and backends in order of preference, the reference last."""
 
     name: str
@@ -122,7 +122,7 @@ class Registry:
 
     def __init__(
         self,
-        ops: Sequence[Op],
+        ops: Sequence[KernelOp],
         overrides: Mapping[str, str] | None = None,
         preferences: Callable[[], Preferences | None] = lambda: None,
     ) -> None:
@@ -152,7 +152,7 @@ class Registry:
                 )
 
     @property
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> tuple[KernelOp, ...]:
         """Every op, each with its backends in order of preference."""
         return tuple(self._ops.values())
 
@@ -213,7 +213,7 @@ class Registry:
         places = {name: place for place, name in enumerate(measured) if name != REFERENCE}
         return sorted(self._op(op).backends, key=lambda backend: places.get(backend.name, len(measured)))
 
-    def _op(self, name: str) -> Op:
+    def _op(self, name: str) -> KernelOp:
         if name not in self._ops:
             raise KernelError(f"there is no op {name!r}{nearest(name, self._ops)}; ops are {', '.join(self._ops)}")
         return self._ops[name]

@@ -15,7 +15,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layout.token_order import Share
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
-from megapipe.spec.transformer import kv_copies
+from megapipe.spec.attention import kv_copies
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,23 @@ from dataclasses import replace
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.spec.attention import attention
 from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.linear import (
+    ZEROS,
+    all_tokens,
+    entering,
+    gathered_again,
+    gradient,
+    linear_bias,
+    linear_products,
+    matrix,
+    norm_weights,
+    residual_std,
+    scales,
+    table,
+    vector,
+)
 from megapipe.spec.ops import (
     Collective,
     Flops,
@@ -25,7 +41,7 @@ from megapipe.spec.ops import (
     linear_kernels,
     passes,
 )
-from megapipe.spec.parameters import Init, ParameterSpec
+from megapipe.spec.parameters import ParameterSpec
 
 ROUTER = "mlp.router.weight"
 """Path of the matrix that chooses a token's experts, in blocks that have some."""
@@ -37,9 +53,6 @@ TOKEN_TYPES = 2
 """First and second part of a BERT's sample."""
 SENTENCE_CLASSES = 2
 """The second part follows the first one in the text, or not."""
-CAUSAL_SHARE = 0.5
-"""Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
-ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 def is_gated(model: ModelConfig) -> bool:
@@ -78,7 +91,7 @@ def norm(shape: MicrobatchShape, path: str, source: Value, *, kernels: bool = Tr
         path,
         weights=norm_weights(model, path),
         saves=(source, statistics),
-        weight_needs=(source, statistics, _gradient(path, stream)),
+        weight_needs=(source, statistics, gradient(path, stream)),
         kernels=passes(path, 2 * stream, 4 * stream, again=again) if kernels else (),
         uses=((model.normalization, model.hidden_size),),
     )
@@ -95,179 +108,35 @@ def residual(shape: MicrobatchShape, name: str) -> Op:
     )
 
 
-def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
-    """Yield the projections and what is between them.
-
-    qkv has, per kv group, the group's query heads, then its key, then its value. An attention of context ranks is a
-    ring (keys and values go round, in the backward with their gradients in fp32), or exchanges heads for tokens.
-    """
-    model, tensor = shape.model, shape.tensor
-    hidden, head_dim = model.hidden_size, model.head_dim
-    rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, head_dim)
-    qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
-    bias = (vector("attention.qkv.bias", rows, 0, ZEROS),) if model.bias != "none" else ()
-    projected = qkv.num_elements // hidden
-    yield Op(
-        "qkv",
-        weights=(qkv, *bias),
-        saves=(source,),
-        weight_needs=(source, _gradient("qkv", shape.tokens * projected * shape.width // tensor)),
-        flops=linear_flops(_all_tokens(shape), qkv.num_elements),
-        collectives=(*_entering(shape, shape.sequence_chunks), *_gathered_again(shape), *_scales(shape)),
-        kernels=_linear(shape, qkv, shape.tokens),
-    )
-    core, result = _heads(shape)
-    yield core
-    output = matrix("attention.output.weight", (hidden, model.num_heads * head_dim), 1, _residual_std(model))
-    mixed = shape.tokens * model.num_heads * head_dim * shape.width // tensor
-    yield Op(
-        "output",
-        weights=(output, *_bias(model, "attention.output.bias", (hidden,), None)),
-        saves=(result,),
-        weight_needs=(Value("attention result", mixed), _gradient("attention output", shape.own_stream)),
-        flops=linear_flops(_all_tokens(shape), output.num_elements),
-        collectives=_scales(shape),
-        kernels=_linear(shape, output, shape.tokens),
-    )
-
-
-def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
-    """Return attention itself, and what the output projection reads."""
-    model, tensor, width = shape.model, shape.tensor, shape.width
-    head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
-    changed = model.qk_norm or model.positions == "rotary"
-    saves, collectives = list(_masks(shape)), []
-    if model.qk_norm:
-        saves.append(Value("head norm statistics", shape.tokens * (heads + keys) * FULL_BYTES))
-        if tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
-            collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
-    exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
-    if exchanged:
-        copied = model.kv_heads // tensor * kv_copies(keys, model.num_heads // model.kv_heads, shape.context)
-        own = shape.micro_size, shape.sequence_length, heads // shape.context, copied // shape.context
-        result = Value("attention result", shape.tokens * heads * head_dim * width)
-        # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
-        saves += _attended(shape, *own, changed=False, keeps_projected=False)
-        if model.qk_norm:
-            saves.append(Value("heads before their norms", shape.tokens * (heads + 2 * keys) * head_dim * width))
-        if shape.attention == "sdpa":  # its backward reads the result as it was before the exchange
-            saves.append(Value("result of whole samples", result.bytes))
-        for count in (heads + 2 * copied, heads):
-            collectives.append(Collective("context", "all_to_all", shape.tokens * count * head_dim, width, 1, 1))
-    else:
-        result = Value("attention result", shape.tokens * heads * head_dim * width)
-        saves += _attended(
-            shape, shape.micro_size, shape.local_length, heads, keys, changed=changed, keeps_projected=model.qk_norm
-        )
-        if shape.context > 1:
-            hops, block = shape.context - 1, 2 * shape.tokens * keys * head_dim
-            collectives.append(Collective("context", "send", block, width, hops, hops))
-            collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
-    pairs = 4 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * head_dim
-    norms = ("query_norm", "key_norm") if model.qk_norm else ()
-    return Op(
-        "attention",
-        weights=tuple(vector(f"attention.{name}.weight", (head_dim,), None, ONES) for name in norms),
-        saves=tuple(saves),
-        # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
-        # 2023, arXiv 2401.10241, table 1).
-        flops=Flops(pairs, 2 * pairs),
-        collectives=tuple(collectives),
-        kernels=(*_head_kernels(shape), *_attention_kernels(shape)),
-        uses=_attention_uses(shape),
-    ), result
-
-
-def _attended(
-    shape: MicrobatchShape,
-    micro_size: int,
-    length: int,
-    heads: int,
-    keys: int,
-    *,
-    changed: bool,
-    keeps_projected: bool,
-) -> list[Value]:
-    """Return what attention of these local heads saves besides its result: query, key and value, as projected (all
-    three in one tensor) and as multiplied where that differs, and log-sums, or the weights of the unfused path.
-
-    Bringing rows together copies them: the unfused path does so by kv head, unless there is one sample or one such
-    head; grouped queries come out of their groups.
-    """
-    model, unfused = shape.model, _is_unfused(shape)
-    query, key = (micro_size * length * count * model.head_dim for count in (heads, keys))
-    keys_copied = unfused and micro_size > 1 and keys > 1
-    queries_copied = keys_copied or (heads > keys and (unfused or keys > 1))
-    if shape.repeats_keys:
-        projected = 0 if (changed or keys > 1) and not keeps_projected else query + 2 * key
-        elements = projected + query * (changed or queries_copied) + 2 * query
-    else:
-        projected = query + 2 * key if keeps_projected or not keys_copied else 0
-        moved = query * (changed or queries_copied) + key * (changed or keys_copied) + key * keys_copied
-        elements = projected + moved
-    product = Value("query, key and value", elements * shape.width)
-    rows = micro_size * length * heads
-    if not unfused:
-        return [product, Value("attention log-sums", rows * FULL_BYTES)]
-    weights, dropped = rows * length, bool(model.attention_dropout)
-    size = weights * shape.width * (1 + dropped) + weights * dropped * shape.stored_masks
-    return [product, Value("attention weights", size, "attention", (product,))]
-
-
-def _is_unfused(shape: MicrobatchShape) -> bool:
-    """Return whether attention computes its weights as a tensor; a ring is always fused."""
-    ring = shape.context > 1 and shape.context_attention == "ring"
-    return shape.attention == "unfused" and not ring
-
-
-def _masks(shape: MicrobatchShape) -> Iterator[Value]:
-    """Yield what attention saves to leave tokens out: of other documents, or padding.
-
-    Positions within documents differ from sample to sample, so the rotary tables, two for queries and two for keys,
-    are the micro-batch's own. A ring recomputes its masks.
-    """
-    model, width = shape.model, shape.width
-    ring = shape.context > 1 and shape.context_attention == "ring"
-    if shape.isolate_documents:
-        if model.positions == "rotary":
-            yield Value("rotary tables", 4 * shape.tokens * model.head_dim // 2 * FULL_BYTES)
-        if not shape.document_blocks and not ring:
-            pairs = shape.micro_size * shape.sequence_length**2
-            unfused = shape.attention == "unfused"
-            yield Value("mask", pairs * (1 if unfused else width), "attention" if unfused else None)
-    if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not ring:
-        yield Value("padding mask", shape.micro_size * shape.sequence_length * width)
-
-
 def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     """Yield the ops of an MLP. Under swiglu axis 0 of `up` is (gate, up)."""
     model, hidden, ffn = shape.model, shape.model.hidden_size, shape.model.ffn_size
     gate = 1 + is_gated(model)
     rows, axis = ((2, ffn), 1) if is_gated(model) else ((ffn,), 0)
     up = matrix("mlp.up.weight", (*rows, hidden), axis, model.init_std)
-    down = matrix("mlp.down.weight", (hidden, ffn), 1, _residual_std(model))
+    down = matrix("mlp.down.weight", (hidden, ffn), 1, residual_std(model))
     inner = shape.tokens * ffn * shape.width // shape.tensor
     outer = Value("up", inner * gate)
     activated = Value("activation", inner, "mlp", (outer,))
     yield Op(
         "up",
-        weights=(up, *_bias(model, "mlp.up.bias", rows, axis)),
+        weights=(up, *linear_bias(model, "mlp.up.bias", rows, axis)),
         saves=(source,),
-        weight_needs=(source, _gradient("up", outer.bytes)),
-        flops=linear_flops(_all_tokens(shape), up.num_elements),
-        collectives=(*_entering(shape, shape.sequence_chunks), *_gathered_again(shape), *_scales(shape)),
-        kernels=_linear(shape, up, shape.tokens),
+        weight_needs=(source, gradient("up", outer.bytes)),
+        flops=linear_flops(all_tokens(shape), up.num_elements),
+        collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
+        kernels=linear_products(shape, up, shape.tokens),
     )
     biased = "bias_gelu" if model.bias == "all" else "gelu"
     yield _activation(shape, outer, inner, (biased, ffn // shape.tensor))
     yield Op(
         "down",
-        weights=(down, *_bias(model, "mlp.down.bias", (hidden,), None)),
+        weights=(down, *linear_bias(model, "mlp.down.bias", (hidden,), None)),
         saves=(activated,),
-        weight_needs=(activated, _gradient("down", shape.own_stream)),
-        flops=linear_flops(_all_tokens(shape), down.num_elements),
-        collectives=_scales(shape),
-        kernels=_linear(shape, down, shape.tokens),
+        weight_needs=(activated, gradient("down", shape.own_stream)),
+        flops=linear_flops(all_tokens(shape), down.num_elements),
+        collectives=scales(shape),
+        kernels=linear_products(shape, down, shape.tokens),
     )
 
 
@@ -294,7 +163,7 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     inner_shape = (number, 2, ffn) if is_gated(model) else (number, ffn)
     router = matrix(ROUTER, (number, hidden), None, model.init_std)
     up = matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std)
-    down = matrix("mlp.down.weight", (number, hidden, ffn), 0, _residual_std(model))
+    down = matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model))
     balance = replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate)
     rows, choices, width = shape.expert_rows, shape.tokens * model.experts_per_token, shape.width
     scores = Value("scores", shape.tokens * number * FULL_BYTES // shape.shards)
@@ -305,9 +174,9 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         "router",
         weights=(router,),
         saves=(source, scores, Value("chosen experts", chosen)),
-        weight_needs=(source, _gradient("scores", scores.bytes)),
-        flops=linear_flops(_all_tokens(shape), router.num_elements),
-        collectives=(*_entering(shape, 1), *_choice_collectives(shape, choices)),
+        weight_needs=(source, gradient("scores", scores.bytes)),
+        flops=linear_flops(all_tokens(shape), router.num_elements),
+        collectives=(*entering(shape, 1), *_choice_collectives(shape, choices)),
         kernels=linear_kernels("mlp.router", shape.tokens // shape.shards, hidden, number, dtype="fp32", width=width),
     )
     yield Op(
@@ -322,7 +191,7 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         "up",
         weights=(up,),
         saves=(picked,),
-        weight_needs=(picked, _gradient("up", outer.bytes)),
+        weight_needs=(picked, gradient("up", outer.bytes)),
         flops=_expert_flops(shape, up),
         kernels=_expert_products(shape, up),
     )
@@ -331,12 +200,12 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         "down",
         weights=(
             down,
-            *_bias(model, "mlp.up.bias", inner_shape, 0),
-            *_bias(model, "mlp.down.bias", (number, hidden), 0),
+            *linear_bias(model, "mlp.up.bias", inner_shape, 0),
+            *linear_bias(model, "mlp.down.bias", (number, hidden), 0),
             *((balance,) if model.balances_experts else ()),
         ),
         saves=(activated,),
-        weight_needs=(activated, _gradient("down", picked.bytes)),
+        weight_needs=(activated, gradient("down", picked.bytes)),
         flops=_expert_flops(shape, down),
         kernels=_expert_products(shape, down),
     )
@@ -359,7 +228,7 @@ def _choice_collectives(shape: MicrobatchShape, choices: int) -> tuple[Collectiv
 def _expert_flops(shape: MicrobatchShape, spec: ParameterSpec) -> Flops:
     model = shape.model
     used = spec.num_elements // (model.num_experts or 1) * model.experts_per_token
-    return linear_flops(_all_tokens(shape), used)
+    return linear_flops(all_tokens(shape), used)
 
 
 def _expert_products(shape: MicrobatchShape, spec: ParameterSpec) -> tuple[Kernel, ...]:
@@ -414,7 +283,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
             Value("rows of other ranks", shape.tokens if shape.tensor > 1 else 0),
             Value("embedding mask", masked * shape.stored_masks),
         ),
-        weight_needs=(_gradient("words", shape.stream), *([_gradient("sum", stream)] if own else [])),
+        weight_needs=(gradient("words", shape.stream), *([gradient("sum", stream)] if own else [])),
         collectives=collectives,
         kernels=(
             Kernel("embedding", "forward", moved=3 * stream),
@@ -446,7 +315,7 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weights=_output_weights(shape),
         saves=(normalised, Value("log-sums", tokens * FULL_BYTES) if shape.recompute_logits else logits),
         weight_needs=(normalised, logits),
-        flops=linear_flops(_all_tokens(shape), _output_elements(model), shape.recompute_logits),
+        flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
         collectives=collectives,
         kernels=_output_kernels(shape),
         uses=(("linear_cross_entropy", model.hidden_size),),
@@ -477,9 +346,9 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weights=(transform, vector("transform.bias", (hidden,), None, ZEROS)),
         gathered=True,
         saves=(picked,),
-        weight_needs=(picked, _gradient("transform", wide)),
+        weight_needs=(picked, gradient("transform", wide)),
         flops=linear_flops(every_row, transform.num_elements),
-        kernels=_linear(shape, transform, rows),
+        kernels=linear_products(shape, transform, rows),
     )
     yield Op("gelu", saves=(transformed,), uses=(("gelu", hidden),))
     yield Op(
@@ -487,7 +356,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weights=norm_weights(model, "transform_norm"),
         gathered=True,
         saves=(activated, statistics),
-        weight_needs=(activated, statistics, _gradient("transform norm", wide)),
+        weight_needs=(activated, statistics, gradient("transform norm", wide)),
     )
     collectives = _loss_collectives(shape, rows)
     if tensor > 1:
@@ -504,7 +373,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weights=(bias, *_output_weights(shape)),
         gathered=True,
         saves=(normalised, Value("logits", logits)),
-        weight_needs=(normalised, _gradient("logits", rows * columns * width)),
+        weight_needs=(normalised, gradient("logits", rows * columns * width)),
         flops=linear_flops(every_row, _output_elements(model), shape.recompute_logits),
         collectives=collectives,
         kernels=_output_kernels(shape),
@@ -524,9 +393,9 @@ def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
     sentence = matrix("sentence.weight", (SENTENCE_CLASSES, model.hidden_size), None, model.init_std)
     scores = micro * SENTENCE_CLASSES
     loss = Value("pair loss", (scores + 1) * FULL_BYTES)
-    for spec, source, gradient, saves in (
-        (pooler, first, _gradient("pooler", pooled), ()),
-        (sentence, pooled_tanh, _gradient("sentence", scores * width), (loss,)),
+    for spec, source, handed, saves in (
+        (pooler, first, gradient("pooler", pooled), ()),
+        (sentence, pooled_tanh, gradient("sentence", scores * width), (loss,)),
     ):
         path = spec.name.removesuffix(".weight")
         yield Op(
@@ -534,103 +403,10 @@ def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
             weights=(spec, vector(f"{path}.bias", spec.shape[:1], None, ZEROS)),
             gathered=True,
             saves=(source, *saves),
-            weight_needs=(source, gradient),
+            weight_needs=(source, handed),
             flops=linear_flops(micro, spec.num_elements),
-            kernels=_linear(shape, spec, micro),
+            kernels=linear_products(shape, spec, micro),
         )
-
-
-def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
-    """Return the weight and, for layer norm, the bias of the norm at `path`."""
-    weight = vector(f"{path}.weight", (model.hidden_size,), None, ONES)
-    if model.normalization != "layer_norm":
-        return (weight,)
-    return weight, vector(f"{path}.bias", (model.hidden_size,), None, ZEROS)
-
-
-def table(model: ModelConfig, path: str, rows: int, *, padded: bool) -> ParameterSpec:
-    """Return a lookup table or the output projection: decayed, yet no matrix for optimizers that orthogonalise
-    matrices."""
-    axis = 0 if padded else None
-    init = Init("normal", model.init_std)
-    return ParameterSpec(path, (rows, model.hidden_size), axis, init, decay=True, matrix=False, padded=padded)
-
-
-def matrix(path: str, shape: tuple[int, ...], axis: int | None, std: float) -> ParameterSpec:
-    """Return a matrix of a linear layer. axis: the one that tensor ranks shard."""
-    return ParameterSpec(path, shape, axis, Init("normal", std), decay=True, matrix=True)
-
-
-def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> ParameterSpec:
-    """Return a bias or a norm's weight: never decayed."""
-    return ParameterSpec(path, shape, axis, init, decay=False, matrix=False)
-
-
-def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
-    """Return how often all_to_all sends each key and value head of a tensor rank: once if they divide over the ranks.
-
-    heads_each: query heads of a key head; with copies, each stands for a part of them.
-    Raises ValueError if the query heads do not divide either.
-    """
-    if kv_heads * heads_each % context_size:
-        raise ValueError(
-            f"{kv_heads * heads_each} query heads cannot be divided evenly over {context_size} context ranks"
-        )
-    return next(n for n in range(1, heads_each + 1) if heads_each % n == 0 and kv_heads * n % context_size == 0)
-
-
-def _residual_std(model: ModelConfig) -> float:
-    """Matrices that write to the residual stream start smaller (GPT-2 report, section 2.3)."""
-    return model.init_std / math.sqrt(2 * model.num_layers) if model.scale_residual_init else model.init_std
-
-
-def _bias(model: ModelConfig, path: str, shape: tuple[int, ...], axis: int | None) -> tuple[ParameterSpec, ...]:
-    return (vector(path, shape, axis, ZEROS),) if model.bias == "all" else ()
-
-
-def _gradient(name: str, size: int) -> Value:
-    return Value(f"gradient of {name}", size)
-
-
-def _all_tokens(shape: MicrobatchShape) -> int:
-    """Tokens of the micro-batch over all context ranks."""
-    return shape.micro_size * shape.sequence_length
-
-
-def _seen_keys(shape: MicrobatchShape) -> int:
-    window, length = shape.model.sliding_window, shape.sequence_length
-    return length if window is None else min(window, length)
-
-
-def _entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:
-    """Return the exchanges around a pair of matrices: before the one whose rows and after the one whose columns the
-    tensor ranks shard. Each sends the residual stream: 8 b s h (t - 1) / t elements a block (section 3.2)."""
-    elements = shape.tokens * shape.model.hidden_size
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 1, 1),)
-    return (
-        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks, chunks),
-        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks, chunks),
-    )
-
-
-def _gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
-    """Return the gather of a product's input for its weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
-    section 4.2.2). The weight half of a split backward gathers the gradient of the sum a second time too."""
-    if shape.tensor == 1 or not shape.sequence_parallel:
-        return ()
-    return (Collective("tensor", "all_gather", shape.tokens * shape.model.hidden_size, shape.width, 0, 1, 0, 2),)
-
-
-def _scales(shape: MicrobatchShape) -> tuple[Collective, ...]:
-    """Return the exchange of the largest magnitudes of both operands of a matrix product in fp8, forward and for the
-    gradients of input and weight."""
-    if not shape.tensorwise_fp8 or shape.tensor == 1:
-        return ()
-    chunks = shape.sequence_chunks if shape.sequence_parallel else 1
-    return (Collective("tensor", "all_reduce", 2, FULL_BYTES, chunks, chunks + 1, chunks, 1),)
 
 
 def _loss_collectives(shape: MicrobatchShape, rows: int) -> tuple[Collective, ...]:
@@ -671,66 +447,3 @@ def _output_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
         ),
         *passes("loss", 3 * rows * columns * shape.width, 0.0, again=again),
     )
-
-
-def _linear(shape: MicrobatchShape, spec: ParameterSpec, rows: int) -> tuple[Kernel, ...]:
-    local = spec.local_shape(shape.tensor, shape.alignment)
-    return linear_kernels(
-        spec.name.removesuffix(".weight"),
-        rows,
-        local[-1],
-        math.prod(local[:-1]),
-        dtype="fp8" if shape.fp8 else shape.precision,
-        width=shape.width,
-    )
-
-
-def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
-    """Return the passes that rotate and normalise heads."""
-    model = shape.model
-    kinds = (model.positions == "rotary") + model.qk_norm
-    query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
-    moved = 2 * (query + query * model.kv_heads // model.num_heads) * kinds
-    return passes("rotation and norms of heads", moved, moved) if kinds else ()
-
-
-def _attention_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
-    """Yield one fused kernel, or scores, softmax, dropout and the weighted sum of values, each by itself."""
-    model, length, keys = shape.model, shape.local_length, _seen_keys(shape)
-    batch = shape.micro_size * (model.num_heads // shape.tensor)
-    scores = Kernel("attention scores", "forward", (length, model.head_dim, keys, batch), dtype=shape.precision)
-    if shape.attention == "unfused" and shape.context == 1:
-        again = "attention" in shape.recompute
-        mixed = scores._replace(name="attention values", product=(length, keys, model.head_dim, batch))
-        for kernel in (scores, mixed):
-            yield kernel
-            if again and kernel is scores:
-                yield kernel._replace(phase="recompute")
-            yield kernel._replace(phase="backward_input", times=2.0)
-        weights = batch * length * keys
-        yield from passes("softmax", 2 * weights * shape.width, 3 * weights * shape.width, again=again)
-        if model.attention_dropout:
-            moved = 2 * weights * shape.width
-            yield from passes("attention dropout", moved, moved, again=again, mask=weights)
-        return
-    causal = not isinstance(model, BertModelConfig) and keys == shape.sequence_length
-    share = CAUSAL_SHARE if causal else 1.0
-    query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
-    moved = 2 * query + 2 * (query * model.kv_heads // model.num_heads)
-    # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, one of them the scores again.
-    fused = scores._replace(name="fused attention", moved=moved, compute=2 * share)
-    yield fused
-    yield fused._replace(phase="backward_input", moved=2 * moved, compute=5 * share)
-
-
-def _attention_uses(shape: MicrobatchShape) -> tuple[tuple[str, int], ...]:
-    model, uses = shape.model, list[tuple[str, int]]()
-    if model.qk_norm:
-        uses.append(("rms_norm", model.head_dim))
-    if model.positions == "rotary":
-        uses.append(("rotary", model.head_dim))
-    if _is_unfused(shape) and not isinstance(model, BertModelConfig):
-        uses.append(("attention_probabilities", model.head_dim))
-    if model.attention_dropout:
-        uses.append(("dropout", shape.sequence_length))
-    return tuple(uses)

@@ -9,7 +9,7 @@ import torch
 
 from megapipe.kernels import preferences
 from megapipe.kernels.preferences import VARIABLE, MeasuredPreference, PreferenceError, Preferences, find, parse
-from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
+from megapipe.kernels.registry import REFERENCE, Backend, KernelOp, Registry
 from megapipe.training.kernel_choices import told
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -48,7 +48,7 @@ def registry(overrides: dict[str, str] | None = None) -> Registry:
     fallback = Backend(REFERENCE, module())
     gelu = (Backend("triton", module()), Backend("cuda", even), Backend("apex", module()), fallback)
     rotary = (Backend("triton", module()), Backend("apex", module(), only_requested=True), fallback)
-    ops = [Op("gelu", ("apply",), gelu), Op("rotary", ("apply",), rotary)]
+    ops = [KernelOp("gelu", ("apply",), gelu), KernelOp("rotary", ("apply",), rotary)]
     return Registry(ops, overrides, lambda: preferences.current().preferences)
 
 

@@ -11,7 +11,7 @@ import torch
 from megapipe.kernels import triton_backend
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference import layer_norm
-from megapipe.kernels.registry import Backend, KernelError, Op, Registry
+from megapipe.kernels.registry import Backend, KernelError, KernelOp, Registry
 
 
 def module(**functions: object) -> ModuleType:
@@ -29,7 +29,7 @@ def even_only(device: str, dtype: torch.dtype, width: int) -> str | None:
 def registry(**overrides: str) -> Registry:
     fast = Backend("triton", module(apply=lambda x: x + 1, refusal=even_only))
     slow = Backend("reference", module(apply=lambda x: x))
-    return Registry([Op("gelu", ("apply",), (fast, slow)), Op("rotary", ("apply",), (slow,))], overrides)
+    return Registry([KernelOp("gelu", ("apply",), (fast, slow)), KernelOp("rotary", ("apply",), (slow,))], overrides)
 
 
 def test_preferred_backend_unless_it_refuses() -> None:
@@ -71,9 +71,9 @@ def test_unknown_names_give_the_nearest() -> None:
 
 def test_an_op_needs_a_reference_and_every_function() -> None:
     with pytest.raises(KernelError, match="last backend must be 'reference'"):
-        Op("gelu", ("apply",), (Backend("triton", module(apply=None)),))
+        KernelOp("gelu", ("apply",), (Backend("triton", module(apply=None)),))
     with pytest.raises(KernelError, match="lacks backward"):
-        Op("gelu", ("apply", "backward"), (Backend("reference", module(apply=None)),))
+        KernelOp("gelu", ("apply", "backward"), (Backend("reference", module(apply=None)),))
 
 
 def test_demands_leave_the_shared_table_alone() -> None:
@@ -89,7 +89,7 @@ def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, **rules: 
     monkeypatch.delitem(sys.modules, "backend_of_test", raising=False)
     fast = Backend("triton", "backend_of_test", **rules)
     slow = Backend("reference", module(apply=lambda x: x))
-    return Registry([Op("gelu", ("apply",), (fast, slow))])
+    return Registry([KernelOp("gelu", ("apply",), (fast, slow))])
 
 
 def test_a_named_module_is_imported_when_a_tensor_first_reaches_it(

@@ -18,10 +18,10 @@ from megapipe.models.gpt import Block
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.parallel.in_process import InProcessMesh
+from megapipe.spec.attention import kv_copies
 from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import LayerSpec
-from megapipe.spec.transformer import kv_copies
 from tests.spec.sizes import predicted_bytes, sent_bytes
 from tests.support.meshes import run_threads
 from tests.support.partial_groups import PartialGroup

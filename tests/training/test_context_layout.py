@@ -22,7 +22,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.families import family_of
 from megapipe.training.generation_request import on_layout
-from megapipe.training.kernel_choices import attention_kept, document_attention
+from megapipe.training.kernel_choices import attention_kept, document_attention, layer_uses
 from megapipe.training.loader import StepBatch
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
@@ -163,7 +163,7 @@ def test_a_ring_says_what_it_does() -> None:
     whole = replace(config, parallel=replace(config.parallel, context_attention="all_to_all"))
     assert attention_kept(whole, cpu) is None
     for each, expected in ((config, False), (whole, True)):
-        ops = [use.op for use in family_of(each).kernels(torch.float32, "cpu")]
+        ops = [op for op, _ in layer_uses(each, "cpu")]
         assert ("attention_probabilities" in ops) == expected
 
 

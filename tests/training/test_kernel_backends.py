@@ -21,7 +21,7 @@ from megapipe.kernels.cuda_backend.library import Library
 from megapipe.kernels.ops import NORM, OPS
 from megapipe.kernels.reference import adamw, attention_probabilities, layer_norm, rms_norm
 from megapipe.kernels.reference import weight_gradient as reference
-from megapipe.kernels.registry import REFERENCE, Backend, Op, Registry
+from megapipe.kernels.registry import REFERENCE, Backend, KernelOp, Registry
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import replica
 from megapipe.training.kernel_choices import document_attention, kernel_choices, kernel_problems, told
@@ -82,14 +82,14 @@ def on_emulated_gpu(library: Path) -> Registry:
     loaded = Library(library, device="cpu")
     cuda_library.current = lambda: loaded  # type: ignore[assignment]
     emulated_ops = [
-        Op("layer_norm", NORM, (Backend("cuda", cuda_layer_norm), Backend(REFERENCE, layer_norm))),
-        Op("rms_norm", NORM, (Backend("cuda", cuda_rms_norm), Backend(REFERENCE, rms_norm))),
-        Op(
+        KernelOp("layer_norm", NORM, (Backend("cuda", cuda_layer_norm), Backend(REFERENCE, layer_norm))),
+        KernelOp("rms_norm", NORM, (Backend("cuda", cuda_rms_norm), Backend(REFERENCE, rms_norm))),
+        KernelOp(
             "attention_probabilities",
             ("apply",),
             (Backend("cuda", cuda_attention_probabilities), Backend(REFERENCE, attention_probabilities)),
         ),
-        Op("adamw", ("step",), (Backend("cuda", cuda_adamw), Backend(REFERENCE, adamw))),
+        KernelOp("adamw", ("step",), (Backend("cuda", cuda_adamw), Backend(REFERENCE, adamw))),
     ]
     return Registry([*OPS.ops, *emulated_ops])
 
@@ -163,7 +163,9 @@ def test_gradients_of_matrices_that_apex_adds_up_are_the_references(
 
     accumulate = weight_gradient.accumulate
     monkeypatch.setattr(weight_gradient, "accumulate", counted)
-    on_cpu = Op("weight_gradient", ("accumulate",), (Backend("apex", weight_gradient), Backend(REFERENCE, reference)))
+    on_cpu = KernelOp(
+        "weight_gradient", ("accumulate",), (Backend("apex", weight_gradient), Backend(REFERENCE, reference))
+    )
     monkeypatch.setattr(replica, "OPS", Registry([*OPS.ops, on_cpu]))
     runs = []
     for config in (whole, halves):
@@ -214,7 +216,7 @@ def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
         Backend("cuda", layer_norm, lambda device: "was not built"),
         Backend(REFERENCE, layer_norm),
     )
-    kernels = Registry([*OPS.ops, Op("layer_norm", NORM, backends)], {"bias_gelu": REFERENCE, "gelu": REFERENCE})
+    kernels = Registry([*OPS.ops, KernelOp("layer_norm", NORM, backends)], {"bias_gelu": REFERENCE, "gelu": REFERENCE})
     lines = told(
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels), {"bias_gelu": REFERENCE, "gelu": REFERENCE}
     )

@@ -1,0 +1,246 @@
+"""The ops of attention: projections, what is between them, and its exchanges between context ranks."""
+
+from collections.abc import Iterator
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.linear import (
+    ONES,
+    ZEROS,
+    all_tokens,
+    entering,
+    gathered_again,
+    gradient,
+    linear_bias,
+    linear_products,
+    matrix,
+    residual_std,
+    scales,
+    vector,
+)
+from megapipe.spec.ops import (
+    Collective,
+    Flops,
+    Kernel,
+    MicrobatchShape,
+    Op,
+    Value,
+    linear_flops,
+    passes,
+)
+
+CAUSAL_SHARE = 0.5
+"""Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
+
+
+def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
+    """Yield the projections and what is between them.
+
+    qkv has, per kv group, the group's query heads, then its key, then its value. An attention of context ranks is a
+    ring (keys and values go round, in the backward with their gradients in fp32), or exchanges heads for tokens.
+    """
+    model, tensor = shape.model, shape.tensor
+    hidden, head_dim = model.hidden_size, model.head_dim
+    rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, head_dim)
+    qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
+    bias = (vector("attention.qkv.bias", rows, 0, ZEROS),) if model.bias != "none" else ()
+    projected = qkv.num_elements // hidden
+    yield Op(
+        "qkv",
+        weights=(qkv, *bias),
+        saves=(source,),
+        weight_needs=(source, gradient("qkv", shape.tokens * projected * shape.width // tensor)),
+        flops=linear_flops(all_tokens(shape), qkv.num_elements),
+        collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
+        kernels=linear_products(shape, qkv, shape.tokens),
+    )
+    core, result = _heads(shape)
+    yield core
+    output = matrix("attention.output.weight", (hidden, model.num_heads * head_dim), 1, residual_std(model))
+    mixed = shape.tokens * model.num_heads * head_dim * shape.width // tensor
+    yield Op(
+        "output",
+        weights=(output, *linear_bias(model, "attention.output.bias", (hidden,), None)),
+        saves=(result,),
+        weight_needs=(Value("attention result", mixed), gradient("attention output", shape.own_stream)),
+        flops=linear_flops(all_tokens(shape), output.num_elements),
+        collectives=scales(shape),
+        kernels=linear_products(shape, output, shape.tokens),
+    )
+
+
+def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
+    """Return attention itself, and what the output projection reads."""
+    model, tensor, width = shape.model, shape.tensor, shape.width
+    head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
+    changed = model.qk_norm or model.positions == "rotary"
+    saves, collectives = list(_masks(shape)), []
+    if model.qk_norm:
+        saves.append(Value("head norm statistics", shape.tokens * (heads + keys) * FULL_BYTES))
+        if tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
+            collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
+    exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
+    if exchanged:
+        copied = model.kv_heads // tensor * kv_copies(keys, model.num_heads // model.kv_heads, shape.context)
+        own = shape.micro_size, shape.sequence_length, heads // shape.context, copied // shape.context
+        result = Value("attention result", shape.tokens * heads * head_dim * width)
+        # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
+        saves += _attended(shape, *own, changed=False, keeps_projected=False)
+        if model.qk_norm:
+            saves.append(Value("heads before their norms", shape.tokens * (heads + 2 * keys) * head_dim * width))
+        if shape.attention == "sdpa":  # its backward reads the result as it was before the exchange
+            saves.append(Value("result of whole samples", result.bytes))
+        for count in (heads + 2 * copied, heads):
+            collectives.append(Collective("context", "all_to_all", shape.tokens * count * head_dim, width, 1, 1))
+    else:
+        result = Value("attention result", shape.tokens * heads * head_dim * width)
+        saves += _attended(
+            shape, shape.micro_size, shape.local_length, heads, keys, changed=changed, keeps_projected=model.qk_norm
+        )
+        if shape.context > 1:
+            hops, block = shape.context - 1, 2 * shape.tokens * keys * head_dim
+            collectives.append(Collective("context", "send", block, width, hops, hops))
+            collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
+    pairs = 4 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * head_dim
+    norms = ("query_norm", "key_norm") if model.qk_norm else ()
+    return Op(
+        "attention",
+        weights=tuple(vector(f"attention.{name}.weight", (head_dim,), None, ONES) for name in norms),
+        saves=tuple(saves),
+        # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
+        # 2023, arXiv 2401.10241, table 1).
+        flops=Flops(pairs, 2 * pairs),
+        collectives=tuple(collectives),
+        kernels=(*_head_kernels(shape), *_attention_kernels(shape)),
+        uses=_attention_uses(shape),
+    ), result
+
+
+def _attended(
+    shape: MicrobatchShape,
+    micro_size: int,
+    length: int,
+    heads: int,
+    keys: int,
+    *,
+    changed: bool,
+    keeps_projected: bool,
+) -> list[Value]:
+    """Return what attention of these local heads saves besides its result: query, key and value, as projected (all
+    three in one tensor) and as multiplied where that differs, and log-sums, or the weights of the unfused path.
+
+    Bringing rows together copies them: the unfused path does so by kv head, unless there is one sample or one such
+    head; grouped queries come out of their groups.
+    """
+    model, unfused = shape.model, _is_unfused(shape)
+    query, key = (micro_size * length * count * model.head_dim for count in (heads, keys))
+    keys_copied = unfused and micro_size > 1 and keys > 1
+    queries_copied = keys_copied or (heads > keys and (unfused or keys > 1))
+    if shape.repeats_keys:
+        projected = 0 if (changed or keys > 1) and not keeps_projected else query + 2 * key
+        elements = projected + query * (changed or queries_copied) + 2 * query
+    else:
+        projected = query + 2 * key if keeps_projected or not keys_copied else 0
+        moved = query * (changed or queries_copied) + key * (changed or keys_copied) + key * keys_copied
+        elements = projected + moved
+    product = Value("query, key and value", elements * shape.width)
+    rows = micro_size * length * heads
+    if not unfused:
+        return [product, Value("attention log-sums", rows * FULL_BYTES)]
+    weights, dropped = rows * length, bool(model.attention_dropout)
+    size = weights * shape.width * (1 + dropped) + weights * dropped * shape.stored_masks
+    return [product, Value("attention weights", size, "attention", (product,))]
+
+
+def _is_unfused(shape: MicrobatchShape) -> bool:
+    """Return whether attention computes its weights as a tensor; a ring is always fused."""
+    ring = shape.context > 1 and shape.context_attention == "ring"
+    return shape.attention == "unfused" and not ring
+
+
+def _masks(shape: MicrobatchShape) -> Iterator[Value]:
+    """Yield what attention saves to leave tokens out: of other documents, or padding.
+
+    Positions within documents differ from sample to sample, so the rotary tables, two for queries and two for keys,
+    are the micro-batch's own. A ring recomputes its masks.
+    """
+    model, width = shape.model, shape.width
+    ring = shape.context > 1 and shape.context_attention == "ring"
+    if shape.isolate_documents:
+        if model.positions == "rotary":
+            yield Value("rotary tables", 4 * shape.tokens * model.head_dim // 2 * FULL_BYTES)
+        if not shape.document_blocks and not ring:
+            pairs = shape.micro_size * shape.sequence_length**2
+            unfused = shape.attention == "unfused"
+            yield Value("mask", pairs * (1 if unfused else width), "attention" if unfused else None)
+    if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not ring:
+        yield Value("padding mask", shape.micro_size * shape.sequence_length * width)
+
+
+def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
+    """Return the passes that rotate and normalise heads."""
+    model = shape.model
+    kinds = (model.positions == "rotary") + model.qk_norm
+    query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
+    moved = 2 * (query + query * model.kv_heads // model.num_heads) * kinds
+    return passes("rotation and norms of heads", moved, moved) if kinds else ()
+
+
+def _attention_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
+    """Yield one fused kernel, or scores, softmax, dropout and the weighted sum of values, each by itself."""
+    model, length, keys = shape.model, shape.local_length, _seen_keys(shape)
+    batch = shape.micro_size * (model.num_heads // shape.tensor)
+    scores = Kernel("attention scores", "forward", (length, model.head_dim, keys, batch), dtype=shape.precision)
+    if shape.attention == "unfused" and shape.context == 1:
+        again = "attention" in shape.recompute
+        mixed = scores._replace(name="attention values", product=(length, keys, model.head_dim, batch))
+        for kernel in (scores, mixed):
+            yield kernel
+            if again and kernel is scores:
+                yield kernel._replace(phase="recompute")
+            yield kernel._replace(phase="backward_input", times=2.0)
+        weights = batch * length * keys
+        yield from passes("softmax", 2 * weights * shape.width, 3 * weights * shape.width, again=again)
+        if model.attention_dropout:
+            moved = 2 * weights * shape.width
+            yield from passes("attention dropout", moved, moved, again=again, mask=weights)
+        return
+    causal = not isinstance(model, BertModelConfig) and keys == shape.sequence_length
+    share = CAUSAL_SHARE if causal else 1.0
+    query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
+    moved = 2 * query + 2 * (query * model.kv_heads // model.num_heads)
+    # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, one of them the scores again.
+    fused = scores._replace(name="fused attention", moved=moved, compute=2 * share)
+    yield fused
+    yield fused._replace(phase="backward_input", moved=2 * moved, compute=5 * share)
+
+
+def _attention_uses(shape: MicrobatchShape) -> tuple[tuple[str, int], ...]:
+    model, uses = shape.model, list[tuple[str, int]]()
+    if model.qk_norm:
+        uses.append(("rms_norm", model.head_dim))
+    if model.positions == "rotary":
+        uses.append(("rotary", model.head_dim))
+    if _is_unfused(shape) and not isinstance(model, BertModelConfig):
+        uses.append(("attention_probabilities", model.head_dim))
+    if model.attention_dropout:
+        uses.append(("dropout", shape.sequence_length))
+    return tuple(uses)
+
+
+def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
+    """Return how often all_to_all sends each key and value head of a tensor rank: once if they divide over the ranks.
+
+    heads_each: query heads of a key head; with copies, each stands for a part of them.
+    Raises ValueError if the query heads do not divide either.
+    """
+    if kv_heads * heads_each % context_size:
+        raise ValueError(
+            f"{kv_heads * heads_each} query heads cannot be divided evenly over {context_size} context ranks"
+        )
+    return next(n for n in range(1, heads_each + 1) if heads_each % n == 0 and kv_heads * n % context_size == 0)
+
+
+def _seen_keys(shape: MicrobatchShape) -> int:
+    window, length = shape.model.sliding_window, shape.sequence_length
+    return length if window is None else min(window, length)

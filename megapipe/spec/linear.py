@@ -1,0 +1,106 @@
+"""Matrix products whose weights tensor ranks shard: their parameters, exchanges and kernels."""
+
+import math
+
+from megapipe.config.model import ModelConfig
+from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.ops import (
+    Collective,
+    Kernel,
+    MicrobatchShape,
+    Value,
+    linear_kernels,
+)
+from megapipe.spec.parameters import Init, ParameterSpec
+
+ZEROS, ONES = Init("zeros"), Init("ones")
+
+
+def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
+    """Return the weight and, for layer norm, the bias of the norm at `path`."""
+    weight = vector(f"{path}.weight", (model.hidden_size,), None, ONES)
+    if model.normalization != "layer_norm":
+        return (weight,)
+    return weight, vector(f"{path}.bias", (model.hidden_size,), None, ZEROS)
+
+
+def table(model: ModelConfig, path: str, rows: int, *, padded: bool) -> ParameterSpec:
+    """Return a lookup table or the output projection: decayed, yet no matrix for optimizers that orthogonalise
+    matrices."""
+    axis = 0 if padded else None
+    init = Init("normal", model.init_std)
+    return ParameterSpec(path, (rows, model.hidden_size), axis, init, decay=True, matrix=False, padded=padded)
+
+
+def matrix(path: str, shape: tuple[int, ...], axis: int | None, std: float) -> ParameterSpec:
+    """Return a matrix of a linear layer. axis: the one that tensor ranks shard."""
+    return ParameterSpec(path, shape, axis, Init("normal", std), decay=True, matrix=True)
+
+
+def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> ParameterSpec:
+    """Return a bias or a norm's weight: never decayed."""
+    return ParameterSpec(path, shape, axis, init, decay=False, matrix=False)
+
+
+def residual_std(model: ModelConfig) -> float:
+    """Return the initial deviation of matrices that write to the residual stream: smaller (GPT-2 report, section 2.3)."""
+    return model.init_std / math.sqrt(2 * model.num_layers) if model.scale_residual_init else model.init_std
+
+
+def linear_bias(model: ModelConfig, path: str, shape: tuple[int, ...], axis: int | None) -> tuple[ParameterSpec, ...]:
+    """Return the bias of a linear layer, if the model has one."""
+    return (vector(path, shape, axis, ZEROS),) if model.bias == "all" else ()
+
+
+def gradient(name: str, size: int) -> Value:
+    """Return the gradient of a tensor, by its name."""
+    return Value(f"gradient of {name}", size)
+
+
+def all_tokens(shape: MicrobatchShape) -> int:
+    """Return the tokens of the micro-batch over all context ranks."""
+    return shape.micro_size * shape.sequence_length
+
+
+def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:
+    """Return the exchanges around a pair of matrices: before the one whose rows and after the one whose columns the
+    tensor ranks shard. Each sends the residual stream: 8 b s h (t - 1) / t elements a block (section 3.2)."""
+    elements = shape.tokens * shape.model.hidden_size
+    if shape.tensor == 1:
+        return ()
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, 1, 1),)
+    return (
+        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks, chunks),
+        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks, chunks),
+    )
+
+
+def gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the gather of a product's input for its weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
+    section 4.2.2). The weight half of a split backward gathers the gradient of the sum a second time too."""
+    if shape.tensor == 1 or not shape.sequence_parallel:
+        return ()
+    return (Collective("tensor", "all_gather", shape.tokens * shape.model.hidden_size, shape.width, 0, 1, 0, 2),)
+
+
+def scales(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the exchange of the largest magnitudes of both operands of a matrix product in fp8, forward and for the
+    gradients of input and weight."""
+    if not shape.tensorwise_fp8 or shape.tensor == 1:
+        return ()
+    chunks = shape.sequence_chunks if shape.sequence_parallel else 1
+    return (Collective("tensor", "all_reduce", 2, FULL_BYTES, chunks, chunks + 1, chunks, 1),)
+
+
+def linear_products(shape: MicrobatchShape, spec: ParameterSpec, rows: int) -> tuple[Kernel, ...]:
+    """Return the products of a linear layer's shard with `rows` rows."""
+    local = spec.local_shape(shape.tensor, shape.alignment)
+    return linear_kernels(
+        spec.name.removesuffix(".weight"),
+        rows,
+        local[-1],
+        math.prod(local[:-1]),
+        dtype="fp8" if shape.fp8 else shape.precision,
+        width=shape.width,
+    )
