@@ -43,7 +43,7 @@ def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> P
 
 
 def residual_std(model: ModelConfig) -> float:
-    """Return the initial deviation of matrices that write to the residual stream: smaller (GPT-2 report, section 2.3)."""
+    """Return the initial deviation of matrices that write to the residual stream (GPT-2 report, section 2.3)."""
     return model.init_std / math.sqrt(2 * model.num_layers) if model.scale_residual_init else model.init_std
 
 
