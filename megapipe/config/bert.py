@@ -1,7 +1,7 @@
 """Configuration that BERT runs add to GPT runs: model options, sentence pairs and masking."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
@@ -111,6 +111,8 @@ def masking_budget(probability: float, length: int) -> int:
 @dataclass(kw_only=True)
 class BertPretrainConfig(PretrainConfig):
     """A complete BERT pretraining run."""
+
+    kind: ClassVar[str] = "bert"
 
     model: BertModelConfig = field(default_factory=BertModelConfig)
     data: BertDataConfig = field(default_factory=BertDataConfig)

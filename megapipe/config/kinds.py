@@ -17,7 +17,7 @@ from megapipe.config.packaged_files import with_packaged_files
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, decode_yaml
 
-KINDS: dict[str, type[PretrainConfig]] = {"gpt": PretrainConfig, "bert": BertPretrainConfig}
+KINDS: dict[str, type[PretrainConfig]] = {each.kind: each for each in (PretrainConfig, BertPretrainConfig)}
 
 _BERT_FIELDS = {
     f"{group}.{each.name}"

@@ -1,7 +1,7 @@
 """The configuration of a training run: model, data, batch, layout, schedule, optimizer and duration."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megapipe.config.between_steps import CheckpointConfig, EvaluationConfig, ProfileConfig, TrackingConfig
 from megapipe.config.data import DataConfig
@@ -109,6 +109,9 @@ class KernelsConfig:
 @dataclass(kw_only=True)
 class PretrainConfig:
     """A complete pretraining run."""
+
+    kind: ClassVar[str] = "gpt"
+    """Kind of model, as in --kind."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import yaml
 
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
@@ -69,7 +68,7 @@ def launch_command(config: PretrainConfig, hardware: Hardware, devices: int, fil
     where = f"-n {min(devices, nodes[0].devices_per_node)}"
     if len(nodes) > 1:
         where += f" --nodes {len(nodes)} --rendezvous $HEAD_NODE:29500"
-    kind = " --kind bert" if isinstance(config, BertPretrainConfig) else ""
+    kind = f" --kind {config.kind}" if config.kind != PretrainConfig.kind else ""
     data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
     return f"megapipe train {where}{kind} --config {file}{data}"
 

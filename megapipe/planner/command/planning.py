@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Efficiency, Hardware
@@ -118,12 +117,11 @@ def num_parameters(config: PretrainConfig) -> int:
 
 def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
     """Model, machine and batch in a line."""
-    kind = "BERT" if isinstance(config, BertPretrainConfig) else "GPT"
     nodes = hardware.nodes(devices)
     names = ", ".join(dict.fromkeys(node.device.name for node in nodes))
     return (
-        f"{kind} of {count_told(num_parameters(config))} parameters on {devices:,} x {names} ({len(nodes):,} "
-        f"node{'s' if len(nodes) > 1 else ''}); a step is {config.batch.global_size:,} samples of "
+        f"{config.kind.upper()} of {count_told(num_parameters(config))} parameters on {devices:,} x {names} "
+        f"({len(nodes):,} node{'s' if len(nodes) > 1 else ''}); a step is {config.batch.global_size:,} samples of "
         f"{config.data.sequence_length:,} tokens, in {config.training.precision}"
     )
 

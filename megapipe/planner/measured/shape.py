@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 
 WITHOUT_EFFECT = (
@@ -32,7 +31,7 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
     }
     remade = " ".join(config.recompute.parts) if config.recompute.method == "selective" else "none"
     found |= {
-        "kind": "bert" if isinstance(config, BertPretrainConfig) else "gpt",
+        "kind": config.kind,
         "sequence_length": config.data.sequence_length,
         "isolate_documents": config.data.isolate_documents,
         "precision": config.training.precision,
