@@ -8,7 +8,7 @@ from tests.architecture.source import product
 FILE_LINES = 700
 FUNCTION_LINES = 92
 """Lines of the longest function today."""
-FAMILY_CHECKS = 30
+FAMILY_CHECKS = 24
 """`isinstance` with a class of one family, outside spec/ and models/, where families are known. May only go down."""
 
 
