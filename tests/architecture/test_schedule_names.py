@@ -22,7 +22,6 @@ STILL_NAMED = {
     "megapipe/planner/search/two_buffered.py": "plans of a paper for its own schedule",
     "megapipe/planner/command/train_time.py": "methods of a paper, of which one is called as a schedule is",
     "megapipe/planner/training_time/layouts.py": "methods of a paper, of which one is called as a schedule is",
-    "megapipe/training/calibration/layers.py": "measures each layer as a stage of its own",
 }
 """Files that know a schedule by name, and why. Nothing may be added."""
 

@@ -14,11 +14,13 @@ from typing import Literal
 import torch
 
 from megapipe.config.run import PretrainConfig
+from megapipe.config.schedule import ScheduleConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.layout.hardware.measured import LAYER_KINDS, MeasuredLayer
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
+from megapipe.schedules.generators.registry import find_generator
 from megapipe.training.calibration.samples import samples_for
 from megapipe.training.calibration.silent_group import silent_mesh
 from megapipe.training.families import family_of
@@ -86,9 +88,11 @@ def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> Pretr
             sequence=config.parallel.sequence and cell.tensor > 1,
             sequence_chunks=config.parallel.sequence_chunks if cell.tensor > 1 else 1,
         ),
-        schedule=replace(
-            config.schedule, name="interleaved_1f1b", file="", chunks=blocks + 2, group_size=None, two_bp=apart,
-            max_pending=None, update=None,
+        schedule=ScheduleConfig(
+            name=find_generator(ScheduleConfig.name).looped,
+            chunks=blocks + 2,
+            two_bp=apart,
+            receive_ahead=config.schedule.receive_ahead,
         ),
         zero=type(config.zero)(),
         offload=type(config.offload)(),
