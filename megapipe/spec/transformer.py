@@ -273,8 +273,13 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     elif shape.tensor > 1:
         collectives = (Collective("tensor", "all_reduce", elements, shape.width, 1),)
     masked = elements // shape.shards if model.embedding_dropout else 0
-    # Sequence parallelism gathers the gradient of the word embeddings; other tables keep that of their shard.
-    own = shape.sequence_parallel and (len(tables) > 1 or post_norm)
+    # Sequence parallelism gathers the gradient of the word embeddings; other tables read that of their shard, and
+    # positions its sum over samples.
+    handed = [gradient("words", shape.stream)]
+    if shape.sequence_parallel and (bert or post_norm):
+        handed.append(gradient("sum", stream))
+    if model.positions == "learned":
+        handed.append(gradient("positions", stream // shape.micro_size))
     moved = stream + stream // shape.width * 2 * FULL_BYTES
     yield Op(
         "lookup",
@@ -283,7 +288,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
             Value("rows of other ranks", shape.tokens if shape.tensor > 1 else 0),
             Value("embedding mask", masked * shape.stored_masks),
         ),
-        weight_needs=(gradient("words", shape.stream), *([gradient("sum", stream)] if own else [])),
+        weight_needs=tuple(handed),
         collectives=collectives,
         kernels=(
             Kernel("embedding", "forward", moved=3 * stream),
@@ -314,7 +319,7 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         "output",
         weights=_output_weights(shape),
         saves=(normalised, Value("log-sums", tokens * FULL_BYTES) if shape.recompute_logits else logits),
-        weight_needs=(normalised, logits),
+        weight_needs=(normalised, logits, Value("scale of the loss", FULL_BYTES)),
         flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
         collectives=collectives,
         kernels=_output_kernels(shape),

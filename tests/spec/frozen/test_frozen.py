@@ -1,7 +1,8 @@
 """Sums over ops beside values of 5,000 configurations that were computed by separate formulas, before ops existed.
 
-They are equal but for what a post-norm BERT saves when it recomputes its norms, where the formulas were wrong and the
-ops agree with counted bytes (tests/spec/test_counted_bytes.py).
+They are equal but in three places, where the formulas were wrong and the ops agree with counted bytes
+(tests/spec/test_counted_bytes.py): what a post-norm BERT keeps when it recomputes its norms, the gradient of learned
+positions between the halves of a split backward, and the scale of a GPT's loss there, one number.
 """
 
 from itertools import islice
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from megapipe.config.bert import BertModelConfig
-from tests.spec.frozen.sample import COUNT, Case, arrays, cases
+from tests.spec.frozen.sample import COUNT, SEQUENCE, Case, arrays, cases
 
 OLD = np.load(Path(__file__).parent / "values.npz")
 KEPT, PENDING = 0, 1
@@ -36,6 +37,14 @@ def test_ops_add_up_to_the_frozen_values(chosen: slice) -> None:
     assert not wrong.all()
     for column in (KEPT, PENDING):
         expected[wrong, BLOCKS, column] = new["numbers"][wrong, BLOCKS, column]
+    for row, case in enumerate(list(islice(cases(), COUNT))[chosen]):
+        config, model = case.config, case.config.model
+        width = 4 if config.training.precision == "fp32" else 2
+        own = SEQUENCE // config.parallel.context * model.hidden_size * width // config.parallel.sequence_shards
+        learned, bert = model.positions == "learned", isinstance(model, BertModelConfig)
+        summed = config.parallel.sequence and learned and not bert
+        expected[row, 0, PENDING] += learned * own - summed * config.batch.micro_size * own
+        expected[row, -1, PENDING] += 0 if bert else 4
     assert np.array_equal(new["numbers"], expected)
     assert np.array_equal(new["checksums"], old["checksums"][chosen])
     timed = [number // 10 for number in numbers if number % 10 == 0]
