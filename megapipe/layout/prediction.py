@@ -33,14 +33,12 @@ def predict_rank(
     device: str = "cpu",
     amx: bool = False,
     predictions: Sequence[int] | None = None,
-    recomputed: Sequence[Sequence[range]] | None = None,
 ) -> RankPrediction:
     """What a rank of a run will hold and send.
 
     config: with parallel.data filled in. schedule: lowered, of this run. rank: global number. device: type of the
     ranks' devices, on which attention's path and sums of gradients depend. amx: as in `faster_path`. predictions: as
-    in `RankPrediction`. recomputed: what runs again, by default as the configuration says; under offload.activations
-    auto the plan's that the run has made.
+    in `RankPrediction`. Blocks are recomputed as the configuration says.
     """
     shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
     layout = StageLayout.of(config)
@@ -48,5 +46,5 @@ def predict_rank(
     shard = replicas.index(rank) % config.zero.num_shards(len(replicas))
     costs = layout_costs(config, device=device, amx=amx, shard=shard)
     place = shape.coordinates(rank)["pipeline"]
-    again = layout.recomputed(config.recompute) if recomputed is None else recomputed
+    again = layout.recomputed(config.recompute)
     return RankPrediction(costs, schedule, layout.ranges, again, place, predictions, over_gloo=device == "cpu")
