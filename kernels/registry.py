@@ -172,6 +172,10 @@ class Registry:
         backend = self._name_picked(op, tensor.device.type, tensor.dtype, tensor.shape[-1])
         return self._modules[op, backend]
 
+    def reference(self, op: str) -> ModuleType:
+        """The module of the op's reference, which takes every tensor."""
+        return self._modules[op, REFERENCE]
+
     def choice(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
         """The decision that `pick` makes for such tensors."""
         key = (op, device, dtype, width)

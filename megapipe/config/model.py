@@ -3,6 +3,36 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+
+@dataclass(frozen=True)
+class ActivationKind:
+    """What the model, its costs and its kernels need to know about an activation function.
+
+    op: of the kernel registry; its function `apply` takes the tensor and `arguments`. gated: the first matrix gives
+    two halves, the gate first. biased: op whose `apply` adds the bias of the first matrix too, if there is one.
+    """
+
+    op: str
+    gated: bool = False
+    arguments: tuple[str, ...] = ()
+    biased: str | None = None
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What they need to know about a norm. op: of the kernel registry. centred: it subtracts the mean, keeps it for
+    the backward, and has a bias."""
+
+    op: str
+    centred: bool
+
+
+ACTIVATIONS = {
+    "gelu": ActivationKind("gelu", arguments=("none",), biased="bias_gelu"),
+    "gelu_tanh": ActivationKind("gelu", arguments=("tanh",), biased="bias_gelu"),
+    "swiglu": ActivationKind("swiglu", gated=True),
+}
+NORMS = {"layer_norm": NormKind("layer_norm", centred=True), "rms_norm": NormKind("rms_norm", centred=False)}
 LARGEST = {
     **dict.fromkeys(("vocabulary_size", "max_positions", "sliding_window"), 1 << 30),
     **dict.fromkeys(
@@ -112,11 +142,21 @@ class ModelConfig:
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
     @property
+    def activation_kind(self) -> ActivationKind:
+        """Properties of the activation function."""
+        return ACTIVATIONS[self.activation]
+
+    @property
+    def norm_kind(self) -> NormKind:
+        """Properties of the norms."""
+        return NORMS[self.normalization]
+
+    @property
     def ffn_size(self) -> int:
         """Inner width of the MLP, with the default resolved."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.activation == "swiglu":
+        if self.activation_kind.gated:
             return -(-8 * self.hidden_size // 3 // 64) * 64
         return 4 * self.hidden_size
 

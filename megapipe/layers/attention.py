@@ -17,7 +17,7 @@ from megapipe.layers.context import MicrobatchContext, token_numbers
 from megapipe.layers.document_blocks import attend
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
-from megapipe.layers.norms import RMSNorm
+from megapipe.layers.norms import Norm
 from megapipe.layers.remade import Remade, run_again
 from megapipe.layers.rotary import RotaryAngles
 from megapipe.layout.token_order import Share
@@ -92,12 +92,12 @@ class Attention(nn.Module):
         self.recompute = False
         self.rotary = RotaryAngles(model) if model.positions == "rotary" else None
         self.dropout = Dropout(model.attention_dropout, site, kernels)
-        self.query_norm: RMSNorm | None = None
-        self.key_norm: RMSNorm | None = None
+        self.query_norm: Norm | None = None
+        self.key_norm: Norm | None = None
         if model.qk_norm:
             # Each rank normalises its own heads with the one weight.
-            self.query_norm = RMSNorm(within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
-            self.key_norm = RMSNorm(within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
+            self.query_norm = Norm("rms_norm", within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
+            self.key_norm = Norm("rms_norm", within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
 
     def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
         """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
@@ -119,7 +119,7 @@ class Attention(nn.Module):
             return self._unfused(query, key, value, context)
         return self._fused(query, key, value, context)
 
-    def _prepare(self, x: Tensor, norm: RMSNorm | None, context: MicrobatchContext) -> Tensor:
+    def _prepare(self, x: Tensor, norm: Norm | None, context: MicrobatchContext) -> Tensor:
         """Normalise and rotate [b, s, kv groups, heads, d]."""
         if norm is not None:
             x = norm(x, context.tape)

@@ -5,12 +5,10 @@ a row-parallel MLP needs anyway brings the results together: no rank sends a tok
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.kernels.reference import gelu, swiglu
 from megapipe.kernels.registry import Registry
 from megapipe.layers.dispatch import assign, assign_evenly, pick_rows, sum_rows
 from megapipe.layers.grouped_linear import GroupedLinear
@@ -40,7 +38,7 @@ class Experts(nn.Module, OnShards):
         )
         self.up = GroupedLinear(within(shapes, "up"))
         self.down = GroupedLinear(within(shapes, "down"))
-        self.activation = model.activation
+        self.activation = model.activation_kind
         self.recompute = False
         self.group = group
         self.kernels = kernels
@@ -73,8 +71,6 @@ class Experts(nn.Module, OnShards):
 
     def _activation(self, inner: Tensor) -> Callable[[Tensor], Tensor]:
         """What runs between the products; for a rank without rows the reference, since no kernel starts on nothing."""
-        if self.activation == "swiglu":
-            return (self.kernels.pick("swiglu", inner) if len(inner) else swiglu).apply
-        approximate: Literal["none", "tanh"] = "tanh" if self.activation == "gelu_tanh" else "none"
-        op = self.kernels.pick("gelu", inner) if len(inner) else gelu
-        return lambda inner: op.apply(inner, approximate)
+        kind = self.activation
+        op = self.kernels.pick(kind.op, inner) if len(inner) else self.kernels.reference(kind.op)
+        return lambda inner: op.apply(inner, *kind.arguments)

@@ -66,17 +66,20 @@ class _ProbedNorm(torch.autograd.Function):
 class Norm(SplitModule, OnShards):
     """Normalisation of [..., h] with weight and, where the op has one, bias [h].
 
-    shapes: of `weight` and `bias`. epsilon: added to the variance (mean square). kernels: runs the op.
+    op: of the kernel registry, layer_norm or rms_norm. shapes: of `weight` and `bias`. epsilon: added to the variance
+    (mean square). kernels: runs the op.
     gradient_group: ranks that normalise different rows with one weight, so that its gradient is a sum over them. Where
     tokens are sharded that holds for every norm, and the sum is left to the step.
     recompute: whoever computes with the norm is to make it again, see `again`.
     """
 
-    op: str
     partial = ("weight", "bias")
 
-    def __init__(self, shapes: Shapes, epsilon: float, kernels: Registry, gradient_group: Group | None = None) -> None:
+    def __init__(
+        self, op: str, shapes: Shapes, epsilon: float, kernels: Registry, gradient_group: Group | None = None
+    ) -> None:
         super().__init__()
+        self.op = op
         self.weight = empty_parameter(shapes["weight"])
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
         self.epsilon = epsilon
@@ -144,15 +147,3 @@ class Norm(SplitModule, OnShards):
 
     def _parameters_in_order(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
-
-
-class LayerNorm(Norm):
-    """Layer normalisation: mean 0, variance 1, then weight and bias."""
-
-    op = "layer_norm"
-
-
-class RMSNorm(Norm):
-    """Root-mean-square normalisation: mean square 1, then weight."""
-
-    op = "rms_norm"

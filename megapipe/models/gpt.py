@@ -16,7 +16,7 @@ from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
 from megapipe.layers.experts import Experts
 from megapipe.layers.linear import Shapes, within
 from megapipe.layers.mlp import MLP
-from megapipe.layers.norms import LayerNorm, Norm, RMSNorm
+from megapipe.layers.norms import Norm
 from megapipe.parallel.groups import Group
 from megapipe.spec.parameters import LayerSpec
 
@@ -141,5 +141,4 @@ def check_declared(module: nn.Module, spec: LayerSpec, shapes: Shapes) -> None:
 
 def make_norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
     """The norm that the model asks for."""
-    kind = LayerNorm if model.normalization == "layer_norm" else RMSNorm
-    return kind(shapes, model.norm_epsilon, kernels)
+    return Norm(model.norm_kind.op, shapes, model.norm_epsilon, kernels)

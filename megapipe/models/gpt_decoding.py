@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.layers.attention import Attention
-from megapipe.layers.norms import RMSNorm
+from megapipe.layers.norms import Norm
 from megapipe.models.gpt import Block, Embedding, Head
 
 
@@ -133,7 +133,7 @@ def decoding_layer(layer: nn.Module, *, rows: int, capacity: int) -> DecodingLay
     raise TypeError(f"{type(layer).__name__} is not a layer of a GPT; it must be an Embedding, a Block or a Head")
 
 
-def _placed(attention: Attention, x: Tensor, norm: RMSNorm | None, positions: Tensor, capacity: int) -> Tensor:
+def _placed(attention: Attention, x: Tensor, norm: Norm | None, positions: Tensor, capacity: int) -> Tensor:
     """Normalise and rotate [b, s, kv groups, heads, d], each token by its own position."""
     if norm is not None:
         x = norm(x, None)

@@ -19,7 +19,7 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
     """Return the weight and, for layer norm, the bias of the norm at `path`."""
     weight = vector(f"{path}.weight", (model.hidden_size,), None, ONES)
-    if model.normalization != "layer_norm":
+    if not model.norm_kind.centred:
         return (weight,)
     return weight, vector(f"{path}.bias", (model.hidden_size,), None, ZEROS)
 

@@ -88,7 +88,7 @@ class MicrobatchShape:
 
     def statistics(self, rows: int) -> int:
         """Bytes of the fp32 statistics of `rows` normalised rows: mean and deviation, or the deviation alone."""
-        return rows * FULL_BYTES * (2 if self.model.normalization == "layer_norm" else 1)
+        return rows * FULL_BYTES * (1 + self.model.norm_kind.centred)
 
     @property
     def rows(self) -> int:

@@ -104,7 +104,7 @@ class Temporaries:
         rows = self.shape.expert_rows if experts else self.shape.tokens
         hidden = rows * model.hidden_size * self.shape.width // (1 if experts else shards)
         inner = rows * model.ffn_size * self.shape.width // (1 if experts else self.shape.tensor)
-        outer = inner * (2 if model.activation == "swiglu" else 1)
+        outer = inner * (1 + model.activation_kind.gated)
         up, down = (self._elements(f"mlp.{name}.weight") if whole else 0 for name in ("up", "down"))
         again = inner if "mlp" in self.shape.recompute else 0
         # A whole backward has freed what operations before it saved; the input half leaves it to the other half.

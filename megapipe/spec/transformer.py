@@ -55,11 +55,6 @@ SENTENCE_CLASSES = 2
 """The second part follows the first one in the text, or not."""
 
 
-def is_gated(model: ModelConfig) -> bool:
-    """Return whether the activation multiplies two halves of the first matrix's result."""
-    return model.activation == "swiglu"
-
-
 def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of one block: attention and MLP, or experts, with their norms and residual sums."""
     model = shape.model
@@ -93,7 +88,7 @@ def norm(shape: MicrobatchShape, path: str, source: Value, *, kernels: bool = Tr
         saves=(source, statistics),
         weight_needs=(source, statistics, gradient(path, stream)),
         kernels=passes(path, 2 * stream, 4 * stream, again=again) if kernels else (),
-        uses=((model.normalization, model.hidden_size),),
+        uses=((model.norm_kind.op, model.hidden_size),),
     )
 
 
@@ -111,8 +106,8 @@ def residual(shape: MicrobatchShape, name: str) -> Op:
 def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     """Yield the ops of an MLP. Under swiglu axis 0 of `up` is (gate, up)."""
     model, hidden, ffn = shape.model, shape.model.hidden_size, shape.model.ffn_size
-    gate = 1 + is_gated(model)
-    rows, axis = ((2, ffn), 1) if is_gated(model) else ((ffn,), 0)
+    gate = 1 + model.activation_kind.gated
+    rows, axis = ((2, ffn), 1) if model.activation_kind.gated else ((ffn,), 0)
     up = matrix("mlp.up.weight", (*rows, hidden), axis, model.init_std)
     down = matrix("mlp.down.weight", (hidden, ffn), 1, residual_std(model))
     inner = shape.tokens * ffn * shape.width // shape.tensor
@@ -127,8 +122,7 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
         kernels=linear_products(shape, up, shape.tokens),
     )
-    biased = "bias_gelu" if model.bias == "all" else "gelu"
-    yield _activation(shape, outer, inner, (biased, ffn // shape.tensor))
+    yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.bias == "all")
     yield Op(
         "down",
         weights=(down, *linear_bias(model, "mlp.down.bias", (hidden,), None)),
@@ -140,14 +134,15 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     )
 
 
-def _activation(shape: MicrobatchShape, source: Value, inner: int, gelu: tuple[str, int]) -> Op:
-    """Return the activation with its bias: one kernel. inner: bytes of its result. gelu: its use where not gated."""
-    inputs = 1 + is_gated(shape.model)
+def _activation(shape: MicrobatchShape, source: Value, inner: int, channels: int, *, biased: bool) -> Op:
+    """Return the activation, with its bias one kernel. inner: bytes of its result, which has so many channels."""
+    kind = shape.model.activation_kind
+    inputs, op = 1 + kind.gated, (kind.biased if biased else None) or kind.op
     return Op(
         "activation",
         saves=(source,),
         kernels=passes("activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, again="mlp" in shape.recompute),
-        uses=(("swiglu", 2 * gelu[1]) if is_gated(shape.model) else gelu,),
+        uses=((op, inputs * channels),),
     )
 
 
@@ -159,8 +154,8 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     and computes longer by the same ratio. Under swiglu axis 1 of `up` is (gate, up).
     """
     model, hidden, ffn = shape.model, shape.model.hidden_size, shape.model.ffn_size
-    number, gate = model.num_experts or 1, 1 + is_gated(model)
-    inner_shape = (number, 2, ffn) if is_gated(model) else (number, ffn)
+    number, gate = model.num_experts or 1, 1 + model.activation_kind.gated
+    inner_shape = (number, 2, ffn) if model.activation_kind.gated else (number, ffn)
     router = matrix(ROUTER, (number, hidden), None, model.init_std)
     up = matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std)
     down = matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model))
@@ -195,7 +190,7 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         flops=_expert_flops(shape, up),
         kernels=_expert_products(shape, up),
     )
-    yield _activation(shape, outer, choices * ffn * width // shape.tensor, ("gelu", ffn))
+    yield _activation(shape, outer, choices * ffn * width // shape.tensor, ffn, biased=False)
     yield Op(
         "down",
         weights=(
