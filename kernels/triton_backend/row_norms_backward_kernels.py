@@ -27,6 +27,13 @@ def resident_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Input gradients of a group of rows, and the group's sums for the weight and the bias, from one read of each row.
+
+    Each program works on `group` rows in tiles of ROWS x BLOCK. CENTER: a layer norm, whose rows have a mean and
+    whose bias has a gradient; otherwise an RMS norm. BESIDE: `dx_beside` [num_rows, width] is added to the input
+    gradient. INPUT, WEIGHT: which of the two gradients are computed. weight_parts, bias_parts: fp32
+    [programs, width], one row per program, which `add_parts_kernel` sums.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     within = column < width
@@ -81,6 +88,10 @@ def chunked_input_kernel(
     BESIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Input gradient of one row that is too wide for registers: one pass for its sums, another for the result.
+
+    CENTER and BESIDE: as in `resident_kernel`. BLOCK: columns at once.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = row * width
     scale = tl.load(rstd + row)
@@ -127,6 +138,11 @@ def chunked_weight_kernel(
     CENTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Sums for the weight and the bias over a group of rows, for BLOCK columns.
+
+    Programs of axis 0 take groups of rows, those of axis 1 take blocks of columns. weight_parts, bias_parts, CENTER:
+    as in `resident_kernel`.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

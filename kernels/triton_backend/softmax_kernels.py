@@ -26,6 +26,11 @@ def resident_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Softmax of ROWS whole rows of scores [batch, heads, queries, keys], each scaled and masked first.
+
+    CAUSAL: query i sees keys up to i + keys - queries; WINDOW: of those only the last `window`. MASK: `mask` is True
+    where a key is seen, and mask_batch, mask_head and mask_query are its strides. A row that sees no key becomes 0.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     key = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (key < keys)[None, :]
@@ -116,6 +121,7 @@ def chunked_kernel(
 
 @triton.jit
 def resident_gradient_kernel(dy, y, dx, num_rows, keys, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradient of the scores of ROWS whole rows: y (dy - sum(y dy)) scale."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     key = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (key < keys)[None, :]
@@ -129,6 +135,7 @@ def resident_gradient_kernel(dy, y, dx, num_rows, keys, scale, ROWS: tl.constexp
 
 @triton.jit
 def chunked_gradient_kernel(dy, y, dx, keys, scale, BLOCK: tl.constexpr):
+    """The same for one row that is too long for registers: one pass for the sum, another for the result."""
     first = tl.program_id(0).to(tl.int64) * keys
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, keys, BLOCK):

@@ -88,6 +88,7 @@ class FolderReader:
 
 
 def kind_of(model: ModelConfig) -> FolderReader:
+    """Return how Hugging Face folders of a model like this one are read: a BERT's, or those of a GPT's family."""
     if isinstance(model, BertModelConfig):
         return FolderReader(
             hugging_face_bert.canonical_names,

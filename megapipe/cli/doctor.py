@@ -79,12 +79,17 @@ def missing_packages(findings: Diagnosis) -> None:
 
 
 def versions(findings: Diagnosis) -> None:
+    """Add the versions of Python, torch and the other packages that runs record."""
     from megapipe.training.run_folder import package_versions
 
     findings.add("versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()))
 
 
 def devices(findings: Diagnosis) -> None:
+    """Add the CPU cores, the free memory and the GPUs.
+
+    Report GPUs that torch cannot use, and a driver whose GPUs torch does not find.
+    """
     import torch
 
     from megapipe.planner.report.words import bytes_told
@@ -113,6 +118,10 @@ def devices(findings: Diagnosis) -> None:
 
 
 def communication(findings: Diagnosis) -> None:
+    """Add the backends of torch.distributed.
+
+    Report a host whose own name has no address, since its ranks cannot meet.
+    """
     import torch
     import torch.distributed as dist
 
@@ -133,6 +142,7 @@ def communication(findings: Diagnosis) -> None:
 
 
 def kernels(findings: Diagnosis) -> None:
+    """Add the backend that each op of the kernel registry would use here, in bf16 on a GPU and in fp32 on a CPU."""
     import torch
 
     from megapipe.kernels import apex_backend
@@ -148,6 +158,7 @@ def kernels(findings: Diagnosis) -> None:
 
 
 def compilers(findings: Diagnosis) -> None:
+    """Add the C++ compiler and Python's headers, without which Triton cannot start on a GPU."""
     import torch
 
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -161,6 +172,7 @@ def compilers(findings: Diagnosis) -> None:
 
 
 def space(findings: Diagnosis) -> None:
+    """Add the free space on the disk and in shared memory. Report less than a checkpoint, or than NCCL, needs."""
     import torch
 
     from megapipe.planner.report.words import bytes_told

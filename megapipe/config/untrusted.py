@@ -130,6 +130,10 @@ class StrictLoader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node.
+
+        Raises yaml.YAMLError for an alias, for too deep nesting and for a number that is too long.
+        """
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(

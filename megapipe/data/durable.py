@@ -6,6 +6,7 @@ from typing import BinaryIO
 
 
 def flush_to_disk(file: BinaryIO) -> None:
+    """Write what Python and the kernel have buffered of a file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -98,6 +98,7 @@ class ShardManifest:
 
 
 def manifest_path(prefix: str | Path) -> Path:
+    """Return the path of the manifest of the shard `prefix`."""
     return Path(f"{prefix}.manifest.json")
 
 

@@ -39,6 +39,7 @@ def main(argv: Sequence[str], others: Mapping[str, Subcommand] = NO_OTHERS) -> i
 
 
 def build_parser(others: Mapping[str, Subcommand] = NO_OTHERS) -> argparse.ArgumentParser:
+    """Return the parser of `megapipe data`. others: commands that parse their own options, listed in the help."""
     parser = OneLineParser(
         prog="megapipe data",
         description="Inspects, checks, merges and splits .bin/.idx shards, and measures how runs read them.",

@@ -50,14 +50,17 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 
 
 def bin_path(prefix: str | Path) -> Path:
+    """Return the path of the tokens of the shard `prefix`."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
+    """Return the path of the index of the shard `prefix`."""
     return Path(f"{prefix}.idx")
 
 
 def pack_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:
+    """Return the first 34 bytes of an .idx file, which `parse_header` reads."""
     return HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1)
 
 

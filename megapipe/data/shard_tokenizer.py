@@ -19,6 +19,7 @@ class StoredTokenizer(NamedTuple):
 
 
 def tokenizer_folder(prefix: str | Path) -> Path:
+    """Return the folder of the tokenizer's copy that belongs to the shard `prefix`."""
     return Path(f"{prefix}.tokenizer")
 
 

@@ -170,6 +170,7 @@ def _append_whole_numbers(writer: ShardWriter, dataset: IndexedDataset) -> None:
 
 
 def counts(dataset: IndexedDataset) -> str:
+    """Return a shard's documents, sequences, tokens, token type and bytes in words."""
     return (
         f"{dataset.num_documents:,} documents, {dataset.num_sequences:,} sequences, {dataset.num_tokens:,} tokens "
         f"({dataset.dtype.name}, {bin_path(dataset.prefix).stat().st_size:,} bytes)"

@@ -244,10 +244,12 @@ def _stacked(count: int) -> tuple[Join, Part]:
 
 
 def only(parts: Sequence[Tensor]) -> Tensor:
+    """Join a parameter that they store as one tensor, as it is."""
     return parts[0]
 
 
 def alone(ours: Tensor) -> Sequence[Tensor]:
+    """Split a parameter that they store as one tensor: nothing to do."""
     return [ours]
 
 

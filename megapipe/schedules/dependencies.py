@@ -183,6 +183,7 @@ class Dependencies:
 
     @cached_property
     def reloads(self) -> Needs:
+        """Backwards need the reload of their activations, and updates need that of their state."""
         return Needs(*reload_needs(self.table, BACKWARDS))
 
     def _reduction_needs(self) -> Iterator[Needs]:

@@ -102,6 +102,7 @@ class Header:
 
     @property
     def microbatches_per_update(self) -> int:
+        """Micro-batches of a replica that one optimizer update covers."""
         return self.num_microbatches // self.updates_per_step
 
     @cached_property

@@ -49,26 +49,32 @@ class Table:
 
     @cached_property
     def kind(self) -> Rows:
+        """Kind of each row's action, as `Kind`."""
         return np.ascontiguousarray(self.rows[:, KIND])
 
     @cached_property
     def stage(self) -> Rows:
+        """Stage of each row."""
         return np.ascontiguousarray(self.rows[:, STAGE])
 
     @cached_property
     def unit(self) -> Rows:
+        """Unit of each row within its stage; -1 for the whole stage."""
         return np.ascontiguousarray(self.rows[:, UNIT])
 
     @cached_property
     def microbatch(self) -> Rows:
+        """Micro-batch of each row, counted from the first step; -1 for none."""
         return np.ascontiguousarray(self.rows[:, MICROBATCH])
 
     @cached_property
     def version(self) -> Rows:
+        """Weight version that each row reads or writes; -1 for none."""
         return np.ascontiguousarray(self.rows[:, VERSION])
 
     @cached_property
     def slot(self) -> Rows:
+        """Buffer slot of each row's message; -1 for none."""
         return np.ascontiguousarray(self.rows[:, SLOT])
 
     @cached_property

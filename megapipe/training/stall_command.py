@@ -72,6 +72,7 @@ def _run(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
 
 
 def build_parser() -> OneLineParser:
+    """Return the parser of `megapipe data stalls`; the options of a run are parsed apart from its own."""
     parser = OneLineParser(
         prog="megapipe data stalls",
         usage="megapipe data stalls --config FILE [options] [--group.field VALUE ...]",

@@ -107,6 +107,7 @@ class FileWindow(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position within the window. Raises ValueError for one before its beginning."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"position {base + offset} is before the beginning")
@@ -114,6 +115,7 @@ class FileWindow(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes of the window into a buffer, without moving the file's own position, and return their number."""
         count = max(0, min(len(buffer), self._size - self._position))
         content = os.pread(self._descriptor, count, self._start + self._position)
         buffer[: len(content)] = content

@@ -44,6 +44,7 @@ example:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `megapipe preprocess`, with which texts become shards."""
     parser = tool_parser("megapipe preprocess", DESCRIPTION, EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument(
@@ -88,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_training_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command that learns a tokenizer from texts."""
     parser = tool_parser(f"megapipe preprocess {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
     add_input_arguments(parser)
     parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")

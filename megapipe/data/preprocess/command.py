@@ -38,6 +38,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Turn texts into shards, with a line of progress, and print what each shard holds.
+
+    Raises DataError for inputs, a tokenizer or options that cannot be used.
+    """
     files = _inputs(arguments)
     settings = TokenizeSettings(
         tokenizer=arguments.tokenizer,
@@ -108,6 +112,10 @@ def with_fast_core(settings: TokenizeSettings, files: Sequence[InputFile]) -> To
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> None:
+    """Learn a tokenizer from texts, write it to a file and print its size.
+
+    Raises DataError for a file name that does not end as files of this type do, and for wrong special tokens.
+    """
     suffix, train = TRAINERS[arguments.type]
     output = Path(arguments.output)
     if output.suffix != suffix:
@@ -125,6 +133,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
 
 
 def check_special_tokens(names: Sequence[str]) -> None:
+    """Raise DataError for a special token that is blank, repeated or reserved."""
     for name in names:
         if not name.strip() or names.count(name) > 1 or name in RESERVED_TOKENS:
             raise DataError(

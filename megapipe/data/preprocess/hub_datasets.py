@@ -111,6 +111,7 @@ def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]
 
 
 def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"]:
+    """Yield the rows [begin, end) of a dataset, or its shards [begin, end) if it is streamed, some rows at a time."""
     dataset = _open(spec)
     if DatasetName.of(spec).stream:
         for number in range(begin, end):

@@ -51,6 +51,7 @@ class InputFile(NamedTuple):
 
     @property
     def is_compressed(self) -> bool:
+        """Whether the file's name says that it is compressed, with .gz or .zst."""
         return self.path.suffix.lower() in COMPRESSED_SUFFIXES
 
     @property

@@ -29,6 +29,7 @@ class ProgressLine:
             print(f"continuing a run that stopped after {self._done / 1e6:,.1f} MB", file=sys.stderr)
 
     def show(self, part: TokenizedPart, writer: ShardWriter) -> None:
+        """Count a finished part and print its first skipped documents. Redraw the line if enough time has passed."""
         for reason in part.skipped[: max(0, SHOWN_SKIPS - self._skipped)]:
             print(f"skipped: {reason}", file=sys.stderr)
         self._skipped += len(part.skipped)

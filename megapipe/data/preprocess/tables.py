@@ -68,6 +68,10 @@ def parquet_ranges(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def parquet_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
+    """Yield the row groups [begin, end) of a Parquet file in batches, with the columns `keys` alone.
+
+    Raises DataError for a file that cannot be read or has no such column.
+    """
     import pyarrow.parquet
 
     with _errors_named(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
@@ -102,6 +106,10 @@ def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def arrow_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
+    """Yield the record batches in the bytes [begin, end) of an Arrow file or stream.
+
+    Raises DataError for a file that cannot be read or has no column of `keys`.
+    """
     import pyarrow
 
     with _errors_named(path, "Arrow"), _mapped(path) as source:
@@ -115,6 +123,11 @@ def arrow_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iter
 def rows_of(
     path: Path, first_row: int, batches: Iterator["pyarrow.RecordBatch"], keys: Sequence[str]
 ) -> Iterator[DocumentRow]:
+    """Yield a document for each row of the batches, with the values of the columns `keys`.
+
+    first_row: number of the batches' first row in the file, for messages. Raises DataError for a column that is not
+    there.
+    """
     for batch in batches:
         check_columns(path, batch.schema.names, keys)
         columns = [_values(batch.column(key)) for key in keys]
@@ -124,6 +137,7 @@ def rows_of(
 
 
 def check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
+    """Raise DataError for the first of `keys` that is not among the columns `names`."""
     if missing := [key for key in keys if key not in names]:
         raise DataError(
             f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names))}; choose columns with --json-keys"

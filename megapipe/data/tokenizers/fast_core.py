@@ -68,6 +68,7 @@ def why_no_fast_core(tokenizer: HuggingFaceTokenizer, texts: Iterable[str]) -> s
 
 
 def is_byte_level_bpe(tokenizer: Tokenizer) -> TypeGuard[HuggingFaceTokenizer]:
+    """Whether a tokenizer is a byte-level BPE of the tokenizers library, the only kind that the fast core encodes."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return False
     content = json.loads(tokenizer.definition())

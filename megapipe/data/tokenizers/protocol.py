@@ -42,6 +42,7 @@ class Tokenizer(Protocol):
 
 
 def fingerprint_of_files(*paths: Path, extra: str = "") -> str:
+    """Return `sha256:<hex>` of the files' bytes, one after the other, after the text `extra`."""
     digest = hashlib.sha256(extra.encode())
     for path in paths:
         digest.update(path.read_bytes())

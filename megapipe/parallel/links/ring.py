@@ -31,6 +31,7 @@ class RingShape:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of shared memory of the whole ring."""
         return self.control_bytes + self.num_slots * self.slot_bytes
 
 
