@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError
+from megapipe.data.durable import flush_folder
 
 
 class StorageWriter:
@@ -34,11 +35,7 @@ class StorageWriter:
 
     def flush_folder(self, path: Path) -> None:
         """Return once the names in a folder would survive a power failure."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush_folder(path)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or folder another name in the same folder."""

@@ -12,7 +12,7 @@ def flush_to_disk(file: BinaryIO) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes renames in the folder survive a power failure."""
+    """Return once renames in the folder would survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
