@@ -11,7 +11,7 @@ from typing import Any
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import Manifest
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import DataIdentity
 from megapipe.spec.parameters import ParameterSpec
@@ -163,8 +163,9 @@ def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
     sizes = {
         "model.num_kv_heads": (here.kv_heads, was.kv_heads),
         "model.head_size": (here.head_dim, was.head_dim),
-        "model.ffn_hidden_size": (here.ffn_size, was.ffn_size),
     }
+    if {here.activation, was.activation} <= ACTIVATIONS.keys():  # a newer version may have saved another one
+        sizes["model.ffn_hidden_size"] = (here.ffn_size, was.ffn_size)
     return [name for name, (one, other) in sizes.items() if one == other]
 
 
