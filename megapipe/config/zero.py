@@ -1,6 +1,7 @@
 """How data-parallel replicas shard their state instead of each holding all of it (ZeRO)."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -20,6 +21,10 @@ class ZeroConfig:
     shard_size: int | None = None
     """Number of replicas that share one copy of the state; further groups of replicas hold copies. null means that all
     replicas share one copy."""
+    layer_stages: dict[str, int] = field(default_factory=dict)
+    """Stages of layers that shard less than zero.stage, for example {embedding: 1, blocks.0: 2}. Keys are embedding,
+    head, blocks (all blocks) or the name of one block; a block's own name has precedence. Values are from 1 to
+    zero.stage. A layer of stage 1 needs no gather before each use, but takes more memory."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed over replicas. They are accumulated in fp32."""
 
@@ -41,7 +46,26 @@ class ZeroConfig:
                     f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does not use it; set "
                     f"zero.stage to at least {least}, or leave zero.{name} out"
                 )
+        return found + self._layer_problems()
+
+    def _layer_problems(self) -> list[str]:
+        found = []
+        for name, stage in self.layer_stages.items():
+            if not re.fullmatch(r"embedding|head|blocks(\.\d+)?", name):
+                found.append(
+                    f"zero.layer_stages names {name!r}, which is not a layer; use embedding, head, blocks, or one "
+                    "block such as blocks.0"
+                )
+            if not isinstance(stage, int) or not 1 <= stage <= self.stage:
+                found.append(
+                    f"zero.layer_stages {{{name}: {stage}}} must be from 1 to zero.stage, which is {self.stage}"
+                )
         return found
+
+    def stage_of(self, name: str) -> int:
+        """Return the stage of a layer by its name, or by the name of one of its parameters."""
+        layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+        return self.layer_stages.get(layer, self.layer_stages.get(layer.partition(".")[0], self.stage))
 
     def replica_problems(self, replicas: int) -> list[str]:
         """Return one message for each rule that the number of replicas of the weights, data x context, breaks."""

@@ -1,6 +1,7 @@
 """The schedule that a configuration asks for: whether it can run, and how it is built."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from megapipe.config.run import PretrainConfig
@@ -71,6 +72,7 @@ def build_schedule(
         "weight_buffers": zero.weight_buffers if data_parallel and zero.stage >= 3 else 0,
         "whole_gradients": zero.gradient_buffers if data_parallel and zero.stage >= 2 else 0,
     }
+    zero_stages = unit_stages(config, units_per_stage) if any(sharded.values()) else ()
     if config.schedule.file:
         return fit_for_training(
             read_file(Path(config.schedule.file)),
@@ -83,6 +85,7 @@ def build_schedule(
             receive_ahead=ahead,
             recompute=recompute,
             **sharded,
+            zero_stages=zero_stages,
             offload=offload,
         )
     return build(
@@ -96,9 +99,19 @@ def build_schedule(
         receive_ahead=ahead,
         recompute=recompute,
         **sharded,
+        zero_stages=zero_stages,
         offload=offload,
         **schedule_options(config),
     )
+
+
+def unit_stages(config: PretrainConfig, units_per_stage: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return by pipeline stage the ZeRO stage of each layer; nothing if all have zero.stage."""
+    if not config.zero.layer_stages:
+        return ()
+    names = ["embedding", *(f"blocks.{index}" for index in range(config.model.num_layers)), "head"]
+    stages = iter([config.zero.stage_of(name) for name in names])
+    return tuple(tuple(islice(stages, count)) for count in units_per_stage)
 
 
 def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[str]:

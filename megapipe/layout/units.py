@@ -127,7 +127,9 @@ class UnitCosts:
 
     def sharded(self, unit: Unit, stage: int) -> bool:
         """Whether what ZeRO shards from `stage` on is sharded of this unit: of tied weights stage 1 alone."""
-        return self.shards > 1 and min(self.config.zero.stage, 1 if unit.tied else 3) >= stage
+        if self.shards == 1 or not unit.specs:
+            return False
+        return (1 if unit.tied else self.config.zero.stage_of(unit.specs[0].name)) >= stage
 
     def own_elements(self, unit: Unit, stage: int) -> int:
         """Of a buffer that ZeRO shards from `stage` on, the elements that a rank keeps between its uses."""

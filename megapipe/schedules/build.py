@@ -27,6 +27,7 @@ def build(
     data_parallel: bool = False,
     weight_buffers: int = 0,
     whole_gradients: int = 0,
+    zero_stages: Sequence[Sequence[int]] = (),
     receive_ahead: int = 1,
     recompute: Spans = (),
     offload: Offload = NOTHING,
@@ -44,6 +45,7 @@ def build(
         data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that share tokens.
         weight_buffers: units whose gathered weights a rank may hold at once (ZeRO-3); 0 keeps weights whole.
         whole_gradients: units whose gradients a rank may hold whole at once (ZeRO-2); 0 keeps all of them whole.
+        zero_stages: per stage, the ZeRO stage of each unit where units differ; of all units the same by default.
         receive_ahead: compute actions between a receive's posting and its use, at most.
         recompute: per stage, runs of units whose forwards keep their input alone and run again before the backward;
             nothing by default.
@@ -55,7 +57,8 @@ def build(
     """
     compute = order(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
-        data_parallel=data_parallel, weight_buffers=weight_buffers, whole_gradients=whole_gradients, **options,
+        data_parallel=data_parallel, weight_buffers=weight_buffers, whole_gradients=whole_gradients,
+        zero_stages=zero_stages, **options,
     )  # fmt: skip
     return lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
 
@@ -71,6 +74,7 @@ def order(
     data_parallel: bool = False,
     weight_buffers: int = 0,
     whole_gradients: int = 0,
+    zero_stages: Sequence[Sequence[int]] = (),
     **options: Unpack[Options],
 ) -> Schedule:
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
@@ -104,6 +108,7 @@ def order(
         gradient_buffers=policy.gradient_buffers,
         weight_buffers=weight_buffers,
         whole_gradients=whole_gradients,
+        zero_stages=tuple(tuple(stages) for stages in zero_stages),
     )
     schedule = Schedule(header, sections)
     return forward_only(schedule) if mode == "forward" else schedule

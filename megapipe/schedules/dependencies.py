@@ -11,7 +11,14 @@ from functools import cached_property
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.gathers import ADDING, USES, awaited_reductions, places
+from megapipe.schedules.gathers import (
+    ADDING,
+    USES,
+    awaited_reductions,
+    of_sharded_gradients,
+    of_sharded_weights,
+    places,
+)
 from megapipe.schedules.offload import move_needs, reload_needs
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 from megapipe.schedules.tied_uses import local_uses, readers_of_state
@@ -93,6 +100,7 @@ class Dependencies:
         """Every use of sharded weights needs the latest gather of its unit; none where weights are whole."""
         table = self.table
         rows = table.rows_with(*USES, Kind.GATHER_WEIGHTS) if table.header.weight_buffers else np.empty(0, np.int64)
+        rows = rows[of_sharded_weights(table, rows)]
         rows = rows[np.lexsort((rows, places(table, rows)))]
         gathering = table.is_kind(Kind.GATHER_WEIGHTS)[rows]
         latest = np.maximum.accumulate(np.where(gathering, np.arange(len(rows)), 0))
@@ -203,8 +211,8 @@ class Dependencies:
         whole = adding[table.unit[adding] < 0]
         by_unit = last_row_per((place + table.unit)[own], own, table.num_stages * table.num_updates * most_units)
         by_stage = last_row_per((place // most_units)[whole], whole, table.num_stages * table.num_updates)
-        if header.whole_gradients == 0:
-            yield Needs(reductions, by_unit[(place + table.unit)[reductions]]).where_known()
+        whole_ones = reductions[~of_sharded_gradients(table, reductions)]
+        yield Needs(whole_ones, by_unit[(place + table.unit)[whole_ones]]).where_known()
         yield Needs(reductions, by_stage[(place // most_units)[reductions]]).where_known()
         tied = table.rows_with(Kind.REDUCE_TIED)
         for stage, uses in local_uses(self.table.header).items():

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind
+from megapipe.schedules.actions import Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
@@ -56,6 +56,11 @@ def check_weight_buffers(schedule: Schedule) -> None:
             f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is no "
             "rank to shard them with; set data_parallel, or leave whole_gradients out"
         )
+    if header.zero_stages and tuple(map(len, header.zero_stages)) != header.units_per_stage:
+        raise ScheduleError(
+            f"{header.name} has ZeRO stages of {list(map(len, header.zero_stages))} units by stage, but stages have "
+            f"{list(header.units_per_stage)} units; give one for each unit"
+        )
     if header.weights_in_host and not schedule.flushes:
         raise ScheduleError(
             f"{header.name} never flushes and keeps several weight versions on the device; use a schedule that "
@@ -69,12 +74,23 @@ def places(table: Table, rows: Ints) -> Ints:
     return update * max(table.header.units_per_stage) + table.unit[rows]
 
 
+def of_sharded_weights(table: Table, rows: Ints) -> Mask:
+    """Return which rows that are cut into units concern a unit whose weights are sharded."""
+    return table.header.sharded_weights[table.stage[rows], table.unit[rows]]
+
+
+def of_sharded_gradients(table: Table, rows: Ints) -> Mask:
+    """Return which rows that are cut into units concern a unit whose gradients are sharded."""
+    return table.header.sharded_gradients[table.stage[rows], table.unit[rows]]
+
+
 def residences(table: Table, written: Ints) -> Residence:
     """When units' weights are on hand, in a table whose compute is cut into units.
 
     written: by stage and version, shape [stages, versions], the first row of which an update has made it.
     """
     rows = table.rows_with(*USES)
+    rows = rows[of_sharded_weights(table, rows)]
     unit, part = places(table, rows), table.rank[rows] * table.num_sections + table.section[rows]
     opens = np.flatnonzero(np.append(True, (unit[1:] != unit[:-1]) | (np.diff(part) != 0)))
     first, last = rows[opens], rows[np.append(opens[1:], len(rows)) - 1]
@@ -101,6 +117,7 @@ def last_additions(table: Table) -> Ints:
     two buffers one unit's is on its way while the next unit's is computed.
     """
     rows = table.rows_with(*ADDING)
+    rows = rows[of_sharded_gradients(table, rows)]
     unit = places(table, rows)
     closes = np.flatnonzero(np.append((unit[1:] != unit[:-1]) | (np.diff(table.rank[rows]) != 0), True))
     last, rank = rows[closes], table.rank[rows[closes]]
@@ -116,6 +133,7 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
     opening: list[int] = []
     freeing: list[int] = []
     rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS) if table.header.whole_gradients else np.empty(0, np.int64)
+    rows = rows[of_sharded_gradients(table, rows)]
     reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[rows].tolist()
     ranks, units = table.rank[rows].tolist(), places(table, rows).tolist()
     held: set[int] = set()

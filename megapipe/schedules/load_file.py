@@ -45,6 +45,7 @@ def fit_for_training(
     data_parallel: bool = False,
     weight_buffers: int = 0,
     whole_gradients: int = 0,
+    zero_stages: Sequence[Sequence[int]] = (),
     receive_ahead: int = 1,
     recompute: Spans = (),
     offload: Offload = NOTHING,
@@ -64,6 +65,7 @@ def fit_for_training(
         data_parallel: whether gradients are to be reduced over replicas, or over tensor ranks that share tokens.
         weight_buffers, whole_gradients: units whose weights and gradients a rank may hold whole at once where they are
             sharded; 0 where they are not.
+        zero_stages: per stage, the ZeRO stage of each unit where units differ.
         receive_ahead: compute actions between a receive's posting and its use, at most; a lowered file has its own.
         recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
         offload: the same.
@@ -78,6 +80,7 @@ def fit_for_training(
     _check_equal(header, "pipeline ranks", header.num_ranks, num_ranks)
     _check_equal(header, "micro-batches per step", header.num_microbatches, num_microbatches)
     units, tied = tuple(units_per_stage), tuple(tuple(group) for group in tied_groups)
+    stages_of_units = tuple(tuple(stages) for stages in zero_stages)
     _check_equal(header, "stages", len(header.stages), len(units))
     for name, said, wanted, unsaid in (
         ("units (layers) by stage", header.units_per_stage, units, (1,) * len(units)),
@@ -85,6 +88,7 @@ def fit_for_training(
         ("sums of gradients over shards of the tokens or replicas", header.data_parallel, data_parallel, False),
         ("weight_buffers", header.weight_buffers, weight_buffers, 0),
         ("whole_gradients", header.whole_gradients, whole_gradients, 0),
+        ("ZeRO stages of units", header.zero_stages, stages_of_units, ()),
     ):
         if header.lowered or said != unsaid:
             _check_equal(header, name, said, wanted)
@@ -98,6 +102,7 @@ def fit_for_training(
             data_parallel=data_parallel,
             weight_buffers=weight_buffers,
             whole_gradients=whole_gradients,
+            zero_stages=stages_of_units,
         )
         schedule = replace(schedule, header=filled)
         schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
@@ -133,7 +138,7 @@ def _whole_forwards(schedule: Schedule) -> Schedule:
         body.append(whole)
     header = replace(
         schedule.header, lowered=False, activation_slots=(), gradient_slots=(), weight_buffers=0, whole_gradients=0,
-        weights_in_host=False,
+        weights_in_host=False, zero_stages=(),
     )  # fmt: skip
     return replace(schedule, header=header, sections=Sections.flushing(tuple(body)))
 

@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import MICROBATCH, VERSION, Action, Ints, Kind, Rows, empty_rows
+from megapipe.schedules.actions import MICROBATCH, VERSION, Action, Ints, Kind, Mask, Rows, empty_rows
 from megapipe.schedules.errors import ScheduleError
 
 FORMAT_VERSION: Final = 1
@@ -64,7 +64,8 @@ class Header:
     units' weights a rank may hold gathered at once where they are sharded; 0 where weights are whole. With
     ``weights_in_host`` they are no replicas' shards: they lie in host memory, and a gather copies them to the device.
     ``whole_gradients`` is how many units' gradients a rank may hold unreduced or on their way at once where they are
-    sharded; 0 where gradients are whole, and reduced once an update.
+    sharded; 0 where gradients are whole, and reduced once an update. ``zero_stages`` gives, per stage, the ZeRO stage
+    of each unit where units differ: weights are sharded from 3 on, gradients from 2 on.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Header:
     weight_buffers: int = 0
     whole_gradients: int = 0
     weights_in_host: bool = False
+    zero_stages: tuple[tuple[int, ...], ...] = ()
     activation_slots: tuple[int, ...] = ()
     gradient_slots: tuple[int, ...] = ()
     lowered: bool = False
@@ -125,6 +127,22 @@ class Header:
         for index, route in enumerate(self.routes):
             preceding[index, list(route[1:])] = route[:-1]
         return preceding
+
+    @cached_property
+    def sharded_weights(self) -> Mask:
+        """Whether the weights of each unit are gathered for their uses, shape [stages, most units of a stage]."""
+        return self._sharded_from(3, self.weight_buffers)
+
+    @cached_property
+    def sharded_gradients(self) -> Mask:
+        """Whether the gradients of each unit are reduced into shards, shape [stages, most units of a stage]."""
+        return self._sharded_from(2, self.whole_gradients)
+
+    def _sharded_from(self, zero_stage: int, buffers: int) -> Mask:
+        mask = np.full((len(self.stages), max(self.units_per_stage)), buffers > 0)
+        for stage, units in enumerate(self.zero_stages):
+            mask[stage, : len(units)] &= np.array(units) >= zero_stage
+        return mask
 
     @cached_property
     def stages_sharing(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ _STAGE_FIELDS: Final = {
     "gradient_slots": 0,
 }
 _AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "updates", "gradient_buffers")
-_KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied")
+_KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied", "zero")
 
 
 def write_header(header: Header) -> list[str]:
@@ -57,6 +57,7 @@ def write_header(header: Header) -> list[str]:
     if header.routes != (tuple(range(len(header.stages))),):
         lines += ["route " + " ".join(map(str, route)) for route in header.routes]
     lines += ["tied " + " ".join(map(str, group)) for group in header.tied_groups]
+    lines += ["zero " + " ".join(map(str, stages)) for stages in header.zero_stages]
     return lines
 
 
@@ -74,6 +75,7 @@ class HeaderReader:
         self._stages: list[dict[str, int]] = []
         self._routes: list[tuple[int, ...]] = []
         self._tied: list[tuple[int, ...]] = []
+        self._zero: list[tuple[int, ...]] = []
 
     def read(self, line: TextLine) -> None:
         """Take in one header line."""
@@ -84,6 +86,8 @@ class HeaderReader:
             self._routes.append(self._stage_list(line))
         elif key == "tied":
             self._tied.append(self._stage_list(line))
+        elif key == "zero":
+            self._zero.append(tuple(line.number_at(index) for index in range(1, max(2, len(line.words)))))
         elif key in _NUMBERS:
             self._once(line, _NUMBERS[key], line.number_at(1, least=1 if key in _AT_LEAST_ONE else 0))
         elif key in _FLAGS:
@@ -128,6 +132,7 @@ class HeaderReader:
             units_per_stage=tuple(stage["units"] for stage in self._stages),
             versions_per_stage=tuple(stage["versions"] for stage in self._stages),
             tied_groups=tuple(self._tied),
+            zero_stages=tuple(self._zero),
             **fields,
             **slots,
         )

@@ -87,10 +87,10 @@ class Assembly:
         return [build(layer, tensor, VOCABULARY_ALIGNMENT, self._kernels) for _ in range(self._copies)]
 
     def _state(self, name: str, specs: list[ParameterSpec], num_uses: int) -> UnitState:
-        tensor, sharding = self._mesh.group("tensor"), self._sharding
-        if name in self._tied:
-            sharding = replace(sharding, stage=min(sharding.stage, 1))
-        elif self._config.offload.weights:
+        tensor, tied = self._mesh.group("tensor"), name in self._tied
+        stage = min(self._sharding.stage, 1 if tied else self._config.zero.stage_of(name))
+        sharding = replace(self._sharding, stage=stage)
+        if self._config.offload.weights and not tied:
             own = HostWeights(
                 name,
                 specs,

@@ -168,14 +168,20 @@ class StateSizes:
         config = self.of_units.config
         if self.of_units.shards == 1:
             return 0
-        sizes = _descending(self.elements, present)
         found = 0
         if config.zero.stage >= 3:
+            sizes = _descending(self._sharded_elements(3), present)
             weight: Precision = config.training.precision  # type: ignore[assignment]
             found += sum(sizes[: config.zero.weight_buffers]) * ELEMENT_BYTES[weight]
         if config.zero.stage >= 2:
+            sizes = _descending(self._sharded_elements(2), present)
             found += sum(sizes[: config.zero.gradient_buffers]) * FULL_BYTES
         return found + self._summands(present)
+
+    def _sharded_elements(self, stage: int) -> tuple[int, ...]:
+        """By kind, elements of a unit that ZeRO shards from `stage` on; 0 of a unit that it does not."""
+        pairs = zip(self.units, self.elements, strict=True)
+        return tuple(size if self.of_units.sharded(unit, stage) else 0 for unit, size in pairs)
 
     def _summands(self, present: tuple[int, ...]) -> int:
         """Of sums under way: as many as there are gradient buffers, or all of the step where gradients are whole."""

@@ -201,6 +201,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
         predictions_of(config),
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),
+        (config.zero.stage, *sorted(config.zero.layer_stages.items())) if config.zero.layer_stages else (),
     )
     return _cached_shape(Keyed(key, config))
 
@@ -211,10 +212,11 @@ def _cached_shape(keyed: Keyed) -> _Shape:
     stages = StageLayout.of(config)
     training = config.training
     chosen = range(training.fp8_first_kept, config.model.num_layers - training.fp8_last_kept)
-    numbers: dict[tuple[str, bool], int] = {}
+    numbers: dict[tuple[str, bool, int], int] = {}
     classes, kinds = [], []
     for index, layer in enumerate(stages.layers):
-        kind = layer.kind, layer.kind == "block" and training.fp8 != "none" and layer.index in chosen
+        in_fp8 = layer.kind == "block" and training.fp8 != "none" and layer.index in chosen
+        kind = layer.kind, in_fp8, config.zero.stage_of(layer.name)
         if kind not in numbers:
             numbers[kind] = len(numbers)
             kinds.append(index)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import COLUMNS, Ints, Kind, Rows, rows_of
-from megapipe.schedules.gathers import last_additions
+from megapipe.schedules.gathers import ADDING, last_additions, of_sharded_gradients
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
@@ -39,24 +39,20 @@ def _gradients(table: Table) -> Insertion:
 
     Of sharded gradients one for each stay in a buffer, which names the micro-batch behind whose backward it stands.
     """
-    if table.header.whole_gradients:
-        anchor = last_additions(table)
-        rows = rows_of(
-            Kind.REDUCE_GRADIENTS, table.stage[anchor], table.microbatch[anchor], unit=table.unit[anchor]
-        )  # fmt: skip
-        return Insertion(rows, anchor, InsertionOrder.REDUCE_GRADIENTS, table.section[anchor])
-    adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    adding = table.rows_with(*ADDING)
     cut = adding[table.unit[adding] >= 0]
+    cut = cut[~of_sharded_gradients(table, cut)]
     most_units = max(table.header.units_per_stage)
     place = (table.stage[cut] * table.num_updates + table.update[cut]) * most_units + table.unit[cut]
     last = last_row_per(place, cut, table.num_stages * table.num_updates * most_units)
-    anchor = np.sort(last[last >= 0])
-    rows = rows_of(
-        Kind.REDUCE_GRADIENTS,
-        table.stage[anchor],
-        _last_microbatch(table, table.update[anchor]),
-        unit=table.unit[anchor],
-    )
+    complete, sharded = last[last >= 0], np.empty(0, dtype=np.int64)
+    if table.header.whole_gradients:
+        sharded = last_additions(table)
+    anchor = np.concatenate([complete, sharded])
+    microbatch = np.concatenate([_last_microbatch(table, table.update[complete]), table.microbatch[sharded]])
+    order = np.argsort(anchor)
+    anchor, microbatch = anchor[order], microbatch[order]
+    rows = rows_of(Kind.REDUCE_GRADIENTS, table.stage[anchor], microbatch, unit=table.unit[anchor])
     return Insertion(rows, anchor, InsertionOrder.REDUCE_GRADIENTS, table.section[anchor])
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Action, Ints, Kind, Mask
+from megapipe.schedules.gathers import of_sharded_gradients
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure, missing
 
@@ -133,19 +134,23 @@ def _check_reductions(table: Table) -> None:
     tied = sorted(set(state) - set(plain))
     _require_each(table, Kind.REDUCE_COUNTS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
     _require_each(table, Kind.REDUCE_SCALARS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
-    for kind, places in (
-        *([] if header.whole_gradients else [(Kind.REDUCE_GRADIENTS, plain if header.data_parallel else [])]),
-        (Kind.REDUCE_TIED, tied),
-        (Kind.UPDATE, state),
+    reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
+    whole = [place for place in plain if header.data_parallel and not header.sharded_gradients[place]]
+    for kind, rows, places in (
+        (Kind.REDUCE_GRADIENTS, reductions[~of_sharded_gradients(table, reductions)], whole),
+        (Kind.REDUCE_TIED, table.rows_with(Kind.REDUCE_TIED), tied),
+        (Kind.UPDATE, table.rows_with(Kind.UPDATE), state),
     ):
         wanted = [(header.stages[stage].rank, stage, unit, last) for stage, unit in places for last in per_update]
-        _require_each(table, kind, wanted)
+        _require_each(table, kind, wanted, rows)
 
 
-def _require_each(table: Table, kind: Kind, wanted: list[tuple[int, int, int, int]]) -> None:
-    """Exactly the wanted (rank, stage, unit, micro-batch) of a kind, each once."""
+def _require_each(
+    table: Table, kind: Kind, wanted: list[tuple[int, int, int, int]], among: Ints | None = None
+) -> None:
+    """Exactly the wanted (rank, stage, unit, micro-batch) of a kind, each once. among: rows, by default all of it."""
     due = set(wanted)
-    for row in table.rows_with(kind).tolist():
+    for row in (table.rows_with(kind) if among is None else among).tolist():
         place = tuple(int(column[row]) for column in (table.rank, table.stage, table.unit, table.microbatch))
         if place not in due:
             raise failure(table, row, "it appears a second time" if place in wanted else "nothing asks for it")

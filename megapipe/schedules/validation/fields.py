@@ -6,6 +6,7 @@ import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_STREAM, MICROBATCH, SLICE, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.gathers import of_sharded_gradients
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
@@ -115,8 +116,9 @@ def _check_units(table: Table) -> None:
 def _check_last_included(table: Table) -> None:
     """Reductions and updates name the last micro-batch of their update; counts that of their step."""
     reducing = table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE)
-    if table.header.whole_gradients == 0:  # else several may stand in an update, each behind what it includes
-        reducing |= table.is_kind(Kind.REDUCE_GRADIENTS)
+    # Of sharded gradients several reductions may be in an update, each after what it includes.
+    reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
+    reducing[reductions[~of_sharded_gradients(table, reductions)]] = True
     reducing |= table.is_kind(Kind.OFFLOAD, Kind.RELOAD) & (table.version >= 0)
     for rows, count in (
         (np.flatnonzero(reducing), table.header.microbatches_per_update),

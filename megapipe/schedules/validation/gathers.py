@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask
-from megapipe.schedules.gathers import USES, places
+from megapipe.schedules.gathers import USES, of_sharded_weights, places
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
@@ -19,6 +19,10 @@ def check_gathers(table: Table) -> None:
         _refuse(table, rows, wrong, "the schedule keeps its weights whole: its header says weight_buffers 0")
         return
     _refuse(table, rows, table.unit[rows] < 0, "weights are gathered unit by unit, and this is a whole chunk")
+    sharded = of_sharded_weights(table, rows)
+    wrong = table.is_kind(*GATHERS)[rows] & ~sharded
+    _refuse(table, rows, wrong, "the weights of its unit are whole: the header's zero_stages say so")
+    rows = rows[sharded]
     place = places(table, rows)
     order = np.lexsort((rows, place))
     rows, place = rows[order], place[order]

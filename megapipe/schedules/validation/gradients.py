@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask
-from megapipe.schedules.gathers import ADDING, places
+from megapipe.schedules.gathers import ADDING, of_sharded_gradients, places
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
@@ -15,6 +15,7 @@ def check_gradients(table: Table) -> None:
         return
     rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS)
     _refuse(table, rows, table.unit[rows] < 0, "gradients are reduced unit by unit, and this is a whole chunk")
+    rows = rows[of_sharded_gradients(table, rows)]
     place = places(table, rows)
     order = np.lexsort((rows, place))
     _check_turns(table, rows[order], place[order])
