@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ChunkTimes:
     """Seconds of one micro-batch by chunk and pipeline rank: shape [chunks, ranks] each.
 
     forward; again: what runs again ahead of a backward, and what sharded weights wait for, which both may be over
@@ -101,12 +101,12 @@ class Waiting(NamedTuple):
     source: str
 
 
-def _others(pipeline: Pipeline, values: Floats) -> float:
+def _others(pipeline: ChunkTimes, values: Floats) -> float:
     """Sum over all ranks but the busiest. values: shape [ranks]."""
     return float(values.sum() - values[pipeline.work.argmax()])
 
 
-def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
+def _one_forward_one_backward(pipeline: ChunkTimes, count: int) -> Waiting:
     """The first forward and the last backward pass all ranks; between, a micro-batch's way there and back takes as
     long as the p micro-batches that the first rank holds, and the messages besides."""
     fill = _others(pipeline, pipeline.fill.sum(axis=0))
@@ -116,7 +116,7 @@ def _one_forward_one_backward(pipeline: Pipeline, count: int) -> Waiting:
     return _paced_by_links(pipeline, count, Waiting(fill, 2 * pipeline.hop * rounds + again, source), split=False)
 
 
-def _paced_by_links(pipeline: Pipeline, count: int, waiting: Waiting, *, split: bool) -> Waiting:
+def _paced_by_links(pipeline: ChunkTimes, count: int, waiting: Waiting, *, split: bool) -> Waiting:
     """Of schedules that flush: no less than what a link takes for all messages of a step, behind the first
     micro-batch's way to it, and ahead of the last one's way from there to the end and back.
 
@@ -132,7 +132,7 @@ def _paced_by_links(pipeline: Pipeline, count: int, waiting: Waiting, *, split: 
     return waiting._replace(messages=waiting.messages + max(0.0, least - shown))
 
 
-def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
+def _breadth_first(pipeline: ChunkTimes, count: int) -> Waiting:
     """All forwards, then all backwards, chunk by chunk: the slowest stage of each chunk sets its pace, or the slowest
     message where that takes longer."""
     slowest = np.array([each.max(axis=1) for each in (pipeline.forward, pipeline.again + pipeline.backward)])
@@ -148,7 +148,7 @@ def _breadth_first(pipeline: Pipeline, count: int) -> Waiting:
     return Waiting(pace + fill + missing, messages, source)
 
 
-def _one_group(pipeline: Pipeline, count: int) -> float:
+def _one_group(pipeline: ChunkTimes, count: int) -> float:
     """The bubble where no more micro-batches than ranks pass chunk by chunk.
 
     Through each chunk the first micro-batch takes `fill` of all ranks, all of them take the slowest rank's work as
@@ -161,7 +161,7 @@ def _one_group(pipeline: Pipeline, count: int) -> float:
     return max(0.0, float(np.maximum(way, pace).sum() + behind.mean() - count * pipeline.work.max()))
 
 
-def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
+def _interleaved(pipeline: ChunkTimes, count: int) -> Waiting:
     """A last group that is smaller than the pipeline leaves idle places: for all work if it is the only group, for
     backwards if it follows other groups."""
     size, chunks = pipeline.size, pipeline.chunks
@@ -175,7 +175,7 @@ def _interleaved(pipeline: Pipeline, count: int) -> Waiting:
     return Waiting(bubble, messages, "(p - 1) (tf + tb) / v, arXiv 2104.04473, section 2.2.2")
 
 
-def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
+def _busy_links(pipeline: ChunkTimes, count: int, fill: float) -> float:
     """What an interleaved schedule waits for where links and not ranks set the pace, found by simulation: with links
     that are alike never more than simulated, nor more than a fifth of the step less.
 
@@ -190,14 +190,14 @@ def _busy_links(pipeline: Pipeline, count: int, fill: float) -> float:
     return max(chunks * ring - size * work - fill, count * both * hop - (count - 1) * work)
 
 
-def _zb_h1(pipeline: Pipeline, count: int) -> Waiting:
+def _zb_h1(pipeline: ChunkTimes, count: int) -> Waiting:
     each = (pipeline.forward + pipeline.input_half + pipeline.passing - pipeline.weight_half).sum(axis=0)
     messages = 4 * pipeline.hop - (2 * pipeline.longest_hop if count <= pipeline.size else 0.0)
     waiting = Waiting(max(0.0, _others(pipeline, each)), messages, "(p - 1) (TF + TB - TW), arXiv 2401.10241")
     return _paced_by_links(pipeline, count, waiting, split=True)
 
 
-def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
+def _zb_h2(pipeline: ChunkTimes, count: int) -> Waiting:
     """The last rank starts p - 1 forwards late and the update waits for it; with few micro-batches more than that."""
     forward = pipeline.forward.sum(axis=0)
     each = forward + (pipeline.input_half + pipeline.passing - 2 * pipeline.weight_half).sum(axis=0)
@@ -210,7 +210,7 @@ def _zb_h2(pipeline: Pipeline, count: int) -> Waiting:
     return _paced_by_links(pipeline, count, waiting, split=True)
 
 
-def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
+def _zb_v(pipeline: ChunkTimes, count: int) -> Waiting:
     forward, half = pipeline.forward.sum(axis=0), pipeline.input_half.sum(axis=0)
     each = (pipeline.input_half + pipeline.passing - pipeline.weight_half).sum(axis=0)
     one = max(_others(pipeline, forward), _others(pipeline, half))
@@ -221,14 +221,14 @@ def _zb_v(pipeline: Pipeline, count: int) -> Waiting:
     return _paced_by_links(pipeline, count, waiting, split=True)
 
 
-def _endless(pipeline: Pipeline, count: int) -> Waiting:
+def _endless(pipeline: ChunkTimes, count: int) -> Waiting:
     source = "no flush: the slowest stage sets the pace, arXiv 2006.09503, section 3"
     messages = 2 * pipeline.hop * count / pipeline.size
     busy = count * (pipeline.longest_transfer - float(pipeline.work.max()))
     return Waiting(0.0, max(messages, busy), source)
 
 
-Formula = Callable[[Pipeline, int], Waiting]
+Formula = Callable[[ChunkTimes, int], Waiting]
 FORMULAS: dict[str, Formula] = {
     "1f1b": _one_forward_one_backward,
     "gpipe": _breadth_first,
@@ -243,7 +243,7 @@ FORMULAS: dict[str, Formula] = {
 """By schedule; others are simulated."""
 
 
-def waiting_of(name: str, options: Options, pipeline: Pipeline, num_microbatches: int) -> Waiting:
+def waiting_of(name: str, options: Options, pipeline: ChunkTimes, num_microbatches: int) -> Waiting:
     """What the rank with the most work waits for in one step.
 
     Schedules without a formula are simulated with even stages for up to four micro-batches a rank; what that adds

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from megapipe.layout.scheduling import schedule_options
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Term
-from megapipe.planner.cost.pipeline_time import Pipeline, waiting_of
+from megapipe.planner.cost.pipeline_time import ChunkTimes, waiting_of
 from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import StageCosts
@@ -69,7 +69,7 @@ class _Step:
         # A weight half, behind which gradients are summed, is on no micro-batch's way.
         held_up = side_by_side(whole, gathers, slow) - whole if splits else backward_traffic
         hops = np.array(hop_seconds(self.run, self.assumptions))
-        pipeline = Pipeline(
+        pipeline = ChunkTimes(
             self._by_chunk(costs.whole_forward),
             self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
             self._by_chunk(costs.input_half),
@@ -146,7 +146,7 @@ class _Step:
         sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
         return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
 
-    def _at_the_end(self, pipeline: Pipeline, before: float) -> Iterator[Term]:
+    def _at_the_end(self, pipeline: ChunkTimes, before: float) -> Iterator[Term]:
         """before: seconds up to the last backward."""
         sums = max(self._reductions(pipeline, before), self._streamed() - before)
         yield Term("data", sums, "gradient reduction that overlaps with backwards, arXiv 2211.13878")
@@ -159,7 +159,7 @@ class _Step:
         yield Term("update", self._update(pipeline), "bytes of the optimizer state / memory bandwidth")
         yield Term("data", self._gathers(pipeline), "gathers of updated weights (ZeRO 1 and 2)")
 
-    def _update(self, pipeline: Pipeline) -> float:
+    def _update(self, pipeline: ChunkTimes) -> float:
         """Of the slowest rank; without a flush each rank's is a part of its own work."""
         if self.flushes:
             return float(self.costs.by_rank(self.costs.update).max())
@@ -173,7 +173,7 @@ class _Step:
         gathered = self.costs.gather if self.run.gathers_after_update else 0.0
         return self.costs.by_rank(self.costs.update + gathered)
 
-    def _reductions(self, pipeline: Pipeline, before: float) -> float:
+    def _reductions(self, pipeline: ChunkTimes, before: float) -> float:
         """What sums of gradients add behind the last backward, of the rank that ends last."""
         if self.policy.updates_per_step > 1 or not self.costs.reduction.any():
             return 0.0
@@ -194,7 +194,7 @@ class _Step:
         each = self.costs.gather * counts.all_gathers + self.costs.reduction * counts.all_sums
         return float(self.costs.by_rank(each).max()) * self.count
 
-    def _sums_left(self, pipeline: Pipeline, before: float) -> Floats:
+    def _sums_left(self, pipeline: ChunkTimes, before: float) -> Floats:
         """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
 
         Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
@@ -231,7 +231,7 @@ class _Step:
         found[-1] += self._of_update[-1]
         return found
 
-    def _gathers(self, pipeline: Pipeline) -> float:
+    def _gathers(self, pipeline: ChunkTimes) -> float:
         """Weights that updates left in shards are whole again before the next forward."""
         if not self.run.gathers_after_update or not self.flushes:
             return 0.0

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.planner.cost.pipeline_time import FORMULAS, Pipeline, waiting_of
+from megapipe.planner.cost.pipeline_time import FORMULAS, ChunkTimes, waiting_of
 from megapipe.schedules import build, rank_costs, simulate
 from megapipe.schedules.simulation import Link
 
 
-def even(ranks: int, chunks: int, forward: float, half: float, weight: float, hop: float = 0.0) -> Pipeline:
+def even(ranks: int, chunks: int, forward: float, half: float, weight: float, hop: float = 0.0) -> ChunkTimes:
     shape = (chunks, ranks)
-    return Pipeline(
+    return ChunkTimes(
         np.full(shape, forward / chunks),
         np.zeros(shape),
         np.full(shape, half / chunks),
@@ -113,7 +113,7 @@ def test_waiting_is_never_negative_and_a_slower_rank_never_makes_a_step_faster(
     plain = even(ranks, chunks, 1.0, 1.0, 1.0)
     slow = plain.forward.copy()
     slow[0, 0] += spread
-    slower = Pipeline(slow, plain.again, plain.input_half, plain.weight_half, plain.hops)
+    slower = ChunkTimes(slow, plain.again, plain.input_half, plain.weight_half, plain.hops)
     totals = []
     for pipeline in (plain, slower):
         found = waiting_of(name, {}, pipeline, count)
