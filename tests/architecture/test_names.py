@@ -5,9 +5,6 @@ from collections import defaultdict
 
 from tests.architecture.source import product
 
-SHARED = {"Pipeline": "the library's, and the times of one in a closed form"}
-"""Names that classes of several modules still have. Nothing may be added."""
-
 
 def test_class_names_are_unique() -> None:
     """Names that start with an underscore: in their package."""
@@ -17,4 +14,4 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 package = source.path.rpartition("/")[0]
                 places[f"{package}.{node.name}" if node.name.startswith("_") else node.name].append(source.path)
-    assert {name: paths for name, paths in places.items() if len(paths) > 1 and name not in SHARED} == {}
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
