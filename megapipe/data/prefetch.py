@@ -54,6 +54,7 @@ class Prefetcher(Generic[Request, Result]):
         return result  # type: ignore[return-value]  # without an error it is what load returned
 
     def close(self) -> None:
+        """Stop loading and wait for the thread. Results that were not taken are dropped."""
         self._closed.set()
         # The thread may be waiting for room: make some. It adds one result at most before it sees the flag.
         with contextlib.suppress(queue.Empty):

@@ -56,6 +56,7 @@ class Moves:
         return lambda step: swaps.offload(step.saved[key])
 
     def reload(self, action: Action) -> Closure:
+        """Start the copy of activations, or with a version of optimizer state, from host memory."""
         swaps = self._required()
         if action.version >= 0:
             state = self._state(action)

@@ -108,6 +108,7 @@ class NoiseSlots(ReceiveSlots):
         """Nothing is on its way."""
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
+        """Fill the slot's buffers and return them."""
         with torch.no_grad():
             for buffer in self._buffers[slot]:
                 if buffer.is_floating_point():

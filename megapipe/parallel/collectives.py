@@ -1,8 +1,9 @@
-"""Collectives that autograd sees, in conjugate pairs: what one does forward, the other does backward.
+"""Collectives that autograd sees.
 
-`copy_to_group` and `reduce_from_group` are f and g of Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3):
-f stands where a replicated tensor enters a region in which every rank computes its own part, g where the parts' sum
-leaves it. `scatter_to_group` and `gather_from_group` are the same for tensors that are cut along a dimension.
+`copy_to_group` and `reduce_from_group` are f and g of Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3),
+a conjugate pair: what one does forward, the other does backward. f stands where a replicated tensor enters a region in
+which every rank computes its own part, g where the sum of the parts leaves it. Parts that are slices along a dimension
+leave it through `gather_from_group`.
 
 Over processes these are torch's functional collectives, so torch.compile traces them into one graph; between threads
 the graph breaks. In a group of one rank every function returns its input as it is.
@@ -26,15 +27,6 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum of all ranks' `x`, the same on every rank; the gradient goes to each of them as it is."""
     return x if group.size == 1 else _Reduce.apply(x, group)
-
-
-def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice along `dim` of an `x` that is the same on every rank; gradients of all slices are gathered.
-
-    Raises:
-        ValueError: the dimension cannot be cut into equal slices.
-    """
-    return x if group.size == 1 else _Scatter.apply(x, group, dim)
 
 
 def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -79,17 +71,6 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _slice_of(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(gradient, ctx.group, ctx.dim), None, None
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
@@ -98,7 +79,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _slice_of(gradient, ctx.group, ctx.dim), None, None
+        part = gradient.chunk(ctx.group.size, ctx.dim)[ctx.group.rank]
+        return part.clone(memory_format=torch.contiguous_format), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -110,15 +92,6 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _exchanged(gradient, ctx.group), None
-
-
-def _slice_of(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice, in memory of its own."""
-    if x.shape[dim] % group.size:
-        raise ValueError(
-            f"dimension {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {group.size} equal slices"
-        )
-    return x.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:

@@ -33,6 +33,7 @@ class DatasetName(NamedTuple):
 
     @classmethod
     def of(cls, spec: str) -> "DatasetName":
+        """Split a specification into its parts. The path of a folder that exists is a name as a whole."""
         rest = spec.removeprefix(DATASET_PREFIX)
         if Path(rest).exists():  # a folder, whatever characters its name has
             return cls(rest)

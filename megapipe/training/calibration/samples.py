@@ -23,6 +23,7 @@ class RandomSamples:
         return np.full(np.shape(ordinals), self.sequence_length, dtype=np.int64)
 
     def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """Tokens of samples, drawn from their numbers alone: int64 [..., sequence_length + 1]."""
         numbers = np.asarray(ordinals)
         drawn = [
             np.random.default_rng(each).integers(0, self._vocabulary_size, self.sequence_length + 1, dtype=np.int64)
